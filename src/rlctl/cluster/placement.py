@@ -1,0 +1,69 @@
+"""Where workers go: one bundle a device, reserved for the whole run, and the devices of each bundle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.errors import MachineError
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A reserved place: one device (or, without GPUs, one CPU slot) of one node."""
+
+    index: int
+    node: str
+    """Node address; workers of one node share memory."""
+    gpu: int | None
+    """Index of the GPU on its node; None without one."""
+
+
+class Placement:
+    """`count` bundles on the cluster, numbered so that neighbours share a node where they can."""
+
+    def __init__(self, count: int, *, gpus: bool, timeout_s: float) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
+        self.group = placement_group([dict(unit) for _ in range(count)], strategy="PACK")
+        if not self.group.wait(timeout_s):
+            ray.util.remove_placement_group(self.group)
+            have = ray.cluster_resources()
+            raise MachineError(
+                f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}, and Ray could not reserve them in "
+                f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs, {have.get('CPU', 0):.0f} CPU slots).",
+                "Free some, use fewer with --nodes/--gpus-per-node, or raise cluster.start_timeout_s.",
+            )
+        self.bundles = self._discover(count, gpus, timeout_s)
+
+    def _discover(self, count: int, gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
+        """Ask a task inside each bundle which node and device it is on, and order the bundles by them."""
+        import ray
+
+        where = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(_where_am_i)
+        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in range(count)]
+        found = ray.get(asked, timeout=timeout_s)
+        # Stable: Ray's own order within equal (node, GPU) keys.
+        order = sorted(range(count), key=lambda index: (found[index][0], found[index][1] or 0))
+        return tuple(Bundle(index, *found[index]) for index in order)
+
+    def strategy(self, index: int) -> Any:
+        """Ray scheduling strategy for Ray's bundle number `index`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
+
+    def release(self) -> None:
+        """Give the bundles back."""
+        import ray
+
+        ray.util.remove_placement_group(self.group)
+
+
+def _where_am_i() -> tuple[str, int | None]:
+    import ray
+
+    gpu_ids = ray.get_gpu_ids()
+    return ray.util.get_node_ip_address(), int(gpu_ids[0]) if gpu_ids else None

@@ -1,0 +1,82 @@
+"""A Ray session: start Ray on this machine or join a running cluster, and take down what was started."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+
+from rlctl.errors import MachineError
+
+# Object store for rollouts and small tensors; weights travel through shared memory of their own.
+OBJECT_STORE_BYTES = 512 << 20
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None = None, *, gpus: int | None = None, namespace: str = "rlctl") -> Iterator[None]:
+    """Connect to Ray for the duration of the block.
+
+    `address` None starts Ray on this machine and stops it at the end, with all its workers; otherwise the cluster
+    at `address` is joined and left running. `gpus` limits the GPUs offered by a session started here (0: none).
+
+    Raises MachineError when Ray cannot be started or the address does not answer.
+    """
+    import ray
+
+    if ray.is_initialized():
+        # A caller (a test, a notebook) brought its own session: use it and leave it alone.
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # We choose devices ourselves: two engines share each GPU, which Ray's own masking cannot express.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
+    children_before = {child.pid for child in psutil.Process().children(recursive=True)}
+    try:
+        if address is None:
+            ray.init(
+                address="local",
+                num_gpus=gpus,
+                # Workers are placed by bundles, a core each; a small machine holds more workers than it has cores.
+                num_cpus=max(16, 4 * (os.cpu_count() or 1)),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                object_store_memory=_object_store_bytes(),
+                namespace=namespace,
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+    except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
+        wanted = f"--ray-address {address}" if address else f"Ray on {socket.gethostname()}"
+        raise MachineError(f"{wanted} did not start or answer: {error}.", "Run `rlctl doctor` to see why.") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if address is None:
+            _end_children(children_before)
+
+
+def _object_store_bytes() -> int:
+    """As much of shared memory as rollouts need, and never more than a third of what is free."""
+    free = psutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else OBJECT_STORE_BYTES
+    return max(78_643_200, min(OBJECT_STORE_BYTES, free // 3))  # Ray refuses less than 75 MiB
+
+
+def _end_children(before: set[int]) -> None:
+    """End what the session started and Ray's own shutdown left behind."""
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    _, alive = psutil.wait_procs(left, timeout=5)
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

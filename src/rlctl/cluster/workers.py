@@ -1,0 +1,208 @@
+"""Groups of worker processes: start them, call them, and turn every death or delay into an error that names one.
+
+A worker is a plain class; `WorkerGroup` hosts one instance of it in a Ray actor per rank. Each worker's output goes to
+a log file, whose last lines are part of the error when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlctl.cluster.placement import Bundle, Placement
+from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+
+LOG_TAIL_LINES = 15
+STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """How to start one worker: constructor arguments, its bundles (the first is where it runs), its environment."""
+
+    kwargs: Mapping[str, Any]
+    bundles: tuple[Bundle, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        """The variables of the process, with the GPUs of the worker's bundles made visible."""
+        gpus = [str(bundle.gpu) for bundle in self.bundles if bundle.gpu is not None]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONUNBUFFERED": "1", **self.env}
+
+
+class _Host:
+    """Runs inside the worker process: sends its output to the log file and calls the worker's methods."""
+
+    def __init__(self, log_path: str) -> None:
+        Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        self.worker: Any = None
+
+    def start(self, worker_class: type, kwargs: Mapping[str, Any]) -> int:
+        self.worker = self._logged(worker_class, **kwargs)
+        return os.getpid()
+
+    def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        return self._logged(getattr(self.worker, method), *args, **kwargs)
+
+    def stop(self) -> None:
+        if self.worker is not None and hasattr(self.worker, "close"):
+            self._logged(self.worker.close)
+
+    @staticmethod
+    def _logged(function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RlctlError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
+            raise WorkerError(f"{type(error).__name__}: {error}") from None
+
+
+class WorkerGroup:
+    """One worker a rank, all of the same class."""
+
+    def __init__(
+        self,
+        name: str,
+        worker_class: type,
+        specs: Sequence[WorkerSpec],
+        placement: Placement,
+        log_dir: Path,
+        *,
+        start_timeout_s: float,
+        call_timeout_s: float,
+    ) -> None:
+        """Start the processes and construct the workers, all at once; returns when each is constructed.
+
+        Raises WorkerError when one dies or raises, WaitTimeoutError when one is not ready in `start_timeout_s`.
+        """
+        import ray
+
+        self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
+        self.specs = tuple(specs)
+        host = ray.remote(_Host)
+        self.hosts = [
+            host.options(
+                num_cpus=0,
+                max_restarts=0,
+                scheduling_strategy=placement.strategy(spec.bundles[0].index),
+                runtime_env={"env_vars": spec.environment()},
+            ).remote(str(self.log_path(rank)))
+            for rank, spec in enumerate(self.specs)
+        ]
+        started = [h.start.remote(worker_class, spec.kwargs) for h, spec in zip(self.hosts, self.specs, strict=True)]
+        try:
+            self.pids: list[int] = self._wait("start", started, start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    def log_path(self, rank: int) -> Path:
+        """The file that holds the output of `rank`."""
+        return self.log_dir / f"{self.name}-{rank}.log"
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call `method` with the same arguments on every rank; the results in rank order."""
+        return self.wait(method, self.submit(method, *args, **kwargs), timeout_s)
+
+    def call_each(self, method: str, args_by_rank: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
+        """Call `method` with one tuple of arguments a rank; the results in rank order."""
+        pairs = zip(self.hosts, args_by_rank, strict=True)
+        return self.wait(method, [host.call.remote(method, args, {}) for host, args in pairs], timeout_s)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Begin `method` on every rank; hand the result to `wait`."""
+        return [host.call.remote(method, args, kwargs) for host in self.hosts]
+
+    def wait(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
+        """Results of `submit`, in rank order; the first rank that fails ends the wait.
+
+        Raises WorkerError (dead or raised), WaitTimeoutError (names the ranks that did not answer), or the
+        RlctlError that the worker raised itself.
+        """
+        return self._wait(method, submitted, timeout_s or self.call_timeout_s)
+
+    def _wait(self, method: str, submitted: list[Any], timeout_s: float) -> list[Any]:
+        import ray
+
+        rank_of = {ref: rank for rank, ref in enumerate(submitted)}
+        results: list[Any] = [None] * len(submitted)
+        pending, deadline = list(submitted), time.monotonic() + timeout_s
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                late = ", ".join(str(rank_of[ref]) for ref in pending)
+                raise WaitTimeoutError(
+                    f"{self.name} rank {late} did not finish `{method}` in {timeout_s:.0f} s.{self._log_tail(rank_of[pending[0]])}",
+                    "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
+                )
+            for ref in done:
+                results[rank_of[ref]] = self._result(ref, rank_of[ref], method)
+        return results
+
+    def _result(self, ref: Any, rank: int, method: str) -> Any:
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, RlctlError) else None
+            if cause is not None and not isinstance(cause, WorkerError):
+                raise cause from None
+            text = cause.message if cause is not None else str(error)
+            raise WorkerError(f"{self.name} rank {rank} failed in `{method}`: {text}.{self._log_tail(rank)}") from None
+        except RayActorError:
+            pid = f" (process {self.pids[rank]})" if hasattr(self, "pids") else ""
+            raise WorkerError(f"{self.name} rank {rank}{pid} died during `{method}`.{self._log_tail(rank)}") from None
+        except RayError as error:
+            raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self._log_tail(rank)}") from None
+
+    def _log_tail(self, rank: int) -> str:
+        path = self.log_path(rank)
+        if not path.exists():
+            return f" Its log is on its own node: {path}."
+        lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        if not lines:
+            return f" It wrote nothing to {path}."
+        return f" Its last lines ({path}):\n" + "\n".join(f"  | {line}" for line in lines) + "\n"
+
+    def stop(self) -> None:
+        """Let the workers close what they hold, then end their processes."""
+        import ray
+        from ray.exceptions import RayError
+
+        stops = [host.stop.remote() for host in self.hosts]
+        ray.wait(stops, num_returns=len(stops), timeout=STOP_TIMEOUT_S)
+        for rank, ref in enumerate(stops):
+            try:
+                ray.get(ref, timeout=0)
+            except (RayError, RlctlError) as error:
+                # The processes are ended below in any case; a close that failed is for the log, not for the user.
+                with contextlib.suppress(OSError), self.log_path(rank).open("a") as log:
+                    log.write(f"close: {error}\n")
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        import ray
+
+        for host in self.hosts:
+            ray.kill(host, no_restart=True)

@@ -1,0 +1,216 @@
+"""The one schema: every configuration section, its keys, its defaults and what they mean.
+
+A key that is `None` by default is decided by the planner (parallelism, batches) or by the model (lengths, dtype).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, and no key that nobody reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    name: str | None = None
+    """A local Hugging Face directory or a hub name."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tokenizer: str | None = None
+    """Directory or hub name of another tokenizer."""
+    chat_template: str | None = None
+    """A Jinja chat template: a file, or the text itself."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
+    max_length: Positive | None = None
+    """Most tokens of prompt and completion together."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class DataConfig(Section):
+    name: str | None = None
+    """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
+    params: dict[str, Any] = {}
+    """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    prompt_field: str = "prompt"
+    """Field that holds the prompt: a text, or a list of chat messages."""
+    answer_field: str = "answer"
+    """Field that holds the reference answer."""
+    system_prompt: str | None = None
+    """System message put before every prompt; an empty text suppresses the template's own."""
+    prompt_suffix: str | None = None
+    """Text appended to every prompt, for example how to state the answer."""
+    shuffle: bool = True
+    """Draw the prompts in an order that `run.seed` fixes."""
+    size: Positive | None = None
+    """Number of prompts to make (reasoning-gym) or to keep."""
+
+
+class RewardTerm(Section):
+    name: str
+    """`task`, `exact-match`, `math-verify`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+
+
+class RewardConfig(Section):
+    terms: tuple[RewardTerm, ...] = ()
+    """Scorers whose weighted sum is the reward."""
+    extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "full"] = "auto"
+    """How the answer is taken out of the completion; auto is what the task calls for."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Limit for scoring one step's rollouts."""
+
+
+class GrpoConfig(Section):
+    steps: Positive = 100
+    prompts: Positive = 8
+    """Prompts a step."""
+    generations: Annotated[int, Field(ge=2)] = 8
+    """Rollouts a prompt (the group)."""
+    baseline: Literal["mean", "leave-one-out"] = "mean"
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """PPO lower bound: the ratio is clipped at 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """PPO upper bound: the ratio is clipped at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the KL penalty to the reference policy; 0 holds no reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    loss_level: Literal["token", "sequence"] = "token"
+    """Average over all tokens of the batch, or over sequences of their token averages."""
+    importance_correction: Literal["off", "truncated", "masked"] = "truncated"
+    """Correction for the difference between the engine's and the trainer's log-probs."""
+    importance_cap: float = Field(2.0, gt=1)
+    """Truncation bound of the importance weight; `masked` drops tokens outside [1/cap, cap]."""
+    optimizer_steps: Positive = 1
+    """Optimizer steps a batch (PPO mini-batches)."""
+
+    @model_validator(mode="after")
+    def validate_batch_splits_into_optimizer_steps(self) -> GrpoConfig:
+        if (self.prompts * self.generations) % self.optimizer_steps:
+            raise ValueError(
+                f"grpo.prompts x grpo.generations = {self.prompts * self.generations} rollouts do not split into "
+                f"grpo.optimizer_steps = {self.optimizer_steps} equal parts"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    backend: Literal["auto", "megatron"] = "auto"
+    tp: Positive | None = None
+    """Tensor parallel size."""
+    dp: Positive | None = None
+    """Data parallel size."""
+    micro_batch_tokens: Positive | None = None
+    """Most tokens of one packed row (micro-batch) on one rank."""
+    packing: bool = True
+    """Put rollouts of different lengths into one row; off pads each rollout in a row of its own."""
+    threads: Positive | None = None
+    """CPU threads of each training process."""
+
+
+class GenerationConfig(Section):
+    engines: Positive | None = None
+    """Number of vLLM engines."""
+    tp: Positive | None = None
+    """Tensor parallel size of one engine."""
+    max_new_tokens: Positive = 512
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    """Sample among the k most likely tokens; -1 is all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the model's own end tokens."""
+    memory_fraction: float | None = Field(None, gt=0, lt=1)
+    """Part of a GPU's memory that vLLM may use."""
+    kv_cache_bytes: Positive | None = None
+    """Size of the KV cache of one engine on a CPU."""
+    max_concurrent: Positive | None = None
+    """Most sequences decoded at once by one engine."""
+    threads: Positive | None = None
+    """CPU threads of each engine."""
+
+
+class RefitConfig(Section):
+    timeout_s: float = Field(300.0, gt=0)
+    """Limit for each wait of a refit."""
+    verify_every: NonNegative = 50
+    """Compare every tensor on the first refit and then every so many steps; 0: the first only."""
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest norm of the gradient; 0 does not clip."""
+
+
+class SchedulerConfig(Section):
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the decay."""
+
+
+class ClusterConfig(Section):
+    nodes: Positive | None = None
+    gpus_per_node: NonNegative | None = None
+    gpu: str = "auto"
+    """GPU type (h100, a100, ...), `auto` for what is there, or `cpu`."""
+    ray_address: str | None = None
+    """Join this Ray cluster; unset: start one on this machine and stop it at the end."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Limit for starting Ray and the workers."""
+    step_timeout_s: float = Field(3600.0, gt=0)
+    """Limit for each wait of a step."""
+
+
+class RunConfig(Section):
+    dir: str | None = None
+    """Run directory; unset: `runs/<model>-<data>-<time>`."""
+    seed: NonNegative = 0
+    checkpoint_every: NonNegative = 50
+    """Save every so many steps (and at the end); 0: at the end only."""
+    keep_last: Positive | None = None
+    """Checkpoints to keep; unset: all."""
+    save_final: bool = True
+    """Save a checkpoint at the end."""
+    log_rollouts: NonNegative = 4
+    """Rollouts a step written to rollouts/."""
+    tensorboard: bool = True
+    wandb: bool | None = None
+    """Log to Weights & Biases; unset: when WANDB_API_KEY is set."""
+
+
+class RlctlConfig(Section):
+    """The whole configuration of a run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    training: TrainingConfig = TrainingConfig()
+    generation: GenerationConfig = GenerationConfig()
+    refit: RefitConfig = RefitConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    run: RunConfig = RunConfig()

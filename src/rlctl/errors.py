@@ -1,0 +1,60 @@
+"""Every error that rlctl raises on purpose; each class carries the exit code of the process.
+
+Raise them where the cause is known, name the user's own word for the thing (the flag, the file, the tensor) in
+`message`, and say what to do next in `hint`. The command line prints both without a traceback.
+"""
+
+from __future__ import annotations
+
+EXIT_INTERRUPTED = 130
+
+
+class RlctlError(Exception):
+    """A failure at run time (exit code 1)."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message} {hint}")
+        self.message = message
+        self.hint = hint
+
+    def __reduce__(self) -> tuple:
+        # Errors cross process boundaries pickled; the default would pass the joined text as `message`.
+        return (type(self), (self.message, self.hint))
+
+
+class InputError(RlctlError, ValueError):
+    """The input is wrong: a flag, a key, an unknown model, a missing shard (exit code 2)."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A configuration key or value is wrong (exit code 2)."""
+
+
+class MachineError(RlctlError, OSError):
+    """The machine lacks what was asked for (exit code 3)."""
+
+    exit_code = 3
+
+
+class NoPlanError(RlctlError):
+    """The request is valid, but no plan fits the machine (exit code 4)."""
+
+    exit_code = 4
+
+
+class VerificationError(RlctlError):
+    """A check of converted or transferred data failed (exit code 5)."""
+
+    exit_code = 5
+
+
+class WorkerError(RlctlError):
+    """A worker process died or raised (exit code 1)."""
+
+
+class WaitTimeoutError(RlctlError, TimeoutError):
+    """A wait outlasted its limit; the message names who was waited for (exit code 1)."""

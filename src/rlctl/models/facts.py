@@ -1,0 +1,85 @@
+"""What rlctl needs to know of a model, independent of any engine: sizes, variants, and the tensors it is made of.
+
+Shapes use suffix letters: H hidden, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeFacts:
+    """Rotary position embedding. `scaling` holds the published config's own keys (`factor`, `low_freq_factor`, ...)."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "llama3", "yarn", "linear"] = "default"
+    scaling: dict[str, float] = field(default_factory=dict)
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class MoeFacts:
+    """Mixture-of-experts part of a model."""
+
+    experts: int
+    experts_per_token: int
+    expert_intermediate: int
+    shared_expert_intermediate: int = 0
+    """Sum over the shared experts; 0: none."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers (from 0) with a dense MLP."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_topk: bool = True
+    expert_bias: bool = False
+    """Router correction bias that selects but does not weigh (DeepSeek-V3)."""
+    groups: int = 1
+    topk_groups: int = 1
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class MlaFacts:
+    """Multi-head latent attention (DeepSeek-V3)."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes and variants of a decoder-only language model, as its published configuration states them."""
+
+    family: str
+    """The `models/` file that describes it, for example `llama`."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the dense MLP."""
+    vocab: int
+    max_length: int
+    tied_embeddings: bool = False
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    rope: RopeFacts = RopeFacts()
+    moe: MoeFacts | None = None
+    mla: MlaFacts | None = None
+    sliding_window: int | None = None
+    """Tokens that a windowed layer attends to; None: every layer attends to everything."""
+    full_attention_layers: tuple[int, ...] | None = None
+    """Layers (from 0) without the window; None: all."""
+    mtp_layers: int = 0
+    """Multi-token-prediction layers behind the last one."""
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether `layer` (from 0) has experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers

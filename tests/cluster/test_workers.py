@@ -1,0 +1,102 @@
+"""Worker groups on a real Ray session: results in rank order, and every failure names who failed."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from ray import cloudpickle
+
+from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.session import ray_session
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.errors import InputError, WaitTimeoutError, WorkerError
+
+# Workers cannot import a test module: its classes travel by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Counter:
+    """A worker with something to go wrong."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def rank_plus(self, value: int) -> int:
+        return self.rank + value
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def refuse(self) -> None:
+        raise InputError("the file `x` is empty.", "Fill it.")
+
+    def break_down(self, rank: int) -> None:
+        print("about to divide", flush=True)
+        if self.rank == rank:
+            raise ZeroDivisionError("by zero")
+        time.sleep(600)
+
+    def die(self) -> None:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self, rank: int) -> None:
+        if self.rank == rank:
+            time.sleep(600)
+
+    def make(self) -> object:
+        return put(np.arange(5, dtype=np.int32) + self.rank)
+
+    def total(self, handle: object) -> int:
+        return int(fetch(handle).sum())
+
+
+@pytest.fixture(scope="module")
+def placement():
+    with ray_session():
+        yield Placement(2, gpus=False, timeout_s=60)
+
+
+@pytest.fixture
+def group(placement, tmp_path):
+    specs = [WorkerSpec({"rank": r}, (placement.bundles[r],), {"FLAVOUR": f"f{r}"}) for r in range(2)]
+    group = WorkerGroup("counter", Counter, specs, placement, tmp_path / "logs", start_timeout_s=120, call_timeout_s=60)
+    yield group
+    group.kill()
+
+
+def test_results_come_in_rank_order_and_environment_is_per_rank(group):
+    assert group.call("rank_plus", 10) == [10, 11]
+    assert group.call_each("rank_plus", [(1,), (5,)]) == [1, 6]
+    assert group.call("environment", "FLAVOUR") == ["f0", "f1"]
+    assert len(set(group.pids)) == 2
+
+
+def test_columns_pass_between_workers_by_handle(group):
+    handles = group.call("make")
+    assert group.call_each("total", [(handles[1],), (handles[0],)]) == [15, 10]
+
+
+def test_an_error_meant_for_the_user_arrives_as_it_was_raised(group):
+    with pytest.raises(InputError, match="the file `x` is empty") as caught:
+        group.call("refuse")
+    assert caught.value.hint == "Fill it." and caught.value.exit_code == 2
+
+
+def test_a_worker_that_raises_is_named_at_once_though_others_still_work(group):
+    with pytest.raises(WorkerError, match=r"counter rank 1 failed in `break_down`: ZeroDivisionError: by zero"):
+        group.call("break_down", 1)
+
+
+def test_a_worker_that_dies_is_named_with_its_last_lines(group):
+    with pytest.raises(WorkerError, match=r"counter rank 0 .*died during `die`[\s\S]*last words"):
+        group.wait("die", group.submit("die")[:1])
+
+
+def test_a_wait_that_runs_out_names_the_rank(group):
+    with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `hang` in 2 s"):
+        group.call("hang", 1, timeout_s=2)
