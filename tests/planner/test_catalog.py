@@ -1,0 +1,120 @@
+"""The catalog's facts, checked by what they add up to: the parameter counts that the models' publishers state."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlctl.models.catalog import ENTRIES, canonical, lookup, near
+from rlctl.planner.parameters import count
+
+# Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
+PUBLISHED = {
+    "meta-llama/Llama-2-7b-hf": 6.738,
+    "meta-llama/Llama-2-13b-hf": 13.016,
+    "meta-llama/Llama-2-70b-hf": 68.977,
+    "meta-llama/Meta-Llama-3-8B": 8.030,
+    "meta-llama/Meta-Llama-3-70B": 70.554,
+    "meta-llama/Llama-3.1-8B": 8.030,
+    "meta-llama/Llama-3.1-70B": 70.554,
+    "meta-llama/Llama-3.1-405B": 405.85,
+    "meta-llama/Llama-3.2-1B": 1.236,
+    "meta-llama/Llama-3.2-3B": 3.213,
+    "meta-llama/Llama-3.3-70B-Instruct": 70.554,
+    "HuggingFaceTB/SmolLM2-135M": 0.1345,
+    "HuggingFaceTB/SmolLM2-360M": 0.3618,
+    "HuggingFaceTB/SmolLM2-1.7B": 1.711,
+    "deepseek-ai/deepseek-llm-7b-chat": 6.910,
+    "Qwen/Qwen2.5-0.5B": 0.494,
+    "Qwen/Qwen2.5-1.5B": 1.544,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
+    "Qwen/Qwen2.5-3B": 3.086,
+    "Qwen/Qwen2.5-7B": 7.616,
+    "Qwen/Qwen2.5-Math-7B": 7.616,
+    "Qwen/Qwen2.5-14B": 14.770,
+    "Qwen/Qwen2.5-32B": 32.764,
+    "Qwen/Qwen2.5-72B": 72.706,
+    "Qwen/Qwen3-0.6B": 0.596,
+    "Qwen/Qwen3-1.7B": 1.721,
+    "Qwen/Qwen3-4B": 4.022,
+    "Qwen/Qwen3-8B": 8.191,
+    "Qwen/Qwen3-14B": 14.768,
+    "Qwen/Qwen3-32B": 32.762,
+    "Qwen/Qwen3-30B-A3B": 30.532,
+    "Qwen/Qwen3-235B-A22B": 235.094,
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": 480.155,
+    "allenai/OLMoE-1B-7B-0125": 6.919,
+    "deepseek-ai/DeepSeek-V3": 671.026,
+    "moonshotai/Moonlight-16B-A3B": 15.960,
+    "moonshotai/Kimi-K2-Instruct": 1026.0,
+    "mistralai/Mistral-7B-v0.1": 7.242,
+    "mistralai/Mistral-7B-v0.3": 7.248,
+    "mistralai/Mistral-Nemo-Base-2407": 12.248,
+    "mistralai/Mistral-Small-24B-Base-2501": 23.572,
+    "mistralai/Mistral-Large-Instruct-2407": 122.610,
+    "mistralai/Mixtral-8x7B-v0.1": 46.703,
+    "mistralai/Mixtral-8x22B-v0.1": 140.621,
+    "openai/gpt-oss-20b": 20.91,
+    "openai/gpt-oss-120b": 116.83,
+    "google/gemma-3-270m": 0.268,
+    "google/gemma-3-1b-it": 0.99989,
+    "google/gemma-3-4b-it": 3.880,
+    "google/gemma-3-12b-it": 11.766,
+    "google/gemma-3-27b-it": 27.009,
+    "zai-org/GLM-4.5": 352.8,
+    "zai-org/GLM-Z1-9B-0414": 9.400,
+    "MiniMaxAI/MiniMax-M2": 228.7,
+    "ByteDance-Seed/Seed-OSS-36B-Base": 36.151,
+}
+ACTIVE = {  # Active billions as published, embedding lookup left out.
+    "Qwen/Qwen3-30B-A3B": 3.35 - 0.31,
+    "Qwen/Qwen3-235B-A22B": 22.2 - 0.62,
+    "deepseek-ai/DeepSeek-V3": 37.55 - 0.93,
+    "openai/gpt-oss-120b": 5.13,
+}
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
+def test_parameters_match_the_published_total(name: str, billions: float) -> None:
+    facts = lookup(name)
+    assert facts is not None
+    assert count(facts).total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
+def test_active_parameters_match_the_published_number(name: str, billions: float) -> None:
+    facts = lookup(name)
+    assert facts is not None
+    assert count(facts).active / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_mtp_layer_of_deepseek_v3_is_the_difference_to_the_685b_on_the_hub() -> None:
+    facts = lookup("deepseek-ai/DeepSeek-V3")
+    assert facts is not None
+    parts = count(facts)
+    assert (parts.total + parts.mtp) / 1e9 == pytest.approx(684.5 - 1.85, rel=0.005)  # the hub repeats both embeddings
+
+
+@pytest.mark.parametrize("name", ["unsloth/llama-3.1-8b", "Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct"])
+def test_lookup_ignores_case_and_organisation(name: str) -> None:
+    assert lookup(name) is lookup("meta-llama/Llama-3.1-8B")
+
+
+def test_unknown_names_give_none_and_near_matches() -> None:
+    assert lookup("Qwen/Qwen3-31B") is None
+    assert canonical("no/such-model") is None
+    assert "Qwen/Qwen3-32B" in near("Qwen/Qwen3-31B")
+
+
+def test_no_name_describes_two_models() -> None:
+    names = [name.rsplit("/", 1)[-1].lower() for entry in ENTRIES for name in entry.names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.names[0])
+def test_sizes_are_consistent(entry: object) -> None:
+    facts = entry.facts
+    assert facts.heads % facts.kv_heads == 0
+    assert all(0 <= layer < facts.layers for layer in facts.full_attention_layers or ())
+    if facts.moe is not None:
+        assert facts.moe.experts_per_token < facts.moe.experts
+        assert facts.moe.topk_groups <= facts.moe.groups
