@@ -1,0 +1,132 @@
+"""One line a step: what `metrics.jsonl` holds, and the loggers that repeat it elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlctl.errors import InputError
+
+Metrics = Mapping[str, Any]
+# What differs between two runs that compute the same: times and what is derived from them.
+TIMING_KEYS = frozenset({"seconds", "refit_seconds", "tokens_per_s", "refit_gb_per_s", "time"})
+
+
+class Logger(Protocol):
+    """A further place for the metrics."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of `step`."""
+
+    def close(self) -> None:
+        """Flush and release."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on."""
+
+    def __init__(self, path: Path, *, keep_before: int) -> None:
+        """Open `path`, dropping the lines of step `keep_before` and later (a killed run may be ahead of its checkpoint)."""
+        self.path = path
+        kept = [line for line in read_metrics(path) if line["step"] < keep_before] if path.exists() else []
+        aside = path.with_suffix(".partial")
+        aside.write_text("".join(_to_line(line) for line in kept))
+        aside.replace(path)
+        self.steps = {line["step"] for line in kept}
+        self._file = path.open("a")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append one line."""
+        self._file.write(_to_line({"step": step, **metrics}))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.steps.add(step)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Scalars under their metric names, nested ones joined by a slash."""
+
+    def __init__(self, directory: Path, *, keep_before: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=keep_before)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in flatten(metrics):
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """Weights & Biases; the run keeps its id across resumes."""
+
+    def __init__(self, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError(
+                "Logging to Weights & Biases needs the package `wandb`, which is not installed.",
+                "Install it, or set run.wandb=false.",
+            ) from error
+        self._run = wandb.init(
+            project="rlctl", name=run_name, id=run_name, resume="allow", config=dict(config), dir=str(directory)
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(flatten(metrics)), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, value) of every number in `metrics`, nested names joined by a slash."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + name, float(value)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line cut off by a killed process is left out.
+
+    Raises InputError when a line other than the last is not JSON.
+    """
+    lines = path.read_text().splitlines()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise InputError(f"{path}, line {number} is not JSON: {error}.", "Restore the file or remove the line.") from error
+    return found
+
+
+def without_timing(line: Metrics) -> dict[str, Any]:
+    """The part of a metrics line that the seed, the data and the weights determine."""
+    return {name: value for name, value in line.items() if name not in TIMING_KEYS}
+
+
+def _to_line(metrics: Metrics) -> str:
+    return json.dumps(_finite(metrics), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as text: JSON has no word for them, and dropping them would hide a failure."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,103 @@
+import json
+import os
+import signal
+
+import pytest
+
+from rlctl.errors import InputError, RlctlError
+from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run, write_json
+from rlctl.runs.interrupt import StopRequest
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "r")
+    run.create()
+    yield run
+    run.release()
+
+
+def save(run: RunDirectory, step: int) -> None:
+    with run.checkpoint(step, {"note": step * 10}) as directory:
+        (directory / "weights").write_bytes(b"w" * 100)
+
+
+def test_checkpoints_come_back_in_order_with_their_state(run):
+    for step in (10, 2, 9):
+        save(run, step)
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 9, 10]
+    newest = run.checkpoints()[-1]
+    assert newest.state() == {"note": 100, "step": 10}
+    assert (newest.policy / "weights").read_bytes() == b"w" * 100
+
+
+def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(run):
+    save(run, 1)
+    with pytest.raises(RlctlError, match="step 2 could not be written"), run.checkpoint(2, {}) as directory:
+        (directory / "part").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+    with pytest.raises(KeyboardInterrupt), run.checkpoint(3, {}):
+        raise KeyboardInterrupt
+    assert os.listdir(run.path / "checkpoints") == ["step_1"]
+
+
+def test_a_save_that_was_killed_is_not_a_checkpoint_and_is_cleared_away(run):
+    save(run, 1)
+    (run.path / "checkpoints" / ".step_2.partial").mkdir()
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [1]
+    run.prune(None)
+    assert os.listdir(run.path / "checkpoints") == ["step_1"]
+
+
+def test_prune_keeps_the_newest(run):
+    for step in range(1, 5):
+        save(run, step)
+    run.prune(2)
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [3, 4]
+
+
+def test_a_place_that_is_taken_is_refused(run, tmp_path):
+    write_json(run.path / MANIFEST, {})
+    with pytest.raises(InputError, match="holds a run already"):
+        RunDirectory(run.path).create()
+    with pytest.raises(InputError, match="Another process is writing"):
+        RunDirectory(run.path).reopen()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is a file"):
+        RunDirectory(tmp_path / "file").create()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(InputError, match="not empty"):
+        RunDirectory(tmp_path / "full").create()
+
+
+def test_resume_wants_a_run(tmp_path):
+    with pytest.raises(InputError, match="holds no run"):
+        RunDirectory(tmp_path / "none").reopen()
+    with pytest.raises(InputError, match="there is no run below"):
+        newest_run(tmp_path)
+
+
+def test_newest_run_is_the_one_written_last(tmp_path):
+    for age, name in ((100, "new"), (1000, "old")):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / MANIFEST, {"n": name})
+        os.utime(tmp_path / name / MANIFEST, (10_000 - age, 10_000 - age))
+    assert newest_run(tmp_path).name == "new"
+
+
+def test_rollouts_are_json_lines_numbered_from_one(run):
+    run.write_rollouts(0, [{"text": "é"}, {"text": "b"}])
+    lines = (run.path / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["é", "b"]
+
+
+def test_the_first_signal_asks_and_the_second_stops():
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest(said.append) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested and len(said) == 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
