@@ -1,0 +1,107 @@
+"""The command line: which commands there are, and the one place where errors become messages and exit codes.
+
+A command lives in `commands/<name>.py` as a Typer app called `app`. Its module is imported only when the command is
+used, so that `rlctl --help` stays fast and imports none of the engines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rlctl import __version__
+from rlctl.commands import output
+from rlctl.errors import EXIT_INTERRUPTED, RlctlError
+
+# name -> (module with a Typer `app`, its line in `rlctl --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
+    "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
+    "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
+    "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
+    "refit-test": ("rlctl.commands.refit_test", "Transfer weights between the engines and verify every tensor."),
+    "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
+    "presets": ("rlctl.commands.presets_", "List, show and copy presets."),
+    "config": ("rlctl.commands.config_", "Show and check the configuration."),
+}
+
+EXAMPLES = (
+    "rlctl train grpo --preset laptop",
+    "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
+    "rlctl doctor",
+)
+
+
+class LazyGroup(TyperGroup):
+    """The top-level group: knows its commands' names and summaries, imports a command when it is invoked."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A bare command with name and summary: enough for the help and for completing names."""
+        if cmd_name not in COMMANDS:
+            return None
+        return TyperCommand(name=cmd_name, help=COMMANDS[cmd_name][1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # for "did you mean"
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load_command(name or args[0]), rest
+
+
+def load_command(name: str) -> Any:
+    """Import the module of command `name` and build the command from its Typer app."""
+    module = importlib.import_module(COMMANDS[name][0])
+    command = typer.main.get_command(module.app)
+    command.name = name
+    return command
+
+
+app = output.command_app()
+
+
+def show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"rlctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback(cls=LazyGroup, no_args_is_help=True, epilog=output.examples(*EXAMPLES))
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Post-train language models with reinforcement learning.
+
+    Results go to stdout and messages to stderr. Exit codes: 0 success, 1 failure at run time, 2 wrong input,
+    3 the machine lacks what was asked for, 4 no plan fits, 5 verification failed, 130 interrupted.
+    """
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit the process with the code that DESIGN.md lists for the outcome."""
+    sys.exit(run(argv))
+
+
+def run(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
+    try:
+        app(args=argv, prog_name="rlctl")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        output.message("rlctl: interrupted")
+        return EXIT_INTERRUPTED
+    except RlctlError as error:
+        if os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):
+            raise
+        output.report_error(error)
+        return error.exit_code
+    return 0
