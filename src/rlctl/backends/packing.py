@@ -1,0 +1,214 @@
+"""Bin packing of rollouts into rows of tokens, balanced over data-parallel ranks.
+
+A row is one micro-batch. Every rank gets the same number of rows (collectives inside the model pair up across ranks), and
+rows and ranks are balanced by compute: linear in tokens plus quadratic attention.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlctl.backends.base import BatchShard, MicroBatch, RolloutRow
+from rlctl.errors import ConfigError
+
+ATTENTION_TOKENS = 4096
+"""Sequence length at which the quadratic part of a layer's attention costs as much as its linear part (6-12 x hidden in
+published models; only the balance depends on it)."""
+
+
+@dataclass(frozen=True)
+class PackingStats:
+    """What packing did to one step's batch, over all data-parallel ranks."""
+
+    tokens: int
+    """Tokens that go through the model."""
+    padded_tokens: int
+    """Tokens of padding: rounding of rows, and rows that exist only so that ranks have equally many."""
+    unshared_tokens: int
+    """Tokens it would be if every rollout had its own copy of the prompt."""
+    micro_batches: int
+    """Rows of each rank, over all mini-batches."""
+    imbalance: float
+    """Compute of the busiest rank over the mean, summed over mini-batches, minus 1."""
+
+    @property
+    def padding_fraction(self) -> float:
+        return self.padded_tokens / max(1, self.tokens + self.padded_tokens)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A step's batch, divided."""
+
+    shards: tuple[BatchShard, ...]
+    """One for each data-parallel rank."""
+    stats: PackingStats
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Rollouts that must share a row: those behind one copy of a prompt, or a single one."""
+
+    rows: tuple[RolloutRow, ...]
+    tokens: int
+    cost: float
+
+
+def plan_batch(
+    minibatches: Sequence[Sequence[RolloutRow]],
+    columns: dict[int, object],
+    *,
+    dp: int,
+    micro_batch_tokens: int,
+    packing: bool = True,
+    share_prompts: bool = True,
+    multiple: int = 1,
+) -> BatchPlan:
+    """Divides each optimizer mini-batch into rows for `dp` ranks.
+
+    Args:
+        minibatches: the rollouts of each optimizer step.
+        columns: handle of the columns of each group; a shard carries those it needs.
+        micro_batch_tokens: most tokens of a row.
+        packing: False gives each rollout a row of its own.
+        share_prompts: rollouts of a group in one row stand behind one copy of their prompt; needs packing.
+        multiple: rows are padded to a multiple of this many tokens (tp x 2 cp under sequence and context parallelism).
+
+    Raises:
+        ConfigError: a rollout is longer than a row.
+    """
+    share = share_prompts and packing
+    ranks = [_divide(_units(rows, micro_batch_tokens, share), dp, micro_batch_tokens, packing) for rows in minibatches]
+    shards = tuple(_shard([rank[r] for rank in ranks], columns, share) for r in range(dp))
+    return BatchPlan(shards, _stats(minibatches, ranks, shards, dp, multiple))
+
+
+def row_tokens(micro_batch: Iterable[RolloutRow], share_prompts: bool) -> int:
+    """Tokens of a row, padding not counted."""
+    rows = list(micro_batch)
+    total = sum(row.tokens for row in rows)
+    if not share_prompts:
+        return total
+    prompts = {row.group: row.prompt_tokens for row in rows}
+    return total - sum(row.prompt_tokens for row in rows) + sum(prompts.values())
+
+
+def _units(rows: Sequence[RolloutRow], limit: int, share: bool) -> list[Unit]:
+    for row in rows:
+        if row.tokens > limit:
+            raise ConfigError(
+                f"a rollout of {row.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
+                "Set it to at least model.max_length.",
+            )
+    if not share:
+        return [_unit((row,)) for row in rows]
+    groups: dict[int, list[RolloutRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    return [_unit(part) for group in groups.values() for part in _split_group(group, limit)]
+
+
+def _split_group(group: list[RolloutRow], limit: int) -> list[tuple[RolloutRow, ...]]:
+    """Parts of a group, each of which fits a row; as few copies of the prompt as first-fit finds."""
+    parts: list[list[RolloutRow]] = []
+    for row in sorted(group, key=lambda row: (-row.tokens, row.row)):
+        for part in parts:
+            if row_tokens([*part, row], share_prompts=True) <= limit:
+                part.append(row)
+                break
+        else:
+            parts.append([row])
+    return [tuple(sorted(part, key=lambda row: row.row)) for part in parts]
+
+
+def _unit(rows: tuple[RolloutRow, ...]) -> Unit:
+    prompt = rows[0].prompt_tokens
+    tokens = row_tokens(rows, share_prompts=True)
+    attention = prompt**2 / 2 + sum((row.tokens**2 - prompt**2) / 2 for row in rows)
+    return Unit(rows, tokens, tokens + attention / ATTENTION_TOKENS * 2)
+
+
+def _divide(units: list[Unit], dp: int, limit: int, packing: bool) -> list[list[MicroBatch]]:
+    """Rows of each rank: `dp` lists of equal length."""
+    order = sorted(units, key=lambda unit: (-unit.cost, unit.rows[0].group, unit.rows[0].row))
+    if not packing:
+        count = -(-len(units) // dp)
+        bins = [[unit] for unit in order] + [[] for _ in range(count * dp - len(units))]
+    else:
+        count = max(1, -(-sum(unit.tokens for unit in units) // (limit * dp)))
+        while (bins := _fill(order, count * dp, limit)) is None:
+            count += 1
+    return _spread(bins, dp, count)
+
+
+def _fill(order: list[Unit], count: int, limit: int) -> list[list[Unit]] | None:
+    """Units by falling cost, each into the cheapest of `count` bins that has room; None when one has no place."""
+    bins: list[list[Unit]] = [[] for _ in range(count)]
+    cost, tokens = [0.0] * count, [0] * count
+    for unit in order:
+        free = [b for b in range(count) if tokens[b] + unit.tokens <= limit]
+        if not free:
+            return None
+        best = min(free, key=lambda b: (cost[b], b))
+        bins[best].append(unit)
+        cost[best] += unit.cost
+        tokens[best] += unit.tokens
+    return bins
+
+
+def _spread(bins: list[list[Unit]], dp: int, count: int) -> list[list[MicroBatch]]:
+    """Bins by falling cost, each to the rank with the least to do that still lacks one."""
+    ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
+    load = [0.0] * dp
+    for units in sorted(bins, key=lambda units: -sum(unit.cost for unit in units)):
+        rank = min((r for r in range(dp) if len(ranks[r]) < count), key=lambda r: (load[r], r))
+        load[rank] += sum(unit.cost for unit in units)
+        ranks[rank].append(_in_batch_order(units))
+    return ranks
+
+
+def _in_batch_order(units: list[Unit]) -> MicroBatch:
+    ordered = sorted(units, key=lambda unit: (unit.rows[0].group, unit.rows[0].row))
+    return tuple(row for unit in ordered for row in unit.rows)
+
+
+def _shard(minibatches: list[list[MicroBatch]], columns: dict[int, object], share: bool) -> BatchShard:
+    needed = sorted({row.group for rows in minibatches for micro in rows for row in micro})
+    return BatchShard({group: columns[group] for group in needed}, tuple(tuple(rows) for rows in minibatches), share)
+
+
+def _stats(
+    minibatches: Sequence[Sequence[RolloutRow]],
+    ranks: list[list[list[MicroBatch]]],
+    shards: tuple[BatchShard, ...],
+    dp: int,
+    multiple: int,
+) -> PackingStats:
+    share = shards[0].share_prompts
+    tokens = padded = 0
+    for rows in ranks:
+        lengths = [row_tokens(micro, share) for rank in rows for micro in rank]
+        tokens += sum(lengths)
+        padded += sum(max(multiple, -(-length // multiple) * multiple) - length for length in lengths)
+    busiest = mean = 0.0
+    for rows in ranks:
+        costs = [sum(_micro_cost(micro, share) for micro in rank) for rank in rows]
+        busiest, mean = busiest + max(costs), mean + sum(costs) / dp
+    return PackingStats(
+        tokens=tokens,
+        padded_tokens=padded,
+        unshared_tokens=sum(row.tokens for rows in minibatches for row in rows),
+        micro_batches=sum(len(rank) for rank in (rows[0] for rows in ranks)),
+        imbalance=busiest / mean - 1 if mean else 0.0,
+    )
+
+
+def _micro_cost(micro: MicroBatch, share: bool) -> float:
+    if not share:
+        return sum(_unit((row,)).cost for row in micro)
+    groups: dict[int, list[RolloutRow]] = defaultdict(list)
+    for row in micro:
+        groups[row.group].append(row)
+    return sum(_unit(tuple(rows)).cost for rows in groups.values())
