@@ -1,0 +1,105 @@
+"""KL estimators: their values and gradients in expectation, by exact enumeration of a small vocabulary in float64.
+
+Source: J. Schulman, "Approximating KL divergence" (2020).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlctl.rl.kl import LOG_RATIO_LIMIT, kl_penalty
+
+
+def exact_kl(q_V: list[float], p_V: list[float]) -> float:
+    return sum(q * math.log(q / p) for q, p in zip(q_V, p_V, strict=True))
+
+
+def softmax(logits_V: list[float]) -> list[float]:
+    total = sum(math.exp(logit) for logit in logits_V)
+    return [math.exp(logit) / total for logit in logits_V]
+
+
+LOGITS_Q = [0.3, -1.2, 0.8, 0.0, 2.0]
+LOGITS_P = [1.0, -0.2, 0.1, -0.7, 0.5]
+Q, P = softmax(LOGITS_Q), softmax(LOGITS_P)
+
+
+def expected_penalty(estimator: str) -> tuple[float, torch.Tensor]:
+    """E over x ~ q of the penalty, and of its gradient with respect to q's logits (q not differentiated as sampler)."""
+    logits_V = torch.tensor(LOGITS_Q, dtype=torch.float64, requires_grad=True)
+    logprobs_V = logits_V.log_softmax(-1)
+    reference_V = torch.tensor(LOGITS_P, dtype=torch.float64).log_softmax(-1)
+    penalty_V = kl_penalty(logprobs_V, reference_V, estimator)
+    expectation = (logprobs_V.detach().exp() * penalty_V).sum()
+    expectation.backward()
+    return expectation.item(), logits_V.grad
+
+
+def finite_difference_gradient(function, logits_V: list[float]) -> torch.Tensor:
+    step = 1e-6
+    gradient = []
+    for i in range(len(logits_V)):
+        up, down = list(logits_V), list(logits_V)
+        up[i] += step
+        down[i] -= step
+        gradient.append((function(up) - function(down)) / (2 * step))
+    return torch.tensor(gradient, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased_in_value(estimator: str) -> None:
+    assert math.isclose(expected_penalty(estimator)[0], exact_kl(Q, P), rel_tol=1e-12)
+
+
+def test_k2_is_biased_in_value_and_is_half_the_squared_log_ratio() -> None:
+    value = expected_penalty("k2")[0]
+    assert math.isclose(value, sum(q * math.log(p / q) ** 2 / 2 for q, p in zip(Q, P, strict=True)), rel_tol=1e-12)
+    assert not math.isclose(value, exact_kl(Q, P), rel_tol=1e-2)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_k1_and_k2_have_the_gradient_of_the_kl(estimator: str) -> None:
+    expected = finite_difference_gradient(lambda logits: exact_kl(softmax(logits), P), LOGITS_Q)
+    torch.testing.assert_close(expected_penalty(estimator)[1], expected, rtol=1e-7, atol=1e-9)
+
+
+def test_k3_has_the_gradient_of_the_reverse_kl() -> None:
+    expected = finite_difference_gradient(lambda logits: exact_kl(P, softmax(logits)), LOGITS_Q)
+    torch.testing.assert_close(expected_penalty("k3")[1], expected, rtol=1e-7, atol=1e-9)
+
+
+def test_k3_of_a_token_is_the_formula_of_grpo() -> None:
+    """DeepSeekMath (2402.03300) equation 4: pi_ref / pi - log(pi_ref / pi) - 1."""
+    logprob, reference = -1.7, -2.9
+    got = kl_penalty(torch.tensor([logprob], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64), "k3")
+    ratio = math.exp(reference) / math.exp(logprob)
+    assert math.isclose(got.item(), ratio - math.log(ratio) - 1, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_gradient_equals_finite_differences(estimator: str) -> None:
+    logprobs_T = torch.tensor([-0.5, -2.0, -3.3], dtype=torch.float64, requires_grad=True)
+    reference_T = torch.tensor([-0.7, -1.0, -3.3], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda values: kl_penalty(values, reference_T, estimator), (logprobs_T,))
+
+
+def test_k1_has_its_value_times_the_gradient_of_the_logprob() -> None:
+    logprobs_T = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    reference_T = torch.tensor([-0.9, -1.0], dtype=torch.float64)
+    penalty_T = kl_penalty(logprobs_T, reference_T, "k1")
+    penalty_T.sum().backward()
+    torch.testing.assert_close(penalty_T.detach(), torch.tensor([0.4, -1.0], dtype=torch.float64))
+    torch.testing.assert_close(logprobs_T.grad, penalty_T.detach())
+
+
+def test_a_huge_log_ratio_stays_finite() -> None:
+    penalty_T = kl_penalty(torch.tensor([-200.0]), torch.tensor([-1.0]), "k3")
+    assert penalty_T.item() == pytest.approx(math.expm1(LOG_RATIO_LIMIT) - LOG_RATIO_LIMIT, rel=1e-6)
+
+
+def test_unknown_estimator_is_refused() -> None:
+    with pytest.raises(ValueError, match="k4"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
