@@ -1,0 +1,1 @@
+"""Generation on vLLM: arguments, the engine, and how it receives weights."""

@@ -1,0 +1,120 @@
+"""Fingerprints of tensors: numbers that boxes of any sharding add up to, and that a wrong order changes.
+
+The fingerprint of a tensor is the sum, modulo 2^64, over its elements of
+
+    bits(element) * U(column) * V(row)
+
+where `bits` are those of the element in the dtype that arrives, `column` its index in the last dimension, `row` its index
+in the others (flattened), and U and V are odd pseudo-random 64-bit numbers: a two-level multilinear hash (Carter and
+Wegman 1979). It depends on each element's place in the whole tensor and not on which process holds it, so the
+fingerprints of disjoint boxes add up to that of the tensor, while permuted, transposed or swapped elements change it.
+
+The two kinds of zero count as one: they are equal as weights, and reading prepacked weights back cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+# Elements at a time. Their int64 copy (2 MiB) lives in a buffer that is used again: fresh pages would cost more than the
+# arithmetic (measured on 2 cores: 9 GB/s with it, 0.8 without, beside 18 GB/s for copying).
+CHUNK = 1 << 18
+_U_SEED, _V_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+_MASK = (1 << 64) - 1
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(box: torch.Tensor, shape: Sequence[int], start: Sequence[int] | None = None) -> int:
+    """Fingerprint (0 .. 2^64 - 1) of the part `box` of a tensor of `shape` that begins at index `start` (default: all zero).
+
+    `box` may be any strided view whose dimensions are those of the tensor.
+    """
+    if box.dim() == 0:
+        box, shape, start = box.reshape(1), (1,), (0,)
+    start = tuple(start) if start is not None else (0,) * box.dim()
+    if box.dim() != len(shape) or any(s + n > full for s, n, full in zip(start, box.shape, shape, strict=True)):
+        raise ValueError(f"box {tuple(box.shape)} at {start} does not lie in a tensor of shape {tuple(shape)}")
+    if box.numel() == 0:
+        return 0
+    columns = _weights(_U_SEED, box.shape[-1], start[-1]).to(box.device)
+    rows = _rows(tuple(box.shape[:-1]), tuple(shape[:-1]), start[:-1]).to(box.device)
+    sums = torch.empty(len(rows), dtype=torch.int64, device=box.device)
+    bits = _Bits(box)
+    for flat, first in _row_chunks(box):
+        torch.sum(bits.of(flat).mul_(columns), -1, out=sums[first : first + len(flat)])
+    return int((sums * rows).sum()) & _MASK
+
+
+def combine(parts: Sequence[int]) -> int:
+    """Fingerprint of the union of disjoint boxes."""
+    return sum(parts) & _MASK
+
+
+def _row_chunks(box: torch.Tensor):  # noqa: ANN202 - a generator of (rows [N, C], index of the first row)
+    """Pieces of about CHUNK elements of `box` seen as rows."""
+    if box.dim() == 1:
+        yield box.unsqueeze(0), 0
+        return
+    if box.dim() > 2:
+        leading = box.shape[0]
+        inner = box[0].numel() // box.shape[-1]
+        for index in range(leading):
+            for rows, first in _row_chunks(box[index]):
+                yield rows, index * inner + first
+        return
+    step = max(1, CHUNK // box.shape[1])
+    for first in range(0, box.shape[0], step):
+        yield box[first : first + step], first
+
+
+class _Bits:
+    """The bits of elements as int64, negative zero made positive, in buffers that all chunks share."""
+
+    def __init__(self, box: torch.Tensor) -> None:
+        columns = box.shape[-1]
+        rows = min(max(1, CHUNK // columns), max(1, box.numel() // columns))
+        self.values = torch.empty(rows, columns, dtype=box.dtype, device=box.device)
+        self.bits = torch.empty(rows, columns, dtype=torch.int64, device=box.device)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        values, bits = self.values[: len(flat)], self.bits[: len(flat)]
+        if flat.is_floating_point():
+            torch.add(flat, 0.0, out=values)
+        else:
+            values.copy_(flat)
+        return bits.copy_(values.view(_INTEGERS[values.element_size()]))
+
+
+def _rows(box: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
+    """V of each row of a box whose leading dimensions are `box` at `start` of `shape`."""
+    if len(box) <= 1:
+        return _weights(_V_SEED, box[0] if box else 1, start[0] if start else 0)
+    index = torch.zeros(1, dtype=torch.int64)
+    for length, full, first in zip(box, shape, start, strict=True):
+        index = (index[:, None] * full + torch.arange(first, first + length)[None, :]).reshape(-1)
+    return _mix(index, _V_SEED)
+
+
+@lru_cache(maxsize=256)
+def _weights(seed: int, length: int, first: int) -> torch.Tensor:
+    return _mix(torch.arange(first, first + length, dtype=torch.int64), seed)
+
+
+def _mix(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """Odd pseudo-random int64 of each index (the finaliser of SplitMix64; Steele, Lea and Flood 2014)."""
+    x = (index + 1) * _signed(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ _shift_right(x, shift)) * _signed(factor)
+    return (x ^ _shift_right(x, 31)) | 1
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,148 @@
+"""From rlctl's configuration to the arguments and the environment of a vLLM engine. Nothing here imports vLLM.
+
+One function serves CPUs and GPUs; what differs between them is in `_cpu_arguments` and `_gpu_arguments`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
+
+Device = Literal["cpu", "cuda"]
+
+WORKER_EXTENSION = "rlctl.backends.vllm.transfer.RlctlWorkerExtension"
+TRANSFER_BACKEND = "rlctl"
+
+# vLLM's CPU attention takes multiples of 32; the smallest lets the samples of a prompt share more of its prefill
+# (the default of 128 shares nothing of a prompt shorter than that).
+CPU_BLOCK_TOKENS = 32
+CPU_DEFAULT_CONCURRENT = 64
+CPU_MAX_CACHE_BYTES = 4 << 30
+# Weights, KV cache and the trainer's own memory share a colocated GPU; the planner replaces this by what it computed.
+GPU_COLOCATED_FRACTION = 0.5
+GPU_ALONE_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything a `VllmEngine` is built from; picklable."""
+
+    device: Device
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `vllm.LLM`."""
+    threads: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables the process must have had before it imports vLLM."""
+
+
+def engine_spec(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    model_dir: Path | str,
+    *,
+    device: Device,
+    tokenizer_dir: Path | str | None = None,
+    dtype: str | None = None,
+    max_length: int | None = None,
+    tp: int | None = None,
+    threads: int | None = None,
+    colocated: bool = True,
+) -> EngineSpec:
+    """The engine that `config` asks for; keyword arguments stand in for what the planner decided.
+
+    Raises ConfigError for a combination that vLLM cannot run.
+    """
+    generation = config.generation
+    tp = tp or generation.tp or 1
+    threads = threads or generation.threads
+    if facts.kv_heads % tp and tp % facts.kv_heads:
+        raise ConfigError(
+            f"generation.tp = {tp} does not divide the model's {facts.kv_heads} key/value heads.",
+            "Choose a divisor (or a multiple) of that number.",
+        )
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "tokenizer": str(tokenizer_dir or model_dir),
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": resolve_dtype(dtype or config.model.dtype, device),
+        "max_model_len": max_length or config.model.max_length or facts.max_length,
+        "tensor_parallel_size": tp,
+        "seed": config.run.seed,
+        # Log-probs of the distribution that was sampled from: after temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+    }
+    specific = _cpu_arguments if device == "cpu" else _gpu_arguments
+    arguments |= specific(config, facts, arguments, colocated)
+    return EngineSpec(device, arguments, threads, engine_env(device, threads, tp=tp))
+
+
+def resolve_dtype(dtype: str, device: Device) -> str:
+    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def _cpu_arguments(config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool) -> dict[str, Any]:
+    concurrent = config.generation.max_concurrent or CPU_DEFAULT_CONCURRENT
+    length = arguments["max_model_len"]
+    cache = config.generation.kv_cache_bytes or default_cache_bytes(facts, length, concurrent, arguments["dtype"])
+    return {
+        "block_size": CPU_BLOCK_TOKENS,
+        "max_num_seqs": concurrent,
+        # Without it vLLM sizes the cache from the memory of one NUMA node.
+        "kv_cache_memory_bytes": cache,
+        "enforce_eager": True,  # compiling the model takes longer than a small run
+    }
+
+
+def _gpu_arguments(config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool) -> dict[str, Any]:
+    fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
+    return {
+        "gpu_memory_utilization": fraction,
+        "enable_sleep_mode": colocated,
+        **({"max_num_seqs": config.generation.max_concurrent} if config.generation.max_concurrent else {}),
+    }
+
+
+def default_cache_bytes(facts: ModelFacts, length: int, concurrent: int, dtype: str) -> int:
+    """KV cache for `concurrent` sequences of full length, at most 4 GiB, and never less than two sequences need."""
+    block = CPU_BLOCK_TOKENS
+    tokens = -(-length // block) * block
+    width = 4 if dtype == "float32" else 2
+    if facts.mla is not None:
+        a_token = facts.layers * (facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim) * width
+    else:
+        a_token = facts.layers * 2 * facts.kv_heads * facts.head_dim * width
+    a_sequence = tokens * a_token
+    return max(min(concurrent * a_sequence, CPU_MAX_CACHE_BYTES), 2 * a_sequence, 16 << 20)
+
+
+def engine_env(device: Device, threads: int | None = None, *, tp: int = 1) -> dict[str, str]:
+    """Environment variables that vLLM reads at import, for the process that will hold the engine."""
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # The engine's core in our own process: refit reaches its worker directly, and death is one process's death.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        env |= {
+            # Ray places the process; binding to cores of one's own choice collides with the trainer's.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # The sampler is compiled at the first request otherwise: half a minute for nothing on small models.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(max(1, threads // tp) if device == "cpu" else threads)
+    return env

@@ -1,0 +1,99 @@
+"""What is asked of a generation engine and what it answers. Nothing here imports torch or vLLM.
+
+Suffix G: the samples of one prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.config.schema import GenerationConfig
+from rlctl.data.rollouts import Rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the same for all requests of a call."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the text returned ends before them, the tokens include them."""
+
+    @classmethod
+    def from_config(cls, config: GenerationConfig, *, stop: tuple[str, ...] = ()) -> Sampling:
+        """The `generation` section, with further stop texts (of a chat format)."""
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop=tuple(dict.fromkeys((*config.stop, *stop))),
+        )
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One prompt, and the seed of each sample wanted of it."""
+
+    group: int
+    prompt_tokens: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One sample a seed. A sample depends on its own seed alone, not on its neighbours in the batch."""
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """The samples of one prompt: handles of what is token-sized, and scalars."""
+
+    group: int
+    columns: Any
+    """What `put` returned for the `RolloutColumns`."""
+    texts: Any
+    """What `put` returned for the completion texts, `list[str]` of length G."""
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+    """Length of each completion, its end token included."""
+    truncated: tuple[bool, ...]
+    """Stopped by a length limit rather than by an end token or a stop text."""
+    finish_reasons: tuple[str, ...]
+    """`stop` or `length`."""
+    weight_versions: tuple[int, ...]
+    """Oldest weights that chose a token of the completion."""
+    logprob_sums: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine says of itself once it runs."""
+
+    vllm_version: str
+    device: str
+    max_length: int
+    kv_cache_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seconds: float
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The vLLM engine arguments in effect, as passed."""
+
+
+def rollouts_of(result: GroupResult, generations: int) -> list[Rollout]:
+    """The driver's records of one group, numbered for steps of `generations` samples a prompt."""
+    return [
+        Rollout(
+            id=result.group * generations + index,
+            group=result.group,
+            index=index,
+            prompt_tokens=result.prompt_tokens,
+            response_tokens=result.response_tokens[index],
+            weight_version=result.weight_versions[index],
+            truncated=result.truncated[index],
+            columns=result.columns,
+            texts=result.texts,
+        )
+        for index in range(len(result.response_tokens))
+    ]
