@@ -23,7 +23,7 @@ os.environ.update(
     }
 )
 
-from tiny_models import write_tiny_llama  # noqa: E402
+from tiny_models import write_tiny_llama
 
 
 @pytest.fixture(scope="session")

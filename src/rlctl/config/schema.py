@@ -129,6 +129,8 @@ class GenerationConfig(Section):
     tp: Positive | None = None
     """Tensor parallel size of one engine."""
     max_new_tokens: Positive = 512
+    mean_length: Positive | None = None
+    """Mean generated tokens that the planner reckons with; unset: half of max_new_tokens."""
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1)

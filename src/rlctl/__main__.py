@@ -1,0 +1,5 @@
+"""`python -m rlctl` is the command `rlctl`."""
+
+from rlctl.cli import main
+
+main()

@@ -1,0 +1,145 @@
+"""`rlctl config`: the schema, and a resolved configuration with where its values came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+app = command_app()
+
+
+@app.callback(
+    epilog=examples(
+        "rlctl config schema", "rlctl config validate --preset 1node --config mine.yaml", "rlctl config show"
+    )
+)
+def config_group() -> None:
+    """Show and check the configuration."""
+
+
+@app.command("schema", epilog=examples("rlctl config schema", "rlctl config schema grpo", "rlctl config schema --json"))
+def schema(
+    section: Annotated[str | None, typer.Argument(metavar="[SECTION]", help="Only this section.")] = None,
+    json_: options.Json = False,
+) -> None:
+    """List every key with its type, default and meaning; --json prints a JSON Schema."""
+    from rlctl.config.keys import nearest
+    from rlctl.config.schema import RlctlConfig
+    from rlctl.errors import ConfigError
+
+    sections = RlctlConfig.model_fields
+    if section is not None and section not in sections:
+        meant = nearest(section)
+        hint = f"Did you mean `{meant}`?" if meant else f"There are: {', '.join(sections)}."
+        raise ConfigError(f"there is no section `{section}`.", hint)
+    chosen = {name: info for name, info in sections.items() if section in (None, name)}
+    if json_:
+        print_json(
+            RlctlConfig.model_json_schema() if section is None else chosen[section].annotation.model_json_schema()
+        )
+        return
+    for name, info in chosen.items():
+        typer.echo(
+            "\n".join((f"{name}:", *(key_line(key, field) for key, field in info.annotation.model_fields.items())))
+        )
+
+
+@app.command(
+    "validate",
+    epilog=examples("rlctl config validate --preset 1node --config mine.yaml", "rlctl config validate -p mine.yaml"),
+)
+def validate(
+    preset: options.Preset = None, config: options.Config = None, set_: options.Set = None, json_: options.Json = False
+) -> None:
+    """Check a configuration's keys and values without using it; exit 2 when something is wrong."""
+    from rlctl.config.load import DEFAULT
+
+    resolved = options.resolve_config(preset=preset, config=config, set_=set_)
+    decided = sum(origin != DEFAULT for origin in resolved.origin.values())
+    message(f"The configuration is valid: {decided} keys set, the others at their defaults.")
+    if json_:
+        print_json({"valid": True, "keys_set": decided})
+
+
+@app.command(
+    "show",
+    epilog=examples(
+        "rlctl config show --preset laptop", "rlctl config show --preset 1node --set optimizer.lr=2e-6 --origin"
+    ),
+)
+def show(
+    preset: options.Preset = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say beside each value where it came from.")] = False,
+    json_: options.Json = False,
+) -> None:
+    """Show the whole resolved configuration as YAML that --config reads back."""
+    resolved = options.resolve_config(preset=preset, config=config, set_=set_)
+    if json_:
+        print_json(resolved.to_json() if origin else resolved.config.model_dump(mode="json"))
+        return
+    typer.echo(origin_yaml(dict(resolved.leaves()), resolved.origin if origin else {}), nl=False)
+
+
+def key_line(key: str, field: FieldInfo) -> str:
+    """`  key: type = default`, and the meaning in the line below."""
+    from rlctl.config.load import plain
+
+    first = f"  {key}: {type_name(field.annotation)} = {inline_yaml(plain(field.default))}"
+    return first if not field.description else f"{first}\n      {field.description}"
+
+
+def type_name(annotation: Any) -> str:
+    """A type in the words of the configuration: `Literal['a', 'b'] | None` is `a | b | unset`."""
+    import types
+    import typing
+
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
+    if origin is typing.Literal:
+        return " | ".join(arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(type_name(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "unset", Any: "any"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:
+    """Values by dotted key as YAML sections, with the origin (where given) as a comment."""
+    return "\n".join(yaml_lines(values, origin)) + "\n"
+
+
+def yaml_lines(values: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator[str]:
+    opened: list[str] = []
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        for depth, section in enumerate(sections):
+            if opened[: depth + 1] != sections[: depth + 1]:
+                opened = sections[: depth + 1]
+                yield f"{'  ' * depth}{section}:"
+        opened = sections
+        line = f"{'  ' * len(sections)}{name}: {inline_yaml(value)}"
+        yield f"{line:<48}  # {origin[key]}" if key in origin else line
+
+
+def inline_yaml(value: Any) -> str:
+    """One value on one line. JSON is YAML, and leaves no doubt about what is a text."""
+    import json
+
+    plain_word = isinstance(value, str) and value.replace("-", "").replace("_", "").isalpha()
+    reserved = isinstance(value, str) and value.lower() in ("true", "false", "null")
+    return value if plain_word and not reserved else json.dumps(value)

@@ -1,0 +1,72 @@
+"""`rlctl presets`: list, show and copy the presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.errors import InputError
+
+app = command_app()
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A preset's name, or a .yaml file.", show_default=False)]
+
+
+@app.callback(epilog=examples("rlctl presets ls", "rlctl presets show laptop", "rlctl presets cp 1node mine.yaml"))
+def presets() -> None:
+    """List, show and copy presets."""
+
+
+@app.command("ls", epilog=examples("rlctl presets ls", "rlctl presets ls --json"))
+def list_presets(json_: options.Json = False) -> None:
+    """List the presets with what each is for."""
+    from rlctl.config.presets import preset_names, read_preset
+
+    found = {name: read_preset(name).description for name in preset_names()}
+    if json_:
+        print_json({"presets": [{"name": name, "description": text} for name, text in found.items()]})
+        return
+    width = max(map(len, found))
+    for name, text in found.items():
+        typer.echo(f"{name:{width}}  {text}")
+
+
+@app.command("show", epilog=examples("rlctl presets show laptop", "rlctl presets show 8nodes --json"))
+def show(name: Name, json_: options.Json = False) -> None:
+    """Show what a preset decides, those it extends included, and which of them decided it."""
+    from rlctl.commands.config_ import origin_yaml
+    from rlctl.config.load import DEFAULT, resolve
+    from rlctl.config.presets import read_preset
+
+    resolved = resolve(name, environment={})
+    decided = {key: value for key, value in resolved.leaves() if resolved.origin[key] != DEFAULT}
+    if json_:
+        values = {key: {"value": value, "origin": resolved.origin[key]} for key, value in decided.items()}
+        print_json({"name": name, "description": read_preset(name).description, "values": values})
+        return
+    typer.echo(f"# {read_preset(name).description}")
+    typer.echo(origin_yaml(decided, resolved.origin), nl=False)
+
+
+@app.command("cp", epilog=examples("rlctl presets cp 1node mine.yaml", "rlctl train grpo --preset mine.yaml"))
+def copy(
+    name: Name,
+    destination: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; it must not exist yet.")],
+) -> None:
+    """Copy a preset to a file of your own; use it with --preset FILE."""
+    from rlctl.config.presets import read_preset
+
+    if destination.suffix not in (".yaml", ".yml"):
+        raise InputError(f"{destination}: a preset's file name ends in .yaml.", f"Write to {destination}.yaml instead.")
+    text = read_preset(name).path.read_text()
+    try:
+        with destination.open("x") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise InputError(f"{destination} exists already.", "Name another file, or remove it first.") from error
+    except OSError as error:
+        raise InputError(f"{destination} cannot be written: {error.strerror}.") from error
+    message(f"Wrote {destination}; use it with --preset {destination}")

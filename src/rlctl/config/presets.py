@@ -1,0 +1,75 @@
+"""Presets: where they are, and how one builds on another."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.yaml_values import read_mapping
+from rlctl.errors import ConfigError
+
+ORDER = ("laptop", "1gpu", "1node", "2nodes", "8nodes")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One preset file: its own values without those of the preset it extends."""
+
+    name: str
+    path: Path
+    description: str
+    extends: str | None
+    values: dict[str, Any]
+
+
+def presets_directory() -> Path:
+    """The folder of shipped presets: inside an installed package, or at the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "presets"
+    return installed if installed.is_dir() else package.parents[1] / "presets"
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped presets, smallest machine first."""
+    names = [path.stem for path in presets_directory().glob("*.yaml")]
+    return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+
+
+def read_preset(name: str) -> Preset:
+    """Read the shipped preset `name`, or the file `name` where it ends in .yaml or .yml.
+
+    Raises ConfigError for an unknown name (near match suggested) and for a file that does not hold sections.
+    """
+    path = preset_path(name)
+    values = read_mapping(path, "preset")
+    description, extends = values.pop("description", ""), values.pop("extends", None)
+    for key, value in (("description", description), ("extends", extends or "")):
+        if not isinstance(value, str):
+            raise ConfigError(f"preset {name}: `{key}` must be a text, not {value!r}.")
+    return Preset(name, path, description, extends, values)
+
+
+def preset_path(name: str) -> Path:
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    names = preset_names()
+    if name not in names:
+        alike = difflib.get_close_matches(name, names, n=1)
+        meant = f"Did you mean `{alike[0]}`?" if alike else f"There are: {', '.join(names)}; or give a .yaml file."
+        raise ConfigError(f"--preset {name}: there is no such preset.", meant)
+    return presets_directory() / f"{name}.yaml"
+
+
+def preset_chain(name: str) -> list[Preset]:
+    """The preset and those it builds on, the most basic first. Raises ConfigError when they go round in a circle."""
+    chain: list[Preset] = []
+    wanted: str | None = name
+    while wanted is not None:
+        if wanted in (preset.name for preset in chain):
+            path = " -> ".join([*(preset.name for preset in chain), wanted])
+            raise ConfigError(f"preset {name} extends itself: {path}.")
+        chain.append(read_preset(wanted))
+        wanted = chain[-1].extends
+    return chain[::-1]
