@@ -1,0 +1,60 @@
+"""The policy as the loop sees it: one object for all its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlctl.backends.base import BatchShard, LogprobColumn, LogprobStats, MinibatchResult, ParallelSpec, TokenLoss, only_result
+from rlctl.backends.packing import PackingStats, plan_batch
+from rlctl.cluster.objects import fetch
+from rlctl.cluster.workers import WorkerGroup
+from rlctl.rl.batch import TrainBatch
+
+
+class Policy:
+    """Drives the ranks of a policy; every call is collective over them."""
+
+    def __init__(
+        self, group: WorkerGroup, parallel: ParallelSpec, *, micro_batch_tokens: int, packing: bool, share_prompts: bool
+    ) -> None:
+        self.group, self.parallel = group, parallel
+        self._micro_batch_tokens, self._packing, self._share_prompts = micro_batch_tokens, packing, share_prompts
+
+    def load_hf(self, directory: Path) -> None:
+        """Fill the weights from a Hugging Face directory."""
+        self.group.call("load_hf", directory)
+
+    def hold_reference(self) -> None:
+        """Keep a frozen copy of the current weights as the reference policy."""
+        self.group.call("hold_reference")
+
+    def load_batch(self, batch: TrainBatch) -> PackingStats:
+        """Give each data-parallel rank its rows; the ranks fetch the columns themselves."""
+        plan = plan_batch(
+            batch.minibatches,
+            batch.columns,
+            dp=self.parallel.dp,
+            micro_batch_tokens=self._micro_batch_tokens,
+            packing=self._packing,
+            share_prompts=self._share_prompts,
+        )
+        shards: Sequence[BatchShard] = [plan.shards[self.parallel.data_rank(rank)] for rank in range(len(self.group))]
+        self.group.call_each("load_batch", [(shard, fetch) for shard in shards])
+        return plan.stats
+
+    def logprobs(self, column: LogprobColumn) -> LogprobStats:
+        """Add the log-probs under the current (or the reference) weights to the loaded batch."""
+        return only_result(self.group.call("logprobs", column))
+
+    def train(self, minibatches: int, loss: TokenLoss, lr: float) -> list[MinibatchResult]:
+        """One optimizer step on each mini-batch of the loaded batch, in order."""
+        return [only_result(self.group.call("train_minibatch", index, loss, lr)) for index in range(minibatches)]
+
+    def save(self, directory: Path) -> None:
+        """Write policy, optimizer and random state into an existing directory."""
+        self.group.call("save", directory)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, under any parallelism."""
+        self.group.call("load", directory)
