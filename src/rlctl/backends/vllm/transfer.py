@@ -1,0 +1,141 @@
+"""How weights get into a vLLM worker: rlctl's engine for vLLM's weight-transfer interface, and its worker extension.
+
+vLLM imports this module in each worker (`worker_extension_cls`), which registers the engine under the name `rlctl`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from rlctl.backends.vllm import compat, live
+from rlctl.backends.vllm.args import TRANSFER_BACKEND
+from rlctl.backends.vllm.reload import ReloadFixes
+from rlctl.backends.vllm.segment import Segment, SegmentAddress
+from rlctl.errors import VerificationError
+
+Receive = Literal["loader", "direct", "auto"]
+TensorRow = tuple[str, str, tuple[int, ...], int]
+"""(published name, dtype, shape, byte offset in the segment)."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What never changes between refits; exchanged once."""
+
+    address: SegmentAddress | None = None
+    table: tuple[TensorRow, ...] = ()
+    receive: Receive = "auto"
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One part of a refit: rows [first, last) of the table are in the segment."""
+
+    first: int = 0
+    last: int = 0
+
+
+@dataclass
+class Received:
+    """What a worker did in one refit."""
+
+    seconds: float = 0.0
+    tensors: int = 0
+    bytes: int = 0
+    direct: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Path -> why it could not be written directly."""
+
+
+class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives whole published tensors through shared memory."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Map the segment and decide how each tensor will be received."""
+        self.shutdown()
+        self.info = init_info
+        if init_info.address is not None:
+            self.segment = Segment(init_info.address)
+        self.received = Received()
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        compat.abandon_layerwise_reload(self.model)
+        self.received = Received()
+        self.fixes = ReloadFixes(self.model)
+        self.fixes.before()
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class synchronises an accelerator, which a CPU worker does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        begun = time.perf_counter()
+        rows = self.info.table[update_info.first : update_info.last]
+        self.model.load_weights(self._tensors(rows))
+        self.received.seconds += time.perf_counter() - begun
+
+    def _tensors(self, rows: tuple[TensorRow, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape, offset in rows:
+            tensor = self.segment.view(offset, shape, getattr(torch, dtype))
+            self.received.tensors += 1
+            self.received.bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        begun = time.perf_counter()
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.fixes.after()
+        self.received.seconds += time.perf_counter() - begun
+
+    def shutdown(self) -> None:
+        segment: Segment | None = getattr(self, "segment", None)
+        if segment is not None:
+            segment.close()
+            self.segment = None  # type: ignore[assignment]
+
+
+compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
+
+
+class RlctlWorkerExtension:
+    """Mixed into vLLM's worker: `self` is the worker."""
+
+    def rlctl_received(self) -> Received:
+        """What the refit just finished did in this worker."""
+        return self.weight_transfer_engine.received
+
+    def rlctl_readings(self, tensors: list[str] | None = None) -> list[live.Reading]:
+        """Fingerprints of `tensors` (None: all) as this worker holds them.
+
+        Raises VerificationError where a parameter is in a form that cannot be read back.
+        """
+        found, unknown = live.sites(self.model_runner.get_model())
+        if unknown and tensors is None:
+            raise VerificationError(f"These parameters of the engine cannot be read back: {', '.join(unknown[:8])}.")
+        wanted = found if tensors is None else [s for s in found if any(p.tensor in set(tensors) for p in s.parts)]
+        return list(live.read(wanted))
+
+    def rlctl_restart_update(self) -> None:
+        """Forget an update that was begun and never finished."""
+        self._weight_update_active = False
