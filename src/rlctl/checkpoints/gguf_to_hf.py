@@ -25,6 +25,8 @@ def convert(source: Path, destination: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = torch.bfloat16
+    # GGUF holds it in float32: 9.999999747378752e-06 for what was published as 1e-05.
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     model = type(loaded)(config).to(torch.bfloat16)
     model.load_state_dict({key: tensor.to(torch.bfloat16) for key, tensor in loaded.state_dict().items()})
     model.generation_config.eos_token_id = tokenizer.eos_token_id
