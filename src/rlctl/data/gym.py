@@ -1,0 +1,123 @@
+"""Prompts of reasoning-gym: procedural tasks with seeds, parameters and scorers of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from rlctl.config.schema import DataConfig
+from rlctl.data.prompts import GYM_PREFIX, GymTask, PromptRow, suggest
+from rlctl.errors import InputError, MachineError
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+DEFAULT_SIZE = 10_000
+"""Questions of a task whose size nobody gave. They are made when asked for, so a large number costs nothing."""
+
+
+class GymPrompts:
+    """The questions of one task. Row i is a function of (task, parameters, seed, i)."""
+
+    def __init__(self, label: str, task: GymTask) -> None:
+        self.label, self.task = label, task
+        self._dataset = build_task(task)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        entry = self._dataset[index]
+        where = f"{self.label}, question {index}"
+        return PromptRow(index, where, entry["question"], entry["answer"], {"metadata": entry["metadata"]})
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "source": f"{GYM_PREFIX}{self.task.name}",
+            "params": self.task.params,
+            "rows": len(self),
+            "reasoning_gym": importlib.metadata.version("reasoning_gym"),
+        }
+
+
+def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
+    """The source that `reasoning-gym:<task>[:key=value,...]` names.
+
+    Parameters after the second colon override `data.params`. Raises InputError for a task or parameter that
+    reasoning-gym does not have, or a value that the task refuses.
+    """
+    task_name, _, inline = name.removeprefix(GYM_PREFIX).partition(":")
+    params = {**data.params, **_inline_params(inline, name)}
+    known = _known_params(task_name)
+    for key in params:
+        if key not in known:
+            near = suggest(key, known) or f"It has {', '.join(known)}."
+            raise InputError(
+                f"reasoning-gym task {task_name!r} has no parameter {key!r} (data.params).",
+                f"{near} Parameters of a preset's task are cleared with --set data.params={{}}.",
+            )
+    defaults = {"seed": seed, "size": DEFAULT_SIZE}
+    defaults |= {"size": data.size} if data.size is not None else {}
+    return GymPrompts(name, GymTask(task_name, {**defaults, **params}))
+
+
+def build_task(task: GymTask) -> ProceduralDataset:
+    """reasoning-gym's own dataset of the task; InputError where the task refuses a value."""
+    registry = _registry()
+    dataset_class, config_class = registry[task.name]
+    try:
+        config = config_class(**task.params)
+        if hasattr(config, "validate"):
+            config.validate()
+        return dataset_class(config=config)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise InputError(
+            f"reasoning-gym task {task.name!r} refuses its parameters ({_listed(task.params)}): {error}.",
+            "Change them with --set data.params.<name>=<value>.",
+        ) from error
+
+
+def _registry() -> dict[str, tuple[type, type]]:
+    """Dataset and config class of every task."""
+    try:
+        with warnings.catch_warnings():
+            # One of its dependencies compares with `is`, which Python remarks on at every first import.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"Tasks of reasoning-gym need a package that is not installed: {error.name}.",
+            "Install rlctl with its cpu or cuda extra.",
+        ) from error
+    return DATASETS
+
+
+def _known_params(task_name: str) -> list[str]:
+    """Names of the task's parameters, as its own config class has them."""
+    registry = _registry()
+    if task_name not in registry:
+        near = suggest(task_name, registry) or f"Some are {', '.join(sorted(registry)[:8])}."
+        raise InputError(f"reasoning-gym has no task {task_name!r} (--data).", near)
+    return [field.name for field in dataclasses.fields(registry[task_name][1])]
+
+
+def _inline_params(text: str, name: str) -> dict[str, Any]:
+    """Parameters from `key=value,key=value`; values are YAML scalars."""
+    import yaml
+
+    params = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
+        params[key.strip()] = yaml.safe_load(value)
+    return params
+
+
+def _listed(params: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in params.items())

@@ -1,0 +1,47 @@
+"""Loading the tokenizer, and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.config.schema import ModelConfig
+from rlctl.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer` (a directory or a hub name), or else of the model's directory.
+
+    Raises InputError where there is none that transformers can load.
+    """
+    # transformers takes seconds to import, and only runs need it
+    from transformers import AutoTokenizer
+
+    name = model.tokenizer or str(model_directory)
+    origin = f"--tokenizer {name}" if model.tokenizer else f"The model directory {name}"
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        # what transformers raises for missing and damaged files, unknown classes, code not trusted, and a hub out of reach
+        first = str(error).strip().splitlines()[:1]
+        raise InputError(
+            f"{origin} has no tokenizer that can be loaded: {first[0] if first else type(error).__name__}",
+            "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",
+        ) from error
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | str) -> tuple[int, ...]:
+    """Tokens that end a completion: the tokenizer's own, and those of the model's generation_config.json; sorted."""
+    ids = {tokenizer.eos_token_id}
+    path = Path(model_directory) / "generation_config.json"
+    if path.is_file():
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise InputError(f"{path} is not JSON: {error}") from error
+        ids |= set(listed) if isinstance(listed, list) else {listed}
+    return tuple(sorted(token for token in ids if token is not None))
