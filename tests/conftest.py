@@ -25,6 +25,8 @@ os.environ.update(
 
 from tiny_models import write_tiny_llama
 
+pytest_plugins = ["engines"]
+
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -50,7 +50,7 @@ class Segment:
                 f"Shared memory {address.path} is on node {address.node}, this process is on {this_node()}.",
                 "Engines on other nodes than the trainer need the collective or the disk mover.",
             )
-        self.address = address
+        self.address, self.created = address, create
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         try:
             fd = os.open(address.path, flags, 0o600)
@@ -83,8 +83,9 @@ class Segment:
             os.unlink(self.address.path)
 
     def close(self) -> None:
-        """Take the name away and let go of the memory (once no tensor refers to it)."""
-        self.unlink()
+        """Let go of the memory (once no tensor refers to it); its creator takes the name away too."""
+        if self.created:
+            self.unlink()
         self.buffer = torch.empty(0, dtype=torch.uint8)
         with contextlib.suppress(BufferError):  # a view still lives; its owner's end unmaps
             self._map.close()

@@ -1,0 +1,187 @@
+"""The vLLM engine: what it samples, how it stops, and that its weights are exactly those it was given."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
+from engines import HostedEngine, start_engine
+
+from rlctl.backends.fingerprints import fingerprint
+from rlctl.backends.vllm.messages import GroupRequest, Sampling, rollouts_of
+from rlctl.errors import InputError, WaitTimeoutError, WorkerError
+
+TOLERANCE = 1e-4  # fp32 on both sides; observed 2e-6
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_llama: Path) -> WholeTensorPolicy:
+    return WholeTensorPolicy(tiny_llama)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(24),
+        Sampling(24, temperature=0.7, top_k=20),
+        Sampling(24, temperature=0.0),
+    ],
+    ids=["plain", "temperature and top-k", "greedy"],
+)
+def test_logprobs_are_of_the_distribution_sampled_from(
+    engine: HostedEngine, policy: WholeTensorPolicy, sampling: Sampling
+) -> None:
+    policy.refit(engine, 1)
+    groups = generate(engine, sampling)
+    assert largest_logprob_error(groups, policy, sampling) < TOLERANCE
+
+
+def test_columns_describe_the_group(engine: HostedEngine, policy: WholeTensorPolicy) -> None:
+    policy.refit(engine, 7)
+    for result, columns, texts in generate(engine, Sampling(8)):
+        prompt = PROMPTS[result.group]
+        assert len(texts) == columns.rollouts == 4
+        assert [r.id for r in rollouts_of(result, 4)] == [4 * result.group + g for g in range(4)]
+        for row in range(4):
+            part = columns.slice(row)
+            assert tuple(columns.tokens_T[part][: len(prompt)]) == prompt
+            chosen = columns.loss_mask_T[part]
+            assert not chosen[: len(prompt)].any()
+            assert chosen[len(prompt) :].all()
+            assert chosen.sum() == result.response_tokens[row] > 0
+            assert (columns.weight_version_T[part][chosen] == 7).all()
+            assert (columns.weight_version_T[part][~chosen] == -1).all()
+            assert (columns.logprobs_T[part][chosen] < 0).all()
+            assert np.isclose(columns.logprobs_T[part].sum(), result.logprob_sums[row])
+
+
+def test_end_token_belongs_to_the_response(engine: HostedEngine) -> None:
+    groups = generate(engine, Sampling(100), requests(samples=16))
+    ends = 0
+    for result, columns, _ in groups:
+        for row in range(columns.rollouts):
+            tokens = columns.tokens_T[columns.slice(row)][result.prompt_tokens :]
+            stopped = result.finish_reasons[row] == "stop"
+            ends += stopped
+            assert stopped == (tokens[-1] == 2)
+            assert result.truncated[row] == (not stopped)
+            assert 2 not in tokens[:-1]
+            assert stopped or len(tokens) == 100
+    assert ends > 0
+
+
+def test_stop_text_ends_a_completion(engine: HostedEngine) -> None:
+    groups = generate(engine, Sampling(60, stop=("e",)), requests(samples=8))
+    stopped = [
+        (columns.tokens_T[columns.slice(row)], texts[row])
+        for result, columns, texts in groups
+        for row in range(columns.rollouts)
+        if result.finish_reasons[row] == "stop" and columns.tokens_T[columns.slice(row)][-1] != 2
+    ]
+    assert stopped
+    assert all("e" not in text for _, text in stopped)
+
+
+def test_a_sample_depends_on_its_own_seed_alone(engine: HostedEngine) -> None:
+    together = generate(engine, Sampling(16))
+    alone = generate(engine, Sampling(16), [GroupRequest(2, PROMPTS[2], (203, 201))])
+    rows = together[2][1]
+    for mine, theirs in ((0, 3), (1, 1)):
+        columns = alone[0][1]
+        assert np.array_equal(columns.tokens_T[columns.slice(mine)], rows.tokens_T[rows.slice(theirs)])
+    assert len({tuple(rows.tokens_T[rows.slice(g)]) for g in range(4)}) == 4
+
+
+def test_prompt_too_long_is_refused(engine: HostedEngine) -> None:
+    with pytest.raises(InputError, match="300 tokens"):
+        engine.call("generate", [GroupRequest(0, (5,) * 300, (1,))], Sampling(4), 60.0)
+
+
+def test_timeout_names_the_engine_and_leaves_it_usable(engine: HostedEngine) -> None:
+    with pytest.raises(WaitTimeoutError, match="Engine 0 completed"):
+        engine.call("generate", requests(), Sampling(200), 0.05)
+    assert len(generate(engine, Sampling(4))) == 4
+
+
+def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]:
+    """Tensors of which the engine holds something else than the policy, read back from what it computes with."""
+    tensors = policy.tensors()
+    readings = engine.call("readings")
+    assert {reading.tensor for reading in readings} == set(tensors)
+    return {
+        r.tensor
+        for r in readings
+        if r.value
+        != fingerprint(
+            tensors[r.tensor][tuple(slice(s, s + n) for s, n in zip(r.start, r.extent, strict=True))], r.shape, r.start
+        )
+    }
+
+
+@pytest.mark.parametrize("receive", ["loader"])
+@pytest.mark.parametrize("which", ["engine", "tied_engine"])
+def test_refit_replaces_every_tensor(which: str, receive: str, request: pytest.FixtureRequest) -> None:
+    engine: HostedEngine = request.getfixturevalue(which)
+    policy = WholeTensorPolicy(engine.model)
+    sampling = Sampling(16)
+    policy.refit(engine, 1, receive)
+    for version in (2, 3):
+        policy.perturb(version)
+        before = generate(engine, sampling)
+        assert largest_logprob_error(before, policy, sampling) > 100 * TOLERANCE
+        assert readings_differ(engine, policy) == set(policy.tensors())
+        policy.refit(engine, version, receive)
+        assert readings_differ(engine, policy) == set()
+        assert engine.call("weight_version") == version
+        # The same prompts again: what the prefix cache kept of the old weights would show.
+        assert largest_logprob_error(generate(engine, sampling), policy, sampling) < TOLERANCE
+
+
+def test_interrupted_refit_refuses_to_generate_until_a_full_one(
+    engine: HostedEngine, policy: WholeTensorPolicy
+) -> None:
+    policy.perturb(11)
+    policy.write()
+    policy.open(engine)
+    engine.call("refit_begin", 5)
+    engine.call("refit_receive", {"first": 0, "last": 4})
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="half-updated weights: the refit to version 5"):
+            engine.call("generate", requests(), Sampling(4), 60.0)
+    with pytest.raises(WorkerError, match="half-updated"):
+        engine.call("weight_version")
+    policy.refit(engine, 6)
+    assert readings_differ(engine, policy) == set()
+    sampling = Sampling(8)
+    assert largest_logprob_error(generate(engine, sampling), policy, sampling) < TOLERANCE
+
+
+def test_refit_that_fails_in_the_engine_refuses_too(engine: HostedEngine, policy: WholeTensorPolicy) -> None:
+    policy.write()
+    name, dtype, shape, offset = policy.table[3]
+    wrong = [*policy.table[:3], (name, dtype, (shape[0] // 2, shape[1] * 2), offset), *policy.table[4:]]
+    engine.call("refit_open", {"address": policy.segment.address, "table": tuple(wrong), "receive": "loader"})
+    engine.call("refit_begin", 8)
+    with pytest.raises(WorkerError, match="update_weights"):
+        engine.call("refit_receive", {"first": 0, "last": len(wrong)})
+        engine.call("refit_finish", 8)
+    with pytest.raises(WorkerError, match="half-updated"):
+        engine.call("generate", requests(), Sampling(4), 60.0)
+    policy.refit(engine, 9)
+    assert readings_differ(engine, policy) == set()
+
+
+def test_killed_engine_is_reported_not_waited_for(placement: Any, tiny_llama: Path, tmp_path: Path) -> None:
+    hosted = start_engine(placement, tiny_llama, tmp_path, name="victim")
+    policy = WholeTensorPolicy(tiny_llama)
+    policy.open(hosted)
+    hosted.call("refit_begin", 1)
+    os.kill(hosted.group.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"victim rank 0 .*died during `refit_receive`"):
+        hosted.call("refit_receive", {"first": 0, "last": 4})
+    hosted.group.kill()
