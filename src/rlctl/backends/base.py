@@ -49,6 +49,11 @@ class ParallelSpec:
     def sequence_parallel(self) -> bool:
         return self.tp > 1 and self.sp is not False
 
+    @property
+    def row_multiple(self) -> int:
+        """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel rank."""
+        return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+
     def data_rank(self, rank: int) -> int:
         """The data-parallel rank of world rank `rank`: the index of the `BatchShard` it trains on."""
         return rank // (self.tp * self.cp) % self.dp

@@ -1,0 +1,251 @@
+"""Attention over packed rows by torch's scaled_dot_product_attention: units of a row never see each other.
+
+Units are gathered into batches of similar length, so that a row of many short rollouts costs a few calls and not one for
+each. Under context parallelism keys and values are gathered from the ranks; long contexts on GPUs want ring attention.
+
+Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from rlctl.backends.megatron.rows import PackedRow, Unit
+
+TREE_TOKENS = 512
+"""Longest unit with shared prompt that is attended in one masked square; longer ones cost less a completion at a time."""
+BATCH_WASTE = 1.5
+"""Units are batched while the padded squares are at most this much larger than their own."""
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """A batch of attention problems over tokens of the row."""
+
+    queries_BQ: Tensor  # int64 index into T
+    keys_BK: Tensor  # int64 index into T
+    mask_B1QK: Tensor | None  # bool, True attends; None: causal, queries and keys alike
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """A row for Megatron's layers: to them one thd sequence, whose rotary positions and attention are ours."""
+
+    row: PackedRow | None = None
+    blocks: tuple[AttentionBlock, ...] = ()
+    outputs_T: Tensor | None = None
+    """int64: where each token's output is in the concatenated blocks; None: they are in order."""
+
+
+def row_params(row: PackedRow, cp_size: int, cp_rank: int) -> RowParams:
+    """How the tokens of `row` on context-parallel rank `cp_rank` attend."""
+    length, device = row.tokens_T.shape[0], row.tokens_T.device
+    boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
+    if cp_size > 1:
+        blocks, outputs = (_context_parallel_block(row, cp_size, cp_rank),), None
+    else:
+        blocks, outputs = _unit_blocks(row.units, device)
+    return RowParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        row=row,
+        blocks=blocks,
+        outputs_T=outputs,
+    )
+
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
+    """Tokens of a row that a context-parallel rank holds: chunks r and 2n - 1 - r, so that causal work is even."""
+    chunks = np.arange(length).reshape(2 * cp_size, -1)
+    return np.concatenate([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+@dataclass(frozen=True)
+class _Problem:
+    queries: np.ndarray
+    keys: np.ndarray
+    mask_QK: np.ndarray | None
+
+    @property
+    def area(self) -> int:
+        return len(self.queries) * len(self.keys)
+
+
+def _unit_blocks(units: Iterable[Unit], device: torch.device) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
+    problems = sorted((p for unit in units for p in _problems(unit)), key=lambda p: (p.mask_QK is None, -p.area))
+    blocks = [_block(batch, device) for batch in _batches(problems)]
+    order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
+    used = np.concatenate([_used(batch) for batch in _batches(problems)])
+    outputs = np.empty(int(used.sum()), np.int64)
+    outputs[order[used]] = np.flatnonzero(used)
+    in_order = len(outputs) == len(order) and np.array_equal(outputs, np.arange(len(order)))
+    return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(device)
+
+
+def _problems(unit: Unit) -> list[_Problem]:
+    """The attention of a unit: one square, or the prompt's and one rectangle for each completion."""
+    tokens = unit.start + np.arange(unit.tokens)
+    if len(unit.completions) <= 1:
+        return [_Problem(tokens, tokens, None)]
+    if unit.tokens <= TREE_TOKENS:
+        return [_Problem(tokens, tokens, _tree_mask(unit))]
+    prompt = tokens[: unit.prompt]
+    problems = [_Problem(prompt, prompt, None)]
+    start = unit.prompt
+    for length in unit.completions:
+        own = tokens[start : start + length]
+        mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
+        if length:
+            problems.append(_Problem(own, np.concatenate([prompt, own]), mask))
+        start += length
+    return problems
+
+
+def _tree_mask(unit: Unit) -> np.ndarray:
+    """bool [tokens, tokens]: causal, and of the completions only the token's own."""
+    part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
+    return np.tri(unit.tokens, dtype=bool) & ((part[None] == 0) | (part[None] == part[:, None]))
+
+
+def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
+    """Runs of problems of like kind, as long as padding them to the largest wastes little."""
+    batches: list[list[_Problem]] = []
+    for problem in problems:
+        last = batches[-1] if batches else []
+        if last and (last[0].mask_QK is None) == (problem.mask_QK is None):
+            grown = [*last, problem]
+            queries, keys = max(len(p.queries) for p in grown), max(len(p.keys) for p in grown)
+            if queries * keys * len(grown) <= BATCH_WASTE * sum(p.area for p in grown):
+                last.append(problem)
+                continue
+        batches.append([problem])
+    return batches
+
+
+def _block(batch: list[_Problem], device: torch.device) -> AttentionBlock:
+    """Pads a batch. Padding queries and keys are token 0: no mask lets a real query see a padding key, and nobody reads the
+    output of a padding query."""
+    queries, keys = max(len(p.queries) for p in batch), max(len(p.keys) for p in batch)
+    queries_BQ, keys_BK = np.zeros((len(batch), queries), np.int64), np.zeros((len(batch), keys), np.int64)
+    mask = None if batch[0].mask_QK is None else np.zeros((len(batch), 1, queries, keys), bool)
+    for b, problem in enumerate(batch):
+        queries_BQ[b, : len(problem.queries)] = problem.queries
+        keys_BK[b, : len(problem.keys)] = problem.keys
+        if mask is not None and problem.mask_QK is not None:
+            mask[b, 0, : len(problem.queries), : len(problem.keys)] = problem.mask_QK
+            mask[b, 0, len(problem.queries) :, 0] = True  # a softmax over nothing is not a number
+    return AttentionBlock(
+        torch.from_numpy(queries_BQ).to(device),
+        torch.from_numpy(keys_BK).to(device),
+        None if mask is None else torch.from_numpy(mask).to(device),
+    )
+
+
+def _used(batch: list[_Problem]) -> np.ndarray:
+    """bool [batch * queries]: the entries of a block that are no padding."""
+    width = max(len(p.queries) for p in batch)
+    return np.concatenate([np.arange(width) < len(p.queries) for p in batch])
+
+
+def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> AttentionBlock:
+    """This rank's queries against the keys of all ranks, in the order in which the ranks' parts are gathered."""
+    length, device = row.tokens_T.shape[0], row.tokens_T.device
+    unit, part = np.empty(length, np.int64), np.empty(length, np.int64)
+    for number, u in enumerate(row.units):
+        span = slice(u.start, u.start + u.tokens)
+        unit[span] = number
+        part[span] = np.repeat(np.arange(len(u.completions) + 1), [u.prompt, *u.completions])
+    q = zigzag(length, cp_size, cp_rank)
+    k = np.concatenate([zigzag(length, cp_size, rank) for rank in range(cp_size)])
+    visible = (unit[q][:, None] == unit[k]) & ((part[k] == 0) | (part[q][:, None] == part[k])) & (k <= q[:, None])
+    return AttentionBlock(
+        torch.arange(len(q), device=device)[None],
+        torch.arange(length, device=device)[None],
+        torch.from_numpy(visible[None, None]).to(device),
+    )
+
+
+class GatherContext(torch.autograd.Function):
+    """Concatenates the context-parallel ranks' parts along dim 0; backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+        torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        torch.distributed.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class PackedAttention(MegatronModule):
+    """Megatron's core attention for rows described by `RowParams`; grouped queries, and values narrower than keys (MLA)."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # attention_dropout, cp_comm_type, k_channels, v_channels, by version
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.scale = max(1, layer_number), softmax_scale
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group = groups.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Tensors [T, h, d] (or [T, 1, h, d]); returns [T, h * d]."""
+        if not isinstance(packed_seq_params, RowParams):
+            raise TypeError("PackedAttention needs the RowParams of a packed row")
+        query, key, value = (x.reshape(x.shape[0], *x.shape[-2:]) for x in (query, key, value))
+        if self.cp_group.size() > 1:
+            key, value = GatherContext.apply(key, self.cp_group), GatherContext.apply(value, self.cp_group)
+        parts = [self._attend(query, key, value, block) for block in packed_seq_params.blocks]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if packed_seq_params.outputs_T is None else out.index_select(0, packed_seq_params.outputs_T)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock) -> Tensor:
+        """[B * Q, h * d]: outputs of one block."""
+        q = _gather(query, block.queries_BQ)
+        k, v = _gather(key, block.keys_BK), _gather(value, block.keys_BK)
+        out = F.scaled_dot_product_attention(
+            q, k, v, block.mask_B1QK, is_causal=block.mask_B1QK is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
+
+
+def _gather(x_Thd: Tensor, index_BL: Tensor) -> Tensor:
+    """[B, h, L, d]"""
+    batch, length = index_BL.shape
+    if batch == 1 and length == x_Thd.shape[0]:  # the whole row, in order
+        return x_Thd.transpose(0, 1)[None]
+    return x_Thd.index_select(0, index_BL.flatten()).view(batch, length, *x_Thd.shape[1:]).transpose(1, 2)

@@ -1,0 +1,63 @@
+"""What differs between megatron-core 0.16 and 0.19, and the reading of its configuration classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.errors import ConfigError
+
+VERSIONS = ((0, 16), (0, 20))
+"""First version that works, and the first that was not tried."""
+
+
+def require_version() -> str:
+    """The installed version of megatron-core.
+
+    Raises:
+        ConfigError: it is outside the range that this backend is written for.
+    """
+    import megatron.core
+
+    version = megatron.core.__version__
+    major_minor = tuple(int(part) for part in version.split(".")[:2])
+    if not VERSIONS[0] <= major_minor < VERSIONS[1]:
+        raise ConfigError(f"megatron-core {version} is not supported.", "Install megatron-core >=0.16,<0.20.")
+    return version
+
+
+def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], section: str) -> Any:
+    """`cls` with our `values` (those that this version has) and the user's `overrides` (all of which must exist).
+
+    Raises:
+        ConfigError: an override is no field of this version, or a combination that Megatron-Core refuses.
+    """
+    names = {field.name for field in dataclasses.fields(cls) if field.init}
+    for key in overrides:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else None
+            raise ConfigError(f"{section}.{key} is not a field of Megatron-Core's {cls.__name__}.", hint)
+    known = {key: value for key, value in values.items() if key in names}
+    try:
+        return cls(**{**known, **overrides})
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron-Core refuses the configuration: {error}", f"Section `{section}` or `training`.") from error
+
+
+def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:
+    """Calls `function` with those keywords that this version of it takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function(**kwargs)
+    return function(**{key: value for key, value in kwargs.items() if key in parameters})
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine's layers can be used (needs CUDA)."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return bool(getattr(gpt_layer_specs, "HAVE_TE", False))

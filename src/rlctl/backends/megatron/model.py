@@ -1,0 +1,330 @@
+"""The policy as a Megatron GPTModel: configuration and layers from `ModelFacts`, log-probs of chosen tokens as its output."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
+from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config
+from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
+from rlctl.backends.megatron.rotary import RowRotary
+from rlctl.backends.megatron.rows import PackedRow
+from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RMSNorm(nn.Module):
+    """Megatron's torch RMSNorm refuses sequence parallelism; this one marks its weight, so that finalize_model_grads sums its
+    gradient over the tensor parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last pipeline stage returns float32 [2, C], log-prob and entropy of a row's chosen tokens, instead of
+    logits. The output layer runs only at the positions that predict one."""
+
+    def __init__(self, *args: Any, temperature: float, chunk: int, vocab: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.temperature, self.chunk, self.true_vocab = temperature, chunk, vocab
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: RowParams, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        row = packed_seq_params.row
+        assert row is not None
+        tp_group, cp_group = self.pg_collection.tp, self.pg_collection.cp
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=tp_group
+            )
+        part = _context_part(row, cp_group.size(), cp_group.rank())
+        hidden_U = hidden_states[:, 0].index_select(0, part.sources_U)
+        width = self.vocab_size // tp_group.size()
+        start = tp_group.rank() * width
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits = partial(self._logits, weight=weight, width=min(width, self.true_vocab - start))
+        vocab = VocabPart(tp_group, start)
+        out = chunked_logprobs(hidden_U, part.inverse_C, part.targets_C, logits, vocab, self.temperature, self.chunk)
+        if cp_group.size() == 1:
+            return out
+        return JoinContext.apply(out, part.columns_C["index"], row.targets_C.shape[0], cp_group)
+
+    def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
+        """[U, V]: this rank's logits, those of vocabulary padding cut off."""
+        layer = self.output_layer
+        gathers, reduces = layer.sequence_parallel, layer.allreduce_dgrad
+        # The hidden states are whole already, so the layer must not gather; their gradient is summed over the ranks instead.
+        layer.sequence_parallel, layer.allreduce_dgrad = False, self.pg_collection.tp.size() > 1
+        try:
+            logits_UV, _ = layer(hidden_U, weight=weight)
+        finally:
+            layer.sequence_parallel, layer.allreduce_dgrad = gathers, reduces
+        return logits_UV if width == logits_UV.shape[-1] else logits_UV[:, :width].contiguous()
+
+
+class JoinContext(torch.autograd.Function):
+    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank computes the
+    same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+
+    @staticmethod
+    def forward(ctx: Any, part_2C: Tensor, index_C: Tensor, total: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index_C)
+        whole = part_2C.new_zeros(2, total)
+        whole[:, index_C] = part_2C
+        torch.distributed.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_C,) = ctx.saved_tensors
+        return grads[0][:, index_C], None, None, None
+
+
+def _context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
+    """`row` with only those predicting positions that a context-parallel rank holds, as indices into its own tokens."""
+    if cp_size == 1:
+        return row
+    device = row.tokens_T.device
+    held = torch.full((row.tokens_T.shape[0],), -1, device=device)
+    mine = torch.from_numpy(zigzag(row.tokens_T.shape[0], cp_size, cp_rank)).to(device)
+    held[mine] = torch.arange(len(mine), device=device)
+    local_U = held[row.sources_U]
+    kept_U = torch.where(local_U >= 0, torch.cumsum(local_U >= 0, 0) - 1, -1)
+    kept_C = kept_U[row.inverse_C]
+    index_C = torch.nonzero(kept_C >= 0)[:, 0]
+    return PackedRow(
+        tokens_T=row.tokens_T[mine],
+        positions_T=row.positions_T,
+        units=row.units,
+        tokens=row.tokens,
+        sources_U=local_U[local_U >= 0],
+        inverse_C=kept_C[index_C],
+        targets_C=row.targets_C[index_C],
+        columns_C={"index": index_C},
+    )
+
+
+def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | None) -> PolicyModel:
+    """This rank's part of the policy (of virtual stage `vp_stage`), with random weights."""
+    facts = spec.facts
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    tp = spec.parallel.tp
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(config, vp_stage, use_te=spec.device == "cuda" and has_transformer_engine()),
+        vocab_size=-(-facts.vocab // tp) * tp,
+        max_sequence_length=facts.max_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=facts.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(facts.rope.theta),
+        vp_stage=vp_stage,
+        temperature=spec.temperature,
+        chunk=spec.logprob_chunk_tokens,
+        vocab=facts.vocab,
+    )
+    _use_row_rotary(model, facts)
+    return model.to(spec.device)
+
+
+def _use_row_rotary(model: GPTModel, facts: ModelFacts) -> None:
+    if facts.mla is None:
+        model.rotary_pos_emb = RowRotary(facts.rope, facts.head_dim, facts.rope.interleaved)
+        return
+    for layer in model.decoder.layers:  # MLA de-interleaves queries and keys itself
+        layer.self_attention.rotary_pos_emb = RowRotary(facts.rope, facts.mla.qk_rope_head_dim)
+
+
+def _layer_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:
+    """Megatron's layers with our norm and attention; TransformerEngine's linears and norms where they can be used."""
+    spec = call_known(
+        get_gpt_decoder_block_spec,
+        config=config,
+        use_transformer_engine=use_te,
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+    )
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if use_te:
+            continue
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if config.qk_layernorm and getattr(attention, name, None) is not None:
+                setattr(attention, name, RMSNorm)
+        if config.multi_latent_attention:
+            _replicate_down_projections(attention)
+    if not use_te:
+        spec.layer_norm = RMSNorm
+    return spec
+
+
+def _replicate_down_projections(attention: Any) -> None:
+    """Column-parallel down-projections get a wrong gradient for the key's rotary part under tensor parallelism."""
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+
+
+def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
+    """Megatron's configuration of the policy, the user's `megatron` section on top.
+
+    Raises:
+        ConfigError: the model or the combination of parallelism cannot be trained, with the reason.
+    """
+    facts = spec.facts
+    _refuse(spec)
+    values = _size_values(facts) | _parallel_values(spec) | _kernel_values(spec) | runtime
+    if facts.moe is not None:
+        values |= _moe_values(facts)
+    if facts.mla is None:
+        return make_config(TransformerConfig, values, spec.megatron, "megatron")
+    return make_config(MLATransformerConfig, values | _mla_values(facts), spec.megatron, "megatron")
+
+
+def _refuse(spec: PolicySpec) -> None:
+    facts, parallel = spec.facts, spec.parallel
+    if facts.sliding_window is not None:
+        raise ConfigError("models with sliding-window attention cannot be trained yet.")
+    if facts.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError("mixture-of-experts under tensor parallelism needs sequence parallelism.", "Leave training.sp unset.")
+    if facts.mla is not None and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError("multi-head latent attention under tensor parallelism needs sequence parallelism.")
+    if facts.heads % parallel.tp:
+        raise ConfigError(f"training.tp = {parallel.tp} does not divide the model's {facts.heads} attention heads.")
+    if spec.megatron.get("cross_entropy_loss_fusion"):
+        raise ConfigError("megatron.cross_entropy_loss_fusion changes gradients by 2e-4 and is not used.", "Remove it.")
+
+
+def _size_values(facts: ModelFacts) -> dict[str, Any]:
+    activation = F.silu if facts.activation == "silu" else partial(F.gelu, approximate="tanh")
+    values = {
+        "num_layers": facts.layers,
+        "hidden_size": facts.hidden,
+        "num_attention_heads": facts.heads,
+        "ffn_hidden_size": facts.intermediate,
+        "layernorm_epsilon": facts.norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": activation,
+        "add_bias_linear": False,
+        "add_qkv_bias": facts.qkv_bias,
+        "qk_layernorm": facts.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.02,
+    }
+    return values | ({} if facts.mla else {"num_query_groups": facts.kv_heads, "kv_channels": facts.head_dim})
+
+
+def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
+    parallel = spec.parallel
+    values = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Rows differ in length. Megatron wants the alltoall dispatcher with it, for dense models too.
+        "variable_seq_lengths": parallel.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if parallel.vpp > 1:  # anything else computes wrong gradients over gloo, without an error
+        values |= {
+            "virtual_pipeline_model_parallel_size": parallel.vpp,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return values
+
+
+def _kernel_values(spec: PolicySpec) -> dict[str, Any]:
+    dtype, cuda = DTYPES[spec.dtype], spec.device == "cuda"
+    values = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": spec.dtype == "bfloat16",
+        "calculate_per_token_loss": True,  # gradients are summed over ranks, not averaged
+        "use_cpu_initialization": not cuda,
+        "transformer_impl": "transformer_engine" if cuda and has_transformer_engine() else "local",
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": cuda and spec.facts.activation == "silu",
+        "bias_dropout_fusion": cuda,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "moe_grouped_gemm": False,
+        "deallocate_pipeline_outputs": False,
+        "batch_p2p_sync": cuda,
+    }
+    if spec.recompute == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif spec.recompute == "selective":
+        values |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return values
+
+
+def _moe_values(facts: ModelFacts) -> dict[str, Any]:
+    moe = facts.moe
+    assert moe is not None
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.expert_intermediate,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate or None,
+        "moe_layer_freq": [int(facts.is_moe_layer(layer)) for layer in range(facts.layers)],
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize_topk,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # balancing by bias is for pre-training
+        "moe_router_num_groups": moe.groups if moe.groups > 1 else None,
+        "moe_router_group_topk": moe.topk_groups if moe.groups > 1 else None,
+        "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _mla_values(facts: ModelFacts) -> dict[str, Any]:
+    mla = facts.mla
+    assert mla is not None
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": int(facts.rope.theta),
+        "rotary_scaling_factor": 1.0,
+    }

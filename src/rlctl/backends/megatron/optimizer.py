@@ -1,0 +1,103 @@
+"""Megatron's gradient buffers and distributed optimizer around the model chunks, and one guarded step of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.megatron.compat import make_config
+from rlctl.backends.megatron.model import DTYPES
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """`grad_norm` is that before clipping, over all ranks."""
+
+    grad_norm: float
+    skipped: bool
+
+
+def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[DistributedDataParallel]:
+    """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks."""
+    values = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+    ddp = make_config(DistributedDataParallelConfig, values, spec.ddp, "ddp")
+    if spec.dtype == "bfloat16":
+        from megatron.core.transformer.module import Float16Module
+
+        models = [Float16Module(config, model) for model in models]
+    chunks = [DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0) for number, model in enumerate(models)]
+    _overlap(config, ddp, chunks)
+    return chunks
+
+
+def _overlap(config: Any, ddp: Any, chunks: list[DistributedDataParallel]) -> None:
+    """What Megatron's schedules need to know where reductions run during the backward pass."""
+    if ddp.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+
+
+def build_optimizer(spec: PolicySpec, chunks: list[DistributedDataParallel]) -> Any:
+    """Megatron's AdamW with its weight-decay exclusions (biases and norms). The driver sets the learning rate of each step."""
+    ours = spec.optimizer
+    values = {
+        "optimizer": "adam",
+        "lr": ours.lr,
+        "min_lr": 0.0,
+        "weight_decay": ours.weight_decay,
+        "adam_beta1": ours.beta1,
+        "adam_beta2": ours.beta2,
+        "adam_eps": ours.eps,
+        "clip_grad": ours.clip_grad,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": chunks[0].ddp_config.overlap_param_gather,
+        "bf16": spec.dtype == "bfloat16",
+        "params_dtype": DTYPES[spec.dtype],
+    }
+    optimizer = get_megatron_optimizer(make_config(OptimizerConfig, values, {}, "optimizer"), chunks)
+    if spec.device == "cpu":
+        _fuse_adam(optimizer)
+    return optimizer
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Dense and expert optimizer, those without parameters on this rank left out."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def _fuse_adam(optimizer: Any) -> None:
+    """torch's fused CPU kernel: one pass over memory for each parameter instead of about eight."""
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner.optimizer, torch.optim.AdamW):
+            inner.optimizer.defaults["fused"] = True
+            for group in inner.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
+def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients without its division by the number of tokens: weights are in the loss already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def take_step(optimizer: Any, lr: float) -> StepOutcome:
+    """One step at learning rate `lr`; none at all when the gradient is not finite (the state stays as it was)."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if overflow or not math.isfinite(norm):
+        return StepOutcome(norm, skipped=True)
+    for inner in inner_optimizers(optimizer):
+        if 0 < inner.config.clip_grad < norm:
+            decoupled = getattr(inner.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+            clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, norm, decoupled)
+    optimizer.step_with_ready_grads()
+    return StepOutcome(norm, skipped=False)

@@ -1,0 +1,217 @@
+"""One process of a Megatron policy: implements `backends.base.PolicyWorker`."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.backends.base import (
+    BatchShard,
+    Fetch,
+    LogprobColumn,
+    LogprobStats,
+    MinibatchResult,
+    PolicySpec,
+    TokenLoss,
+)
+from rlctl.backends.megatron import cpu
+from rlctl.errors import InputError
+
+
+class MegatronWorker:
+    """One rank. Its process must be its own: Megatron's groups are globals. Methods as in `PolicyWorker`."""
+
+    def __init__(self, rank: int, world_size: int, master_addr: str, master_port: int, spec: PolicySpec) -> None:
+        if spec.parallel.world_size != world_size:
+            raise InputError(f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes.")
+        self.rank, self.world_size, self.spec = rank, world_size, spec
+        self._address = f"tcp://{master_addr}:{master_port}"
+        self.device = torch.device("cpu")
+        self._rows: list[list[Any]] = []
+        self._reference: dict[str, Tensor] | None = None
+
+    # --- life cycle ----------------------------------------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Joins the process group, builds model and optimizer with random weights."""
+        spec = self.spec
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        cpu.install()
+        from rlctl.backends.megatron.compat import require_version
+
+        require_version()
+        if spec.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        timeout = datetime.timedelta(seconds=spec.timeout_s)
+        torch.distributed.init_process_group(
+            "nccl" if spec.device == "cuda" else "gloo",
+            init_method=self._address,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
+        self.build()
+
+    def build(self) -> None:
+        """(Re)builds groups, model and optimizer from the spec in the running process group."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        from rlctl.backends.megatron import compat, model, optimizer
+
+        spec, parallel = self.spec, self.spec.parallel
+        parallel_state.destroy_model_parallel()
+        compat.call_known(
+            parallel_state.initialize_model_parallel,
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            distributed_timeout_minutes=max(1, round(spec.timeout_s / 60)),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
+        torch.manual_seed(spec.seed)
+        self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
+        stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
+        models = [model.build_model(spec, self.config, stage) for stage in stages]
+        self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self.optimizer = optimizer.build_optimizer(spec, self.chunks)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self._reference = None
+        self._rows = []
+        cpu.install()  # covers the modules that building has imported
+
+    def close(self) -> None:
+        """Leaves the process group."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    # --- weights -------------------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters by Megatron's names; views of the live weights."""
+        self._gather_parameters()
+        return {
+            name.removeprefix("module."): param.data
+            for chunk in self.chunks
+            for name, param in chunk.module.named_parameters()
+        }
+
+    def hold_reference(self) -> None:
+        """Keeps a frozen copy of the current weights as the reference policy."""
+        self._reference = {name: value.clone() for name, value in self.parameters().items()}
+
+    def weights_changed(self) -> None:
+        """To be called after the live weights were written from outside: the optimizer takes them over."""
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner.reload_model_params()
+
+    def _gather_parameters(self) -> None:
+        """With overlapped all-gather the last one is only issued by the next forward pass."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    @contextlib.contextmanager
+    def _weights_of(self, column: LogprobColumn) -> Iterator[None]:
+        """Puts the reference weights in place of the live ones for a moment; nothing is copied."""
+        if column == "old_logprobs":
+            yield
+            return
+        if self._reference is None:
+            raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
+        live = self.parameters()
+        named = {n.removeprefix("module."): p for chunk in self.chunks for n, p in chunk.module.named_parameters()}
+        try:
+            for name, param in named.items():
+                param.data = self._reference[name]
+            yield
+        finally:
+            for name, param in named.items():
+                param.data = live[name]
+
+    # --- batches -------------------------------------------------------------------------------------------------------------
+
+    def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
+        """Fetches and packs what this rank trains on."""
+        from rlctl.backends.megatron.rows import build_row
+
+        columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
+        multiple = self.spec.parallel.row_multiple
+        self._rows = [
+            [build_row(micro, columns, shard.share_prompts, multiple, self.device) for micro in minibatch]
+            for minibatch in shard.minibatches
+        ]
+
+    def logprobs(self, column: LogprobColumn) -> LogprobStats | None:
+        """Adds the log-probs under the current (or the reference) weights to the loaded batch."""
+        rows = [row for minibatch in self._rows for row in minibatch]
+        self._gather_parameters()
+        with self._weights_of(column), torch.no_grad():
+            found = self._run(rows, lambda row, out: (out[0].sum(), {"logprobs": out[0]}), forward_only=True)
+        for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
+            row.columns_C[column] = result["logprobs"]
+        from rlctl.backends.megatron.results import logprob_stats
+
+        return self._result(logprob_stats([row.columns_C for row in rows], column) if found else None)
+
+    def train_minibatch(self, index: int, loss: TokenLoss, lr: float) -> MinibatchResult | None:
+        """One optimizer step on mini-batch `index` of the loaded batch."""
+        from rlctl.backends.megatron.optimizer import take_step
+        from rlctl.backends.megatron.results import micro_batch_loss, minibatch_result
+
+        if index >= len(self._rows):
+            raise InputError(f"mini-batch {index} of {len(self._rows)} was asked for; load_batch comes first.")
+        rows = self._rows[index]
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        found = self._run(rows, lambda row, out: micro_batch_loss(loss, row, out), forward_only=False)
+        outcome = take_step(self.optimizer, lr)
+        return self._result(minibatch_result(rows, found, outcome, lr) if found else None)
+
+    def _run(self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool) -> list[dict]:
+        """Megatron's schedule over `rows`; what `loss_of` returned beside the loss, on the last pipeline stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from rlctl.backends.megatron.forward import forward_step
+
+        iterators = [iter(rows) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step(loss_of),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(rows),
+            seq_length=max(row.tokens_T.shape[0] for row in rows),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _result(self, result: Any) -> Any:
+        return result if self.rank == self.spec.parallel.result_rank else None
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path | str) -> None:
+        """Writes model, optimizer and random state into an existing directory; not atomic."""
+        from rlctl.backends.megatron.checkpoint import save
+
+        self._gather_parameters()
+        save(Path(directory), self.chunks, self.optimizer)
+
+    def load(self, directory: Path | str) -> None:
+        """Reads what `save` wrote, under any parallelism."""
+        from rlctl.backends.megatron.checkpoint import load
+
+        load(Path(directory), self.chunks, self.optimizer)
