@@ -113,8 +113,24 @@ class TrainingConfig(Section):
     backend: Literal["auto", "megatron"] = "auto"
     tp: Positive | None = None
     """Tensor parallel size."""
+    pp: Positive | None = None
+    """Pipeline parallel size."""
+    vpp: Positive | None = None
+    """Virtual pipeline stages of each pipeline rank."""
+    cp: Positive | None = None
+    """Context parallel size: the ranks that share one row of tokens."""
+    ep: Positive | None = None
+    """Expert parallel size."""
+    etp: Positive | None = None
+    """Tensor parallel size of the experts."""
     dp: Positive | None = None
     """Data parallel size."""
+    sequence_parallel: bool | None = None
+    """Split norms and residuals over the tensor parallel ranks."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Activations that the backward pass computes again: none, norms and activation functions, or whole layers."""
+    optimizer_offload: bool | None = None
+    """Keep the optimizer's states in host memory and update there."""
     micro_batch_tokens: Positive | None = None
     """Most tokens of one packed row (micro-batch) on one rank."""
     packing: bool = True
@@ -128,6 +144,14 @@ class GenerationConfig(Section):
     """Number of vLLM engines."""
     tp: Positive | None = None
     """Tensor parallel size of one engine."""
+    pp: Positive | None = None
+    """Pipeline parallel size of one engine."""
+    dp: Positive | None = None
+    """Data parallel replicas in one engine, which share its experts."""
+    ep: Positive | None = None
+    """Expert parallel size of one engine: 1, or tp x dp."""
+    colocated: bool | None = None
+    """Generate on the devices that train; off: on devices of their own."""
     max_new_tokens: Positive = 512
     mean_length: Positive | None = None
     """Mean generated tokens that the planner reckons with; unset: half of max_new_tokens."""
@@ -143,6 +167,8 @@ class GenerationConfig(Section):
     """Size of the KV cache of one engine on a CPU."""
     max_concurrent: Positive | None = None
     """Most sequences decoded at once by one engine."""
+    max_batched_tokens: Positive | None = None
+    """Most tokens of one forward pass of an engine."""
     threads: Positive | None = None
     """CPU threads of each engine."""
 
@@ -186,6 +212,8 @@ class ClusterConfig(Section):
 
 
 class RunConfig(Section):
+    goal: Literal["fast", "safe", "frugal"] = "fast"
+    """What the planner aims for: the shortest step, more free memory, or the fewest GPU seconds."""
     dir: str | None = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
     seed: NonNegative = 0

@@ -15,7 +15,7 @@ class RopeFacts:
 
     theta: float = 10_000.0
     kind: Literal["default", "llama3", "yarn", "linear"] = "default"
-    scaling: dict[str, float] = field(default_factory=dict)
+    scaling: dict[str, float] = field(default_factory=dict, hash=False)
     interleaved: bool = False
 
 

@@ -1,0 +1,193 @@
+"""The machine that a plan is for: one table of hardware constants, and the facts of a cluster made of such devices.
+
+Rates are peak rates of one device in one direction. Sources: [N] NVIDIA's data sheet of the part, dense figures (half of
+the sparse ones), [D] the data sheet of the DGX or NVL system built from it (network, host memory).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rlctl.errors import InputError
+
+GIB = 1024**3
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one node's processors where `is_cpu`. Bytes, bytes per second, floating-point operations per second."""
+
+    name: str
+    memory: float
+    """Usable memory: what the driver reports, below the nominal size."""
+    bf16: float
+    fp8: float
+    """Equal to `bf16` where the part has no FP8 units."""
+    memory_bandwidth: float
+    link: float
+    """To the devices of the same NVLink domain (PCIe where there is none)."""
+    link_domain: int
+    """Devices that `link` joins."""
+    network: float
+    """To other nodes, a device."""
+    host_link: float
+    """Between device and host memory."""
+    gpus_per_node: int
+    host_memory: float
+    """Of one node."""
+    fp4: float = 0.0
+    cores: int = 0
+    """Processor cores of a node, for a CPU."""
+    source: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+    def flops(self, precision: str) -> float:
+        """Peak of a training precision: `bf16`, `fp8` (any scaling recipe), `fp4`, `float32`."""
+        rates = {"fp8": self.fp8, "fp4": self.fp4 or self.fp8, "float32": self.bf16 if self.is_cpu else self.bf16 / 8}
+        return rates.get(precision, self.bf16)
+
+
+def _gpu(name: str, memory: float, bf16: float, fp8: float, hbm: float, link: float, **more: object) -> Device:
+    base = Device(
+        name, memory * GIB, bf16 * TERA, fp8 * TERA, hbm * GB, link * GB,
+        link_domain=8, network=50 * GB, host_link=55 * GB, gpus_per_node=8, host_memory=2000 * GIB,
+    )  # fmt: skip
+    return replace(base, **more)
+
+
+_NVL72 = {"link_domain": 72, "gpus_per_node": 4, "host_link": 400 * GB, "host_memory": 960 * GIB}
+_PCIE = {"link_domain": 1, "host_link": 25 * GB, "host_memory": 1000 * GIB, "network": 12.5 * GB}
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        # 989 TFLOP/s BF16, 1979 FP8, 3.35 TB/s, NVLink 4 900 GB/s both ways; 8 x 400 Gb/s [N, D]
+        _gpu("h100", 79.2, 989, 1979, 3350, 450, source="NVIDIA H100 SXM and DGX H100 data sheets"),
+        _gpu("h800", 79.2, 989, 1979, 3350, 200, source="H100 with NVLink cut to 400 GB/s both ways"),
+        _gpu("h200", 139.8, 989, 1979, 4800, 450, source="NVIDIA H200 SXM data sheet"),
+        _gpu("h20", 95.1, 148, 296, 4000, 450, source="published reviews; NVIDIA has no public data sheet"),
+        _gpu("h100-nvl", 93.1, 835, 1671, 3900, 300, link_domain=2, source="NVIDIA H100 NVL data sheet"),
+        _gpu("gh200", 94.5, 989, 1979, 4000, 450, link_domain=1, host_link=400 * GB, gpus_per_node=1,
+             host_memory=480 * GIB, source="NVIDIA GH200 data sheet"),
+        # NVLink 3 600 GB/s both ways; 8 x 200 Gb/s [N, D]
+        _gpu("a100", 79.2, 312, 312, 2039, 300, network=25 * GB, host_link=25 * GB, source="NVIDIA A100 80GB SXM"),
+        _gpu("a100-40gb", 39.4, 312, 312, 1555, 300, network=25 * GB, host_link=25 * GB, host_memory=1000 * GIB,
+             source="NVIDIA A100 40GB SXM"),
+        # 2.25 PFLOP/s BF16, 4.5 FP8, 9 FP4, 8 TB/s, NVLink 5 1.8 TB/s both ways [N, D]
+        _gpu("b200", 178.4, 2250, 4500, 7700, 900, fp4=9000 * TERA, host_memory=4000 * GIB, source="DGX B200 data sheet"),
+        _gpu("b300", 267.7, 2250, 4500, 7700, 900, fp4=13500 * TERA, network=100 * GB, host_memory=4000 * GIB,
+             source="DGX B300 data sheet"),
+        _gpu("gb200", 184.0, 2450, 4900, 8000, 900, fp4=9800 * TERA, **_NVL72, source="GB200 NVL72 data sheet"),
+        _gpu("gb300", 276.0, 2450, 4900, 8000, 900, fp4=14700 * TERA, network=100 * GB, **_NVL72,
+             source="GB300 NVL72 data sheet"),
+        _gpu("l40s", 44.4, 362, 733, 864, 25, **_PCIE, source="NVIDIA L40S data sheet; PCIe 4 x16"),
+        _gpu("l4", 22.0, 121, 242, 300, 25, **_PCIE, source="NVIDIA L4 data sheet; PCIe 4"),
+        _gpu("a10g", 22.1, 70, 70, 600, 25, **_PCIE, source="AWS G5"),
+        _gpu("rtx4090", 23.5, 165, 330, 1008, 25, **_PCIE, source="NVIDIA Ada whitepaper, FP32 accumulation"),
+    )
+}  # fmt: skip
+
+
+def cpu_device(cores: int, memory: float, flops: float | None = None, bandwidth: float | None = None) -> Device:
+    """One node's processors as a device.
+
+    Rates are for all cores: 45 GFLOP/s a core in float32 (AVX2 with FMA at about 3 GHz reaches 96 in theory) and 10 GB/s
+    a core up to what two memory channels give, unless measured.
+    """
+    return Device(
+        "cpu", memory, flops or cores * 45e9, flops or cores * 45e9, bandwidth or min(10 * cores, 80) * GB,
+        link=3 * GB, link_domain=1, network=1.2 * GB, host_link=8 * GB, gpus_per_node=0, host_memory=memory, cores=cores,
+        source="default for an AVX2 processor; `rlctl doctor --calibrate` measures it",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """Nodes of equal devices. On a CPU a node is one device whose cores the processes share."""
+
+    device: Device
+    nodes: int = 1
+    gpus_per_node: int = 8
+    origin: str = "table"
+    """Where the rates come from: `table` or the name of a measured profile."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.is_cpu
+
+    @property
+    def link_domain(self) -> int:
+        """Devices joined by the fast link: a node's, or more where NVLink spans nodes."""
+        wide = self.device.link_domain > self.device.gpus_per_node
+        return min(self.device.link_domain, self.gpus) if wide else min(self.device.link_domain, self.gpus_per_node)
+
+    def bandwidth(self, ranks: int) -> float:
+        """Bytes a second out of each of `ranks` neighbouring devices that talk to each other."""
+        device = self.device
+        if self.is_cpu:
+            return device.link
+        if ranks <= max(1, self.link_domain):
+            return device.link
+        return min(device.link, device.network) if self.nodes > 1 else device.link
+
+    def describe(self) -> str:
+        if self.is_cpu:
+            return f"{self.nodes} x CPU, {self.device.cores} cores, {self.device.memory / GIB:.0f} GiB"
+        return (
+            f"{self.nodes} x {self.gpus_per_node} {self.device.name.upper()}, {self.device.memory / GIB:.0f} GiB each"
+        )
+
+
+def device_named(name: str) -> Device:
+    """A device of the table. Raises InputError for an unknown name, with the nearest known ones."""
+    key = name.lower().replace("_", "-").removeprefix("nvidia-")
+    if key in DEVICES:
+        return DEVICES[key]
+    close = difflib.get_close_matches(key, DEVICES, 3, 0.4)
+    raise InputError(f"--gpu {name}: no such device in the table.", f"Known: {', '.join(close or DEVICES)}, cpu, auto.")
+
+
+def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None = None) -> ClusterFacts:
+    """The cluster that flags describe. `gpu` is a device of the table or `cpu` (then this machine's processors)."""
+    if gpu == "cpu":
+        return ClusterFacts(local_cpu(), nodes or 1, 0)
+    device = device_named(gpu)
+    return ClusterFacts(device, nodes or 1, gpus_per_node or device.gpus_per_node)
+
+
+def local_cpu() -> Device:
+    """This machine's processors: the cores this process may use and the memory that the machine or its cgroup grants."""
+    return cpu_device(len(os.sched_getaffinity(0)), _local_memory())
+
+
+def _local_memory() -> float:
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(total, float(text))
+    return total
+
+
+def match_device(reported: str) -> str | None:
+    """The table's name for what a driver calls a GPU (`NVIDIA H100 80GB HBM3` -> `h100`); None: unknown."""
+    text = reported.lower().replace(" ", "-")
+    if "a100" in text and "40gb" in text:
+        return "a100-40gb"
+    if "h100-nvl" in text:
+        return "h100-nvl"
+    compact = text.replace("-", "")
+    found = [name for name in DEVICES if name.replace("-", "") in compact]
+    return max(found, key=len, default=None)

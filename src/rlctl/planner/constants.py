@@ -1,0 +1,114 @@
+"""Constants of the memory and time model that are no property of a device: each with its source and physical bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.planner.cluster import GIB
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Efficiencies are shares of a peak rate; seconds and bytes otherwise. `BOUNDS` limits what a fit may choose."""
+
+    # Training
+    matmul_efficiency: float = 0.62
+    """Of the BF16 peak, for large matrices inside a whole layer (norms, RoPE and residuals included)."""
+    fp8_efficiency: float = 0.50
+    """Of the FP8 peak; casts and scaling are inside."""
+    fp4_efficiency: float = 0.36
+    attention_efficiency: float = 0.45
+    """Of the BF16 peak, causal flash attention forward and backward (FlashAttention-3 reports 0.4-0.75)."""
+    half_width: int = 400
+    """Columns of a split weight matrix at which a matmul runs at half its efficiency."""
+    half_tokens: int = 300
+    """Rows of a matmul at which it runs at half its efficiency."""
+    link_efficiency: float = 0.75
+    """Of NVLink, in ring collectives of hundreds of megabytes (nccl-tests: 0.75-0.85)."""
+    network_efficiency: float = 0.75
+    hbm_efficiency: float = 0.80
+    tensor_overlap: float = 0.3
+    """Share of tensor-parallel communication hidden behind matmuls without user buffers."""
+    expert_overlap: float = 0.0
+    """Share of expert all-to-all hidden behind computation."""
+    data_overlap: float = 0.5
+    """Share of gradient reduction and parameter gathering hidden behind the backward and forward pass."""
+    layer_host_s: float = 0.0006
+    """Host time to launch one layer's forward pass: a floor under its computation."""
+    expert_host_s: float = 0.00025
+    """Host time to launch one local expert's forward pass where experts run one after the other."""
+    moe_layer_host_s: float = 0.0010
+    """Host time of routing, permutation and dispatch of one layer's forward pass."""
+    expert_imbalance: float = 1.25
+    """Tokens of the busiest rank over the mean."""
+    packing_fill: float = 0.93
+    """Share of a packed row that is tokens."""
+    step_imbalance: float = 1.05
+    """Slowest data-parallel rank over the mean."""
+    optimizer_step_s: float = 0.15
+    """Host time of gradient norm, clipping and the update."""
+    # Generation
+    length_sigma: float = 1.0
+    """Standard deviation of the logarithm of completion lengths (log-normal, cut at the limit)."""
+    decode_bandwidth_efficiency: float = 0.72
+    """Of HBM bandwidth, reading weights and KV cache in a decode step."""
+    decode_step_s: float = 0.0035
+    """Scheduling, sampling and detokenization of one decode step, not hidden behind the GPU."""
+    decode_sequence_s: float = 6e-6
+    """The part of it that grows with the sequences in the batch."""
+    decode_layer_s: float = 2.0e-5
+    """Kernel launches and gaps of one layer in a CUDA graph."""
+    moe_decode_layer_s: float = 6.0e-5
+    """Routing, permutation and small grouped matmuls of one layer with experts."""
+    allreduce_latency_s: float = 1.5e-5
+    """One small all-reduce over NVLink (nccl-tests, custom all-reduce)."""
+    network_latency_s: float = 6e-5
+    """One small all-reduce over the network."""
+    prefill_efficiency: float = 0.45
+    sampler_bytes: float = 16.0
+    """vLLM 0.17 and later: bytes per sequence and vocabulary entry that the sampler's profile run holds
+    (published memory profiles; 40 before 0.17)."""
+    # Refit, colocated
+    refit_fixed_s: float = 2.0
+    """Waking, sleeping, cache reset and the first handshakes."""
+    refit_tensor_s: float = 0.0006
+    """Per tensor: gathering it over its group, handing it over, loading it."""
+    refit_bytes_per_s: float = 12e9
+    """Bytes of a full copy that one device can gather, hand over and load."""
+    pageable_copy: float = 0.25
+    """Share of the host link that copies from and to pageable memory reach."""
+    # Everything else
+    reward_s: float = 1.0
+    other_s: float = 1.5
+    # Memory
+    runtime_bytes: float = 1.6 * GIB
+    """CUDA context, cuBLAS workspaces and allocator of one process."""
+    communicator_bytes: float = 0.25 * GIB
+    """NCCL buffers of one communicator."""
+    fragmentation: float = 0.05
+    """Of the memory that the allocator hands out and takes back in a phase."""
+    engine_asleep_bytes: float = 1.2 * GIB
+    """What a sleeping vLLM engine keeps: context, CUDA graphs, NCCL."""
+    cpu_process_bytes: float = 1.1 * GIB
+    """Resident size of a Python process with torch and Megatron or vLLM loaded."""
+    staging_bytes: float = 1.0 * GIB
+    """Bucket of gathered tensors that a refit holds on each side."""
+
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "matmul_efficiency": (0.35, 0.80),
+    "fp8_efficiency": (0.25, 0.65),
+    "fp4_efficiency": (0.15, 0.55),
+    "attention_efficiency": (0.2, 0.75),
+    "expert_host_s": (0.0, 0.0006),
+    "moe_layer_host_s": (0.0002, 0.004),
+    "length_sigma": (0.5, 1.5),
+    "decode_step_s": (0.001, 0.010),
+    "decode_bandwidth_efficiency": (0.5, 0.9),
+    "refit_fixed_s": (0.2, 6.0),
+    "refit_tensor_s": (0.0, 0.002),
+    "refit_bytes_per_s": (2e9, 50e9),
+}
+"""Physical limits of what may be fitted."""
+
+DEFAULTS = Constants()

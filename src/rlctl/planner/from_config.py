@@ -1,0 +1,111 @@
+"""Reads what a plan depends on out of the configuration: cluster, workload and pins."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import Any
+
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import MachineError
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.cluster import ClusterFacts, local_cpu, make_cluster, match_device
+from rlctl.planner.plan import Plan, make_plan
+from rlctl.planner.workload import Workload
+
+PINNED = {
+    "training": (
+        "backend", "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
+        "optimizer_offload", "threads",
+    ),
+    "generation": (
+        "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
+        "threads", "colocated",
+    ),
+}  # fmt: skip
+"""Keys that the planner decides where they are unset."""
+
+PROMPT_TOKENS = 256
+"""Prompt length that is reckoned with where the data is not read."""
+
+
+def local_gpus() -> list[str]:
+    """Names of this machine's GPUs as the driver reports them; empty: none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
+
+
+def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:
+    """The cluster that the configuration asks for. `gpu: auto` is what this machine has; where it has no GPU but some
+    are asked for, `assume` names the type to plan with (None: raises MachineError)."""
+    section = config.cluster
+    if section.gpu == "cpu" or section.gpus_per_node == 0:
+        return ClusterFacts(local_cpu(), section.nodes or 1, 0)
+    if section.gpu != "auto":
+        return make_cluster(section.gpu, section.nodes, section.gpus_per_node)
+    found = local_gpus()
+    if found:
+        name = match_device(found[0])
+        if name is None:
+            raise MachineError(
+                f"The planner has no figures for this machine's {found[0]}.", "Give the nearest with --gpu."
+            )
+        return make_cluster(name, section.nodes, section.gpus_per_node or len(found))
+    if section.gpus_per_node is None and section.nodes is None:
+        return ClusterFacts(local_cpu(), 1, 0)
+    if assume is None:
+        raise MachineError(
+            f"cluster.gpus_per_node = {section.gpus_per_node}, but this machine has no GPU.",
+            "Use `--preset laptop` or `--gpu cpu` here; `rlctl plan --gpu h100` plans for another machine.",
+        )
+    return make_cluster(assume, section.nodes, section.gpus_per_node)
+
+
+def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
+    """The workload of a step; `prompt_tokens` is the mean where the data is known."""
+    new = config.generation.max_new_tokens
+    prompt = prompt_tokens or min(PROMPT_TOKENS, max(16, (config.model.max_length or 2 * new) - new))
+    length = config.model.max_length or min(facts.max_length, prompt + new)
+    return Workload(
+        prompts=config.grpo.prompts,
+        generations=config.grpo.generations,
+        max_length=length,
+        max_new_tokens=min(new, length),
+        mean_new_tokens=config.generation.mean_length or new / 2,
+        prompt_tokens=min(prompt, length),
+        optimizer_steps=config.grpo.optimizer_steps,
+        old_logprobs=needs_old_logprobs(config),
+        reference=config.grpo.kl_coefficient > 0,
+        packing=config.training.packing,
+        goal=config.run.goal,
+    )
+
+
+def needs_old_logprobs(config: RlctlConfig) -> bool:
+    """Whether the trainer recomputes log-probs of the old policy: with several optimizer steps, or to correct."""
+    return config.grpo.optimizer_steps > 1 or config.grpo.importance_correction != "off"
+
+
+def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
+    """The keys of `PINNED` that the user, a preset or a file has set."""
+    found: dict[str, Any] = {}
+    for section, keys in PINNED.items():
+        values = getattr(config, section)
+        found |= {f"{section}.{key}": getattr(values, key) for key in keys if getattr(values, key) is not None}
+    if found.get("training.backend") == "auto":
+        del found["training.backend"]
+    return found
+
+
+def plan_from_config(
+    config: RlctlConfig, facts: ModelFacts, *, assume: str | None = None, prompt_tokens: int | None = None, top: int = 5
+) -> Plan:
+    """The plan of a configuration. Raises ConfigError, NoPlanError or MachineError as `make_plan` and
+    `cluster_from_config` do."""
+    cluster = cluster_from_config(config, assume)
+    workload = workload_from_config(config, facts, prompt_tokens)
+    precision = {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
+    return make_plan(facts, cluster, workload, pins_from_config(config), precision=precision, top=top)

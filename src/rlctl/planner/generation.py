@@ -1,0 +1,219 @@
+"""vLLM engines: what they hold, how many tokens their KV cache takes, and how long a batch of rollouts takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import GenerationChoice
+from rlctl.planner.cluster import GIB, ClusterFacts
+from rlctl.planner.constants import DEFAULTS, Constants
+from rlctl.planner.memory import PhaseMemory
+from rlctl.planner.parameters import count, kv_bytes_per_token
+from rlctl.planner.workload import Workload
+
+CPU_DECODE_EFFICIENCY = 0.27
+"""Share of the processor's matmul rate that vLLM's decode reaches (measured with 135M parameters on two AVX2 cores)."""
+CPU_ENGINE_BYTES = 0.7 * GIB
+"""An engine's buffers beside weights and KV cache on a CPU."""
+
+
+@lru_cache(maxsize=1024)
+def counted(facts: ModelFacts):  # noqa: ANN201 - a cached alias of `count`
+    """`count`, remembered."""
+    return count(facts)
+
+
+def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
+    """Weights on one device. Experts are split by TP, or spread whole over `ep` devices; MTP layers are not loaded."""
+    parts = counted(facts)
+    dense = (parts.total - parts.experts) / choice.tp
+    if facts.mla is not None:
+        mla = facts.mla
+        replicated = facts.layers * facts.hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
+        dense += replicated * (1 - 1 / choice.tp)
+    experts = parts.experts / (choice.ep if choice.ep > 1 else choice.tp)
+    return choice.weight_bytes * (dense + experts) / choice.pp
+
+
+def kv_bytes_per_token_on_device(facts: ModelFacts, choice: GenerationChoice) -> float:
+    """KV cache bytes of one token on one device: heads are split by TP and repeated beyond their number; MLA's latent
+    is on every device."""
+    element = 4 if choice.weight_bytes == 4 else 2
+    share = 1.0 if facts.mla is not None else 1 / min(choice.tp, facts.kv_heads)
+    return kv_bytes_per_token(facts, element) * share / choice.pp
+
+
+def overhead_bytes(facts: ModelFacts, choice: GenerationChoice, constants: Constants = DEFAULTS) -> dict[str, float]:
+    """What vLLM holds beside weights and KV cache on a GPU: the larger of the sampler's and the forward pass's
+    buffers at its profile run, what torch does not see, and CUDA graphs."""
+    sampler = constants.sampler_bytes * choice.max_concurrent * facts.vocab
+    width = 2 * facts.intermediate / choice.tp + 4 * facts.hidden
+    if facts.moe is not None:
+        width = max(width, facts.moe.experts_per_token * (facts.moe.expert_intermediate * 2 / choice.tp + facts.hidden))
+    forward = 2.0 * choice.max_batched_tokens * width
+    return {
+        "activations": max(sampler, forward),
+        "runtime": 0.13 * GIB + (0.42 * GIB if choice.replica_gpus > 1 else 0.0),
+        "CUDA graphs": (1.0 if facts.moe else 0.5) * GIB,
+    }
+
+
+def plan_kv(
+    facts: ModelFacts,
+    choice: GenerationChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    constants: Constants = DEFAULTS,
+) -> tuple[float, int]:
+    """(bytes of KV cache on one device, tokens that one replica can hold); negative bytes: the engine does not fit."""
+    per_token = kv_bytes_per_token_on_device(facts, choice)
+    if cluster.is_cpu:
+        return choice.kv_cache_bytes, int(choice.kv_cache_bytes / (per_token * choice.tp))
+    budget = (choice.memory_fraction or 0.9) * cluster.device.memory
+    free = budget - weight_bytes(facts, choice) - sum(overhead_bytes(facts, choice, constants).values())
+    return free, max(0, int(free / per_token))
+
+
+def generation_memory(
+    facts: ModelFacts,
+    choice: GenerationChoice,
+    cluster: ClusterFacts,
+    policy_asleep: float,
+    constants: Constants = DEFAULTS,
+) -> PhaseMemory:
+    """The generation phase on one device; `policy_asleep`: what the offloaded policy's process keeps there."""
+    if cluster.is_cpu:
+        parts = {
+            "weights": weight_bytes(facts, choice),
+            "KV": choice.kv_cache_bytes / choice.tp,
+            "engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes,
+        }
+        return PhaseMemory(parts)
+    parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes}
+    return PhaseMemory(parts | overhead_bytes(facts, choice, constants) | {"policy asleep": policy_asleep})
+
+
+@dataclass(frozen=True)
+class GenerationTime:
+    """Seconds of a step's generation and what they are made of."""
+
+    decode: float
+    prefill: float
+    steps: float
+    """Decode steps of the busiest replica."""
+    first_step: float
+    last_step: float
+
+    @property
+    def total(self) -> float:
+        return self.decode + self.prefill
+
+
+def decode_step_seconds(
+    facts: ModelFacts,
+    choice: GenerationChoice,
+    cluster: ClusterFacts,
+    sequences: float,
+    context: float,
+    constants: Constants = DEFAULTS,
+) -> float:
+    """One decode step of a replica with `sequences` running, `context` tokens each: the larger of reading (weights, KV)
+    and computing, and latencies that nothing hides."""
+    device, parts = cluster.device, counted(facts)
+    if cluster.is_cpu:
+        share = min(1.0, (choice.threads or device.cores) * choice.tp / max(1, device.cores))
+        compute = 2.0 * parts.active * sequences / (device.flops("float32") * share * CPU_DECODE_EFFICIENCY)
+        read = (
+            choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(facts, 4)
+        ) / device.memory_bandwidth
+        return max(compute, read) + 0.004
+    weights = weight_bytes(facts, choice)
+    local = 1.0
+    if facts.moe is not None:
+        batch = sequences * (choice.dp if choice.ep > 1 else 1)
+        touched = 1 - (1 - facts.moe.experts_per_token / facts.moe.experts) ** batch
+        experts = choice.weight_bytes * parts.experts / (choice.ep if choice.ep > 1 else choice.tp) / choice.pp
+        weights -= experts * (1 - touched)
+        local = choice.tp
+    kv = sequences * _windowed_context(facts, context) * kv_bytes_per_token_on_device(facts, choice)
+    read = (weights + kv) / (device.memory_bandwidth * constants.decode_bandwidth_efficiency)
+    precision = "fp8" if choice.weight_bytes <= 1 else "bf16"
+    compute = 2.0 * parts.active * sequences / (local if facts.moe else choice.tp) / choice.pp
+    compute /= device.flops(precision) * constants.prefill_efficiency
+    layers = facts.layers * constants.decode_layer_s
+    if facts.moe is not None:
+        layers += facts.layers * constants.moe_decode_layer_s
+    fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layers
+    return choice.pp * max(read, compute) + fixed + _communication(facts, choice, cluster, sequences, constants)
+
+
+def _windowed_context(facts: ModelFacts, context: float) -> float:
+    if facts.sliding_window is None:
+        return context
+    full = facts.layers if facts.full_attention_layers is None else len(facts.full_attention_layers)
+    return (full * context + (facts.layers - full) * min(context, facts.sliding_window)) / facts.layers
+
+
+def _communication(
+    facts: ModelFacts, choice: GenerationChoice, cluster: ClusterFacts, sequences: float, constants: Constants
+) -> float:
+    """All-reduces of tensor parallelism (two a layer) or expert all-to-all, and pipeline hand-over."""
+    seconds = 0.0
+    group = choice.tp * (choice.dp if choice.ep > 1 else 1)
+    if group > 1:
+        inside = group <= max(1, cluster.link_domain)
+        latency = constants.allreduce_latency_s if inside else constants.network_latency_s
+        latency *= 1 + 0.1 * max(0, choice.tp - 2) / 2
+        volume = 2 * sequences * facts.hidden * 2 / cluster.bandwidth(group)
+        seconds += 2 * facts.layers * (latency + volume)
+    if choice.pp > 1:
+        seconds += (choice.pp - 1) * 2e-4
+    return seconds
+
+
+def generation_time(
+    facts: ModelFacts,
+    choice: GenerationChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    constants: Constants = DEFAULTS,
+) -> GenerationTime:
+    """Seconds until the last rollout of the busiest replica ends.
+
+    While more sequences wait than fit, the replica runs full; then the batch drains along the tail of the length
+    distribution, at ever fewer sequences but never faster than one step a token.
+    """
+    per_replica = max(1.0, -(-workload.samples // choice.replicas))
+    lengths = workload.lengths(constants.length_sigma)
+    context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
+    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))
+    # steps run at the average batch size while the queue is not empty
+    seconds = steps = 0.0
+    running = min(per_replica, capacity)
+    first = decode_step_seconds(facts, choice, cluster, running, context, constants)
+    if per_replica > capacity:
+        waiting = (per_replica - capacity) * lengths.mean / capacity
+        seconds, steps = waiting * first, waiting
+    reached, left = 0.0, 1.0
+    step = first
+    for length, share in lengths.buckets:
+        active = max(1.0, running * left)
+        step = decode_step_seconds(
+            facts, choice, cluster, active, workload.prompt_tokens + (reached + length) / 2, constants
+        )
+        seconds += (length - reached) * step
+        reached, left = length, left - share
+    prompts = per_replica * workload.prompt_tokens / max(1.0, min(workload.generations, per_replica))
+    return GenerationTime(seconds, _prefill(facts, choice, cluster, prompts, constants), steps + reached, first, step)
+
+
+def _prefill(
+    facts: ModelFacts, choice: GenerationChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """Seconds to process `tokens` prompt tokens (shared by the rollouts of a prompt)."""
+    flops = 2.0 * counted(facts).active * tokens
+    if cluster.is_cpu:
+        return flops / (cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2)
+    return flops / (cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus)

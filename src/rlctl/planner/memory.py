@@ -1,0 +1,225 @@
+"""Memory of one device in each phase, by part, from the facts of the model and the layout.
+
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for SwiGLU layers without dropout and with
+flash attention: what the backward pass of each operation keeps, in the training dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.cluster import GIB, ClusterFacts
+from rlctl.planner.constants import DEFAULTS, Constants
+from rlctl.planner.stages import Stage, rank_parameters, stages
+from rlctl.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes of one device (of one process, on a CPU) in one phase."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def gib(self) -> dict[str, float]:
+        """By part in GiB, with `total`; parts below 5 MiB left out."""
+        shown = {name: round(value / GIB, 3) for name, value in self.parts.items() if value > 5 * 1024**2}
+        return shown | {"total": round(self.total / GIB, 3)}
+
+
+def element_bytes(choice: TrainingChoice) -> int:
+    """Bytes of a weight and of an activation element; FP8 and FP4 training keep BF16 weights and activations."""
+    return 4 if choice.precision == "float32" else 2
+
+
+def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
+    """Weights, gradients and optimizer states of one rank.
+
+    BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by the
+    ranks that hold the same parameter; float32 needs no master: 8.
+    """
+    params = rank_parameters(facts, stage, choice)
+    dp = choice.dp * choice.cp
+    element = element_bytes(choice)
+    if choice.sharding == "full":
+        # FSDP2 keeps float32 shards of weights and gradients, and gathers two layers at a time in the training dtype.
+        shard = params.dense / dp + params.experts / choice.expert_dp
+        gathered = 2 * params.largest_layer * 2 * (1 if dp > 1 else 0)
+        return {"weights": 4 * shard + gathered, "gradients": 4 * shard, "optimizer": 8 * shard}
+    states = 8 if choice.precision == "float32" else 12
+    shards = states * (params.dense / dp + params.experts / choice.expert_dp)
+    # FP8 keeps a second, quantised copy of the matrices next to the BF16 ones.
+    weights = element + (1 if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
+    gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
+    return {
+        "weights": weights * params.total,
+        "gradients": gradients * params.total,
+        "optimizer": 0.0 if choice.optimizer_offload else shards,
+    }
+
+
+def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool, constants: Constants) -> float:
+    """Bytes that one layer keeps for its backward pass, for each token of a rank's context-parallel part."""
+    element = element_bytes(choice)
+    h, tp = facts.hidden, choice.tp
+    hidden_split = tp if choice.sequence_parallel else 1
+    residuals, norms = 2 * h * element / hidden_split, 2 * h * element / hidden_split
+    if facts.mla is not None:
+        mla = facts.mla
+        qk = facts.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        projections = 2 * qk + 2 * facts.heads * mla.v_head_dim
+        latent = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+        attention = element * (projections / tp + 2 * latent / hidden_split)
+    else:
+        attention = element * 2 * (facts.heads + facts.kv_heads) * facts.head_dim / tp
+        attention *= 1.25 if facts.qk_norm else 1.0  # query and key before their norms
+    if not moe or facts.moe is None:
+        gates, activated = 2 * element * facts.intermediate / tp, element * facts.intermediate / tp
+    else:
+        gates, activated = _expert_activation_bytes(facts, choice, constants)
+    if choice.recompute == "selective":
+        # norms and the activation function are computed again in the backward pass
+        return residuals + attention + gates
+    return residuals + norms + attention + gates + activated
+
+
+def _expert_activation_bytes(facts: ModelFacts, choice: TrainingChoice, constants: Constants) -> tuple[float, float]:
+    """(gate and up outputs with dispatch buffers, activated) of a layer with experts, per token."""
+    moe = facts.moe
+    assert moe is not None
+    element = element_bytes(choice)
+    split = choice.tp if choice.sequence_parallel else 1
+    imbalance = constants.expert_imbalance if choice.ep > 1 else 1.0
+    routed = moe.experts_per_token * imbalance / split
+    shared = moe.shared_expert_intermediate / choice.tp
+    dispatch = 2 * element * facts.hidden * routed
+    gates = 2 * element * (moe.expert_intermediate * routed + shared)
+    activated = element * (moe.expert_intermediate * routed + shared)
+    return dispatch + gates, activated
+
+
+def activation_bytes(
+    facts: ModelFacts, stage: Stage, choice: TrainingChoice, micro_batches: int, constants: Constants = DEFAULTS
+) -> float:
+    """Activations of one rank at the peak of 1F1B (interleaved where vpp > 1) for micro-batches of `micro_batch_tokens`."""
+    tokens = choice.micro_batch_tokens / choice.cp
+    dense = layer_activation_bytes(facts, choice, False, constants)
+    moe = layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0
+    whole = stage.dense_layers * dense + stage.moe_layers * moe
+    in_flight = float(min(stage.in_flight, micro_batches))
+    if choice.vpp > 1 and choice.pp > 1:
+        in_flight = min(in_flight * (1 + (choice.pp - 1) / (choice.pp * choice.vpp)), float(micro_batches))
+    if choice.recompute != "full":
+        return tokens * whole * in_flight
+    split = choice.tp if choice.sequence_parallel else 1
+    inputs = element_bytes(choice) * facts.hidden / split * stage.layers
+    return tokens * (inputs * in_flight + max(dense if stage.dense_layers else 0.0, moe if stage.moe_layers else 0.0))
+
+
+def logit_bytes(facts: ModelFacts, choice: TrainingChoice, tokens: float, gradient: bool) -> float:
+    """Vocabulary-parallel logits: output in the training dtype, its float32 copy, and their gradient."""
+    present = min(tokens, choice.logit_tokens or tokens)
+    per_entry = element_bytes(choice) + 4 + (4 if gradient else 0)
+    return present * facts.vocab / choice.tp * per_entry
+
+
+def runtime_bytes(cluster: ClusterFacts, choice: TrainingChoice, constants: Constants) -> float:
+    """What a training process holds besides tensors of the model."""
+    if cluster.is_cpu:
+        return constants.cpu_process_bytes
+    groups = sum(size > 1 for size in (choice.tp, choice.pp, choice.cp, choice.ep, choice.dp))
+    return constants.runtime_bytes + groups * constants.communicator_bytes
+
+
+def training_memory(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    asleep: float,
+    micro_batches: int,
+    constants: Constants = DEFAULTS,
+) -> PhaseMemory:
+    """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
+    worst: PhaseMemory | None = None
+    tokens = choice.micro_batch_tokens / choice.cp
+    candidates = {s: None for s in (stages(facts, choice.pp)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1))}
+    for stage in candidates:
+        parts = state_bytes(facts, stage, choice)
+        parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
+        parts["logits"] = logit_bytes(facts, choice, tokens, True) if stage.head else 0.0
+        dynamic = parts["activations"] + parts["logits"]
+        parts["fragmentation"] = constants.fragmentation * dynamic
+        parts["runtime"] = runtime_bytes(cluster, choice, constants)
+        parts["engine asleep"] = asleep
+        memory = PhaseMemory(parts)
+        if worst is None or memory.total > worst.total:
+            worst = memory
+    assert worst is not None
+    return worst
+
+
+def logprobs_memory(
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, asleep: float, constants: Constants = DEFAULTS
+) -> PhaseMemory:
+    """The log-prob phase: forward only; gradients are released and optimizer states are not counted on a GPU where they
+    are offloaded between phases."""
+    stage = stages(facts, choice.pp)[-1]
+    tokens = choice.micro_batch_tokens / choice.cp
+    states = state_bytes(facts, stage, choice)
+    layer = max(
+        layer_activation_bytes(facts, choice, False, constants),
+        layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0,
+    )
+    return PhaseMemory(
+        {
+            "weights": states["weights"],
+            "gradients": states["gradients"],
+            "optimizer": states["optimizer"],
+            "activations": tokens * layer,
+            "logits": logit_bytes(facts, choice, tokens, False),
+            "runtime": runtime_bytes(cluster, choice, constants),
+            "engine asleep": asleep,
+        }
+    )
+
+
+def refit_memory(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    engine_weights: float,
+    constants: Constants = DEFAULTS,
+) -> PhaseMemory:
+    """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV cache."""
+    weights = max(state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice.pp))
+    return PhaseMemory(
+        {
+            "weights": weights,
+            "engine weights": engine_weights,
+            "staging": 2 * constants.staging_bytes if not cluster.is_cpu else 0.5 * constants.staging_bytes,
+            "runtime": runtime_bytes(cluster, choice, constants),
+            "engine runtime": constants.cpu_process_bytes if cluster.is_cpu else constants.engine_asleep_bytes,
+        }
+    )
+
+
+def host_memory(
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, colocated: bool, engine_weights: float
+) -> float:
+    """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store."""
+    ranks = max(1, cluster.gpus_per_node)
+    params = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice.pp)]
+    dp = choice.dp * choice.cp
+    worst = max(12 * (p.dense / dp + p.experts / choice.expert_dp) for p in params)
+    weights = max(p.total for p in params) * 2
+    offloaded = worst if (colocated or choice.optimizer_offload) else 0.0
+    policy = weights if colocated else 0.0
+    sleeping = engine_weights if colocated else 0.0
+    process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
+    return ranks * (offloaded + policy + sleeping + process) + 10 * GIB

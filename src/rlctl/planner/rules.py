@@ -1,0 +1,178 @@
+"""Validity rules of Megatron-Core and vLLM, checked before anything starts: each names the key and the nearest value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.cluster import ClusterFacts
+from rlctl.planner.stages import stage_layers
+from rlctl.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A rule that a choice breaks."""
+
+    key: str
+    """The configuration key to blame, for example `training.tp`."""
+    message: str
+
+
+def _shares_heads(kv_heads: int, tp: int) -> bool:
+    """KV heads are split, or repeated where there are fewer than ranks."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def training_problems(
+    facts: ModelFacts, choice: TrainingChoice, workload: Workload, cluster: ClusterFacts, world: int
+) -> list[Problem]:
+    """What Megatron-Core would refuse (or compute wrongly) of this layout on `world` ranks; empty: valid."""
+    found = [*_mesh_problems(choice, world), *_tensor_problems(facts, choice), *_pipeline_problems(facts, choice)]
+    if facts.moe is not None or choice.ep > 1:
+        found += _expert_problems(facts, choice)
+    if workload.rollouts and choice.micro_batch_tokens < workload.max_length:
+        found.append(
+            Problem(
+                "training.micro_batch_tokens",
+                f"{choice.micro_batch_tokens} is less than one rollout of {workload.max_length} tokens "
+                "(model.max_length)",
+            )
+        )
+    if workload.samples // workload.optimizer_steps < choice.dp:
+        found.append(
+            Problem(
+                "training.dp",
+                f"{choice.dp} ranks share {workload.samples // workload.optimizer_steps} rollouts of an optimizer step",
+            )
+        )
+    if choice.cp > 1 and choice.micro_batch_tokens % (2 * choice.cp):
+        found.append(
+            Problem(
+                "training.cp", f"rows of {choice.micro_batch_tokens} tokens do not split into 2 x {choice.cp} chunks"
+            )
+        )
+    if cluster.is_cpu and choice.precision in ("fp8", "fp4"):
+        found.append(Problem("model.dtype", f"{choice.precision} needs a GPU"))
+    return found
+
+
+def _mesh_problems(choice: TrainingChoice, world: int) -> list[Problem]:
+    found = []
+    if choice.world_size != world:
+        product = choice.tp * choice.pp * choice.cp
+        key = "training.dp" if world % product == 0 else "training.pp" if choice.pp > 1 else "training.tp"
+        found.append(
+            Problem(key, f"TP {choice.tp} x PP {choice.pp} x CP {choice.cp} x DP {choice.dp} is not the {world} ranks")
+        )
+    experts = choice.ep * choice.etp
+    if (choice.tp * choice.cp * choice.dp) % experts:
+        found.append(
+            Problem(
+                "training.ep",
+                f"EP {choice.ep} x ETP {choice.etp} does not divide TP x CP x DP = {choice.tp * choice.cp * choice.dp}",
+            )
+        )
+    if choice.sharding == "full" and choice.pp > 1:
+        found.append(Problem("training.pp", "FSDP2 has no pipeline stages"))
+    return found
+
+
+def _tensor_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+    found = []
+    if facts.heads % choice.tp:
+        found.append(Problem("training.tp", f"{facts.heads} attention heads do not split over {choice.tp} ranks"))
+    elif facts.mla is None and not _shares_heads(facts.kv_heads, choice.tp):
+        found.append(Problem("training.tp", f"{facts.kv_heads} KV heads neither divide nor are divided by {choice.tp}"))
+    if facts.intermediate % choice.tp:
+        found.append(Problem("training.tp", f"MLP width {facts.intermediate} does not split over {choice.tp} ranks"))
+    if choice.tp > 1 and facts.moe is not None and not choice.sequence_parallel:
+        found.append(Problem("training.sequence_parallel", "experts with tensor parallelism need sequence parallelism"))
+    if choice.sequence_parallel and choice.tp == 1:
+        found.append(Problem("training.sequence_parallel", "sequence parallelism needs training.tp > 1"))
+    return found
+
+
+def _pipeline_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+    if choice.pp == 1:
+        return [Problem("training.vpp", "virtual stages need training.pp > 1")] if choice.vpp > 1 else []
+    if choice.pp * choice.vpp > facts.layers:
+        key = "training.vpp" if choice.vpp > 1 else "training.pp"
+        return [Problem(key, f"{facts.layers} layers are fewer than PP {choice.pp} x VPP {choice.vpp} stages")]
+    if choice.vpp > 1 and facts.layers % (choice.pp * choice.vpp):
+        return [Problem("training.vpp", f"{facts.layers} layers do not split into PP {choice.pp} x VPP {choice.vpp}")]
+    if choice.vpp == 1 and stage_layers(facts.layers, choice.pp) is None:
+        return [Problem("training.pp", f"{facts.layers} layers leave a stage of PP {choice.pp} empty")]
+    return []
+
+
+def _expert_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+    if facts.moe is None:
+        return [Problem("training.ep", "expert parallelism needs a model with experts")]
+    found = []
+    if facts.moe.experts % choice.ep:
+        found.append(Problem("training.ep", f"{facts.moe.experts} experts do not split over {choice.ep} ranks"))
+    if facts.moe.expert_intermediate % choice.etp:
+        found.append(
+            Problem("training.etp", f"expert width {facts.moe.expert_intermediate} does not split over {choice.etp}")
+        )
+    return found
+
+
+def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: Workload, devices: int) -> list[Problem]:
+    """What vLLM would refuse of these engines on `devices` devices; empty: valid."""
+    found = []
+    if choice.gpus > devices:
+        found.append(
+            Problem(
+                "generation.engines",
+                f"{choice.engines} engines of {choice.gpus // choice.engines} need more than {devices} devices",
+            )
+        )
+    if facts.heads % choice.tp:
+        found.append(Problem("generation.tp", f"{facts.heads} attention heads do not split over {choice.tp} ranks"))
+    elif facts.mla is None and not _shares_heads(facts.kv_heads, choice.tp):
+        found.append(
+            Problem("generation.tp", f"{facts.kv_heads} KV heads neither divide nor are divided by {choice.tp}")
+        )
+    width = facts.moe.expert_intermediate if facts.moe else facts.intermediate
+    if choice.ep == 1 and width % choice.tp:
+        found.append(Problem("generation.tp", f"MLP width {width} does not split over {choice.tp} ranks"))
+    if choice.pp > facts.layers:
+        found.append(Problem("generation.pp", f"{facts.layers} layers are fewer than {choice.pp} stages"))
+    if choice.ep > 1 and choice.ep != choice.tp * choice.dp:
+        found.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {choice.tp * choice.dp}"))
+    if choice.ep > 1 and facts.moe is None:
+        found.append(Problem("generation.ep", "expert parallelism needs a model with experts"))
+    if choice.ep > 1 and facts.moe is not None and facts.moe.experts % choice.ep:
+        found.append(Problem("generation.ep", f"{facts.moe.experts} experts do not split over {choice.ep} ranks"))
+    return found
+
+
+def not_runnable(
+    training: TrainingChoice, generation: GenerationChoice | None, colocated: bool, backend: str
+) -> list[str]:
+    """What of a valid plan rlctl cannot run yet, by key; empty: `train` runs it."""
+    why = [] if backend == "megatron" else [f"training.backend = {backend}: only megatron trains yet"]
+    for key, value, plain in (
+        ("pp", training.pp, 1),
+        ("vpp", training.vpp, 1),
+        ("cp", training.cp, 1),
+        ("ep", training.ep, 1),
+        ("optimizer_offload", training.optimizer_offload, False),
+    ):
+        if value != plain:
+            why.append(f"training.{key} = {value}: not run by `train` yet; {plain} is")
+    if training.etp not in (1, training.tp):
+        why.append(f"training.etp = {training.etp}: not run by `train` yet; {training.tp} is")
+    if training.recompute == "selective":
+        why.append("training.recompute = selective: not run by `train` yet; none and full are")
+    if training.precision in ("fp8", "fp4"):
+        why.append(f"model.dtype = {training.precision}: `train` runs float32 and bfloat16")
+    for key in ("pp", "dp", "ep") if generation is not None else ():
+        if getattr(generation, key) != 1:
+            why.append(f"generation.{key} = {getattr(generation, key)}: not run by `train` yet; 1 is")
+    if not colocated:
+        why.append("generation.colocated = false: `train` runs both engines on the same devices")
+    return why

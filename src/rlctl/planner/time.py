@@ -1,0 +1,340 @@
+"""Predicted seconds of training, log-probs and refit, from operations, bytes and rates.
+
+Communication volumes follow Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.cluster import ClusterFacts
+from rlctl.planner.constants import DEFAULTS, Constants
+from rlctl.planner.generation import counted
+from rlctl.planner.parameters import score_width
+from rlctl.planner.stages import Stage, layer_sizes, rank_parameters, stages
+from rlctl.planner.workload import Workload
+
+CPU_MATMUL_EFFICIENCY = 0.75
+"""Of the processor's matmul rate, inside a training step with packed rows (measured: about 120 of 178 GFLOP/s)."""
+
+
+@dataclass(frozen=True)
+class MicroBatchTime:
+    """Seconds of one micro-batch on the slowest stage, by what they are spent on. Forward pass only."""
+
+    compute: float
+    tensor: float
+    expert: float
+    context: float
+    host: float
+    """Floor: time to launch the kernels."""
+
+    @property
+    def total(self) -> float:
+        return max(self.compute + self.tensor + self.expert + self.context, self.host)
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """Seconds of a step's training."""
+
+    micro_batches: int
+    """Of one optimizer step on one data-parallel rank."""
+    forward: MicroBatchTime
+    compute: float
+    """All micro-batches of the step on one stage."""
+    bubble: float
+    data: float
+    """Gradient reduction and parameter gathering that is not hidden."""
+    optimizer: float
+    onload: float
+    """Optimizer states back from host memory, where phases share the devices."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.data + self.optimizer + self.onload
+
+
+def micro_batches(choice: TrainingChoice, workload: Workload, constants: Constants = DEFAULTS) -> tuple[int, float]:
+    """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
+    if workload.rollouts and workload.packing:
+        tokens = (
+            workload.tokens(constants.length_sigma) * constants.step_imbalance / workload.optimizer_steps / choice.dp
+        )
+        number = max(1, math.ceil(tokens / (choice.micro_batch_tokens * constants.packing_fill)))
+        return number, min(tokens / number, float(choice.micro_batch_tokens)) / (
+            constants.packing_fill if number > 1 else 1
+        )
+    rows = max(1, choice.micro_batch_tokens // workload.max_length)
+    sequences = math.ceil(workload.samples / workload.optimizer_steps / choice.dp)
+    return max(1, math.ceil(sequences / rows)), float(rows * workload.max_length)
+
+
+def forward_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    tokens: float,
+    mean_keys: float,
+    constants: Constants = DEFAULTS,
+) -> MicroBatchTime:
+    """Forward pass of one micro-batch of `tokens` on the slowest pipeline stage."""
+    chosen = {stages(facts, choice.pp)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1)}
+    times = [_stage_forward(facts, stage, choice, cluster, tokens, mean_keys, constants) for stage in chosen]
+    return max(times, key=lambda time: time.total)
+
+
+def _stage_forward(
+    facts: ModelFacts,
+    stage: Stage,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    tokens: float,
+    mean_keys: float,
+    constants: Constants,
+) -> MicroBatchTime:
+    local = tokens / choice.cp
+    dense_sizes, moe_sizes = layer_sizes(facts)
+    dense_flops = stage.dense_layers * dense_sizes.total
+    expert_flops = 0.0
+    if moe_sizes is not None and facts.moe is not None:
+        dense_flops += stage.moe_layers * moe_sizes.dense
+        expert_flops = stage.moe_layers * moe_sizes.experts * facts.moe.experts_per_token / facts.moe.experts
+    head_flops = facts.vocab * facts.hidden if stage.head else 0.0
+    seconds = 2 * local * (dense_flops + head_flops) / choice.tp / matmul_rate(facts, choice, cluster, local, constants)
+    if expert_flops and facts.moe is not None:
+        rate = expert_rate(facts, choice, cluster, local, constants)
+        routed = local / choice.tp * (constants.expert_imbalance if choice.ep > 1 else 1.0)
+        seconds += 2 * routed * expert_flops / rate
+    keys = mean_keys if facts.sliding_window is None else _window_mean(facts, mean_keys)
+    attention = 2 * local * stage.layers * score_width(facts) * keys / choice.tp
+    efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
+    attention /= _peak(choice, cluster, "bf16") * efficiency
+    exposed = 1 - constants.tensor_overlap
+    return MicroBatchTime(
+        compute=seconds + attention,
+        tensor=exposed * _tensor_seconds(facts, stage, choice, cluster, local, constants),
+        expert=(1 - constants.expert_overlap) * _expert_seconds(facts, stage, choice, cluster, local, constants),
+        context=max(0.0, _context_seconds(facts, stage, choice, cluster, tokens, constants) - attention),
+        host=_host_seconds(facts, stage, choice, cluster, constants),
+    )
+
+
+def _window_mean(facts: ModelFacts, keys: float) -> float:
+    full = facts.layers if facts.full_attention_layers is None else len(facts.full_attention_layers)
+    return (full * keys + (facts.layers - full) * min(keys, facts.sliding_window or keys)) / facts.layers
+
+
+def _peak(choice: TrainingChoice, cluster: ClusterFacts, precision: str) -> float:
+    """Peak rate of one rank; ranks on a CPU share its cores."""
+    if not cluster.is_cpu:
+        return cluster.device.flops(precision)
+    return cluster.device.flops("float32") * min(1.0, (choice.threads or cluster.device.cores) / cluster.device.cores)
+
+
+def matmul_rate(
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """Floating-point operations a second of one rank in the dense matrices."""
+    if cluster.is_cpu:
+        return _peak(choice, cluster, "float32") * CPU_MATMUL_EFFICIENCY
+    width = max(facts.intermediate if facts.moe is None else facts.hidden, 1) / choice.tp
+    return _shaped(choice, cluster, constants, width, tokens)
+
+
+def expert_rate(
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """The same in the experts, whose matrices are narrow and see few tokens each."""
+    assert facts.moe is not None
+    if cluster.is_cpu:
+        return _peak(choice, cluster, "float32") * CPU_MATMUL_EFFICIENCY / 2
+    rows = tokens / choice.tp * facts.moe.experts_per_token * choice.ep * choice.etp / facts.moe.experts
+    return _shaped(choice, cluster, constants, facts.moe.expert_intermediate / choice.etp, rows)
+
+
+def _shaped(choice: TrainingChoice, cluster: ClusterFacts, constants: Constants, width: float, rows: float) -> float:
+    efficiency = {
+        "fp8": constants.fp8_efficiency, "fp4": constants.fp4_efficiency
+    }.get(choice.precision, constants.matmul_efficiency)  # fmt: skip
+    shape = width / (width + constants.half_width) * rows / (rows + constants.half_tokens)
+    return cluster.device.flops(choice.precision) * efficiency * shape
+
+
+def _tensor_seconds(
+    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """Two all-reduces a layer (or the all-gathers and reduce-scatters of sequence parallelism: the same bytes)."""
+    if choice.tp == 1:
+        return 0.0
+    element = 4 if choice.precision == "float32" else 2
+    volume = 4 * (choice.tp - 1) / choice.tp * tokens * facts.hidden * element
+    moe_share = 0.5 if facts.moe is not None and choice.etp == 1 else 1.0
+    layers = stage.dense_layers + stage.moe_layers * moe_share
+    latency = 4 * 3e-5 * stage.layers
+    return layers * volume / (cluster.bandwidth(choice.tp) * constants.link_efficiency) + latency
+
+
+def _expert_seconds(
+    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """Dispatch and combine all-to-all of each layer with experts."""
+    if facts.moe is None or choice.ep == 1:
+        return 0.0
+    span = choice.ep * choice.etp
+    per_layer = 2 * tokens / choice.tp * facts.moe.experts_per_token * facts.hidden * 2 * constants.expert_imbalance
+    inside = max(1, cluster.link_domain)
+    if span <= inside:
+        volume = per_layer * (span - 1) / span / (cluster.bandwidth(span) * constants.link_efficiency)
+    else:
+        volume = per_layer * (span - inside) / span / (cluster.device.network * constants.network_efficiency)
+    return stage.moe_layers * (volume + 4e-5)
+
+
+def _context_seconds(
+    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """Keys and values travel once around the ring of context-parallel ranks."""
+    if choice.cp == 1:
+        return 0.0
+    width = 2 * facts.kv_heads * facts.head_dim / choice.tp
+    volume = (choice.cp - 1) / choice.cp * tokens * width * 2 * stage.layers
+    span = choice.tp * choice.cp
+    return volume / (cluster.bandwidth(span) * constants.link_efficiency)
+
+
+def _host_seconds(
+    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants
+) -> float:
+    seconds = stage.layers * constants.layer_host_s
+    if facts.moe is not None and not cluster.is_cpu:
+        experts = 0.0 if choice.grouped_experts else facts.moe.experts / choice.ep * constants.expert_host_s
+        seconds += stage.moe_layers * (constants.moe_layer_host_s + experts)
+    return seconds
+
+
+def training_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    colocated: bool = True,
+    constants: Constants = DEFAULTS,
+) -> TrainingTime:
+    """The training phase of a step: all its optimizer steps."""
+    number, tokens = micro_batches(choice, workload, constants)
+    forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
+    passes = {"none": 3.0, "selective": 3.15, "full": 4.0}[choice.recompute]
+    micro = forward.total * passes
+    compute = number * micro
+    bubble = (choice.pp - 1) / choice.vpp * micro
+    data, optimizer = _data_seconds(facts, choice, cluster, compute, number, constants)
+    steps = workload.optimizer_steps
+    onload = _offload_seconds(facts, choice, cluster, constants) if colocated and workload.rollouts else 0.0
+    return TrainingTime(number, forward, steps * compute, steps * bubble, steps * data, steps * optimizer, onload)
+
+
+def _data_seconds(
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, compute: float, number: int, constants: Constants
+) -> tuple[float, float]:
+    """(exposed gradient and parameter communication, optimizer update) of one optimizer step."""
+    params = max((rank_parameters(facts, s, choice) for s in stages(facts, choice.pp)), key=lambda p: p.total)
+    ranks = choice.dp * choice.cp
+    span = choice.tp * ranks
+    inside = span <= max(1, cluster.link_domain)
+    efficiency = constants.link_efficiency if inside else constants.network_efficiency
+    rate = cluster.bandwidth(span) * efficiency
+    gradient = 4 if choice.precision == "float32" else choice.gradient_bytes
+    element = 4 if choice.precision == "float32" else 2
+    owned = params.dense / ranks + params.experts / choice.expert_dp
+    if choice.sharding == "full":
+        gathered = (2 * 2 * number + 4) * params.total * (ranks - 1) / ranks
+        exposed = max(0.0, gathered / rate - constants.data_overlap * compute)
+    else:
+        moved = (params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / choice.expert_dp)) * (
+            gradient + element
+        )
+        exposed = (1 - constants.data_overlap) * moved / rate
+    if choice.optimizer_offload:
+        # gradients down, update on the host at about 5 GB/s a rank, new weights up
+        update = owned * (6 / (cluster.device.host_link * constants.pageable_copy) + 28 / 20e9)
+    else:
+        update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    if cluster.is_cpu:
+        return exposed, update
+    return exposed, update + constants.optimizer_step_s
+
+
+def _offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+    """Optimizer states from device to host memory or back."""
+    if cluster.is_cpu or choice.optimizer_offload:
+        return 0.0
+    params = max((rank_parameters(facts, s, choice) for s in stages(facts, choice.pp)), key=lambda p: p.total)
+    owned = params.dense / (choice.dp * choice.cp) + params.experts / choice.expert_dp
+    return 12 * owned / (cluster.device.host_link * constants.pageable_copy)
+
+
+def logprobs_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    constants: Constants = DEFAULTS,
+) -> float:
+    """Seconds of the log-prob phase: a forward pass over all rollouts for the old policy and one for the reference."""
+    passes = int(workload.old_logprobs) + int(workload.reference)
+    if not passes or not workload.rollouts:
+        return 0.0
+    number, tokens = micro_batches(choice, workload, constants)
+    forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
+    fixed = 0.0 if cluster.is_cpu else 1.0
+    return passes * (number * workload.optimizer_steps + choice.pp - 1) * forward.total + fixed
+
+
+def tensor_count(facts: ModelFacts) -> int:
+    """Tensors of the published checkpoint, about."""
+    dense, moe = 9 + 3 * facts.qkv_bias + 2 * facts.qk_norm, 0
+    if facts.moe is not None:
+        moe = 3 * facts.moe.experts + 1
+    moe_layers = sum(facts.is_moe_layer(layer) for layer in range(facts.layers))
+    return facts.layers * dense + moe_layers * moe + 3
+
+
+def refit_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    colocated: bool,
+    weight_bytes: float = 2.0,
+    receivers: int = 1,
+    constants: Constants = DEFAULTS,
+) -> float:
+    """Seconds to bring new weights into the engines, offloading before and waking after included."""
+    payload = counted(facts).total * (4 if choice.precision == "float32" else 2)
+    if cluster.is_cpu:
+        return 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
+    if colocated:
+        gathered = payload / constants.refit_bytes_per_s
+        return (
+            constants.refit_fixed_s
+            + tensor_count(facts) * constants.refit_tensor_s
+            + gathered
+            + _offload_seconds(facts, choice, cluster, constants)
+        )
+    rate = cluster.device.network * constants.network_efficiency * 0.6
+    return (
+        constants.refit_fixed_s / 2
+        + tensor_count(facts) * constants.refit_tensor_s / 4
+        + payload / max(1, receivers) / rate
+    )
+
+
+def model_flops(facts: ModelFacts, workload: Workload, constants: Constants = DEFAULTS) -> float:
+    """Floating-point operations that the model needs in a step's training (no recomputation): for MFU."""
+    keys = workload.mean_keys(constants.length_sigma)
+    keys = keys if facts.sliding_window is None else _window_mean(facts, keys)
+    per_token = 2 * counted(facts).active + 2 * facts.layers * score_width(facts) * keys
+    return 3 * per_token * workload.tokens(constants.length_sigma)

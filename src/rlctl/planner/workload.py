@@ -1,0 +1,119 @@
+"""What a step has to do: prompts, rollouts, their lengths, and how many optimizer steps they are trained in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+from typing import Literal
+
+Goal = Literal["fast", "safe", "frugal"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step. Lengths in tokens."""
+
+    prompts: int = 64
+    generations: int = 16
+    max_length: int = 4096
+    """Most tokens of prompt and completion together."""
+    max_new_tokens: int | None = None
+    """Most tokens of a completion; None: what `max_length` leaves."""
+    mean_new_tokens: float | None = None
+    """None: 40% of the most."""
+    prompt_tokens: int = 150
+    optimizer_steps: int = 1
+    old_logprobs: bool = True
+    """Log-probs of the old policy are recomputed by the trainer."""
+    reference: bool = False
+    """Log-probs of a reference policy are needed."""
+    rollouts: bool = True
+    """False: supervised training or pretraining; `prompts` sequences of `max_length`, nothing is generated."""
+    packing: bool = True
+    goal: Goal = "fast"
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.generations
+
+    @property
+    def new_tokens_limit(self) -> int:
+        return self.max_new_tokens or max(1, self.max_length - self.prompt_tokens)
+
+    def lengths(self, sigma: float) -> Lengths:
+        """Distribution of completion lengths."""
+        mean = self.mean_new_tokens or 0.4 * self.new_tokens_limit
+        return Lengths(min(mean, self.new_tokens_limit), self.new_tokens_limit, sigma, self.samples)
+
+    def tokens(self, sigma: float) -> float:
+        """Tokens that a step trains on."""
+        if not self.rollouts:
+            return float(self.samples * self.max_length)
+        return self.samples * (self.prompt_tokens + self.lengths(sigma).mean)
+
+    def mean_keys(self, sigma: float) -> float:
+        """Mean keys that a token attends to: half of E[S^2] / E[S] over the sequences."""
+        if not self.rollouts:
+            return self.max_length / 2
+        lengths = self.lengths(sigma)
+        first = self.prompt_tokens + lengths.mean
+        second = self.prompt_tokens**2 + 2 * self.prompt_tokens * lengths.mean + lengths.second_moment
+        return second / first / 2
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal completion lengths, cut at `limit`, with the given mean after the cut; `count` samples are drawn."""
+
+    mean: float
+    limit: float
+    sigma: float
+    count: int
+
+    @property
+    def buckets(self) -> list[tuple[float, float]]:
+        """(length, share of the samples), lengths rising; the tail is split down to one sample."""
+        return _buckets(self.mean, self.limit, self.sigma, self.count)
+
+    @property
+    def second_moment(self) -> float:
+        return sum(share * length**2 for length, share in self.buckets)
+
+    @property
+    def longest(self) -> float:
+        return self.buckets[-1][0]
+
+
+@cache
+def _shares(count: int) -> tuple[tuple[float, float], ...]:
+    """(standard normal quantile, share): even slices up to 0.9, then halving slices down to one sample."""
+    edges = [i / 20 for i in range(19)]
+    rest = 0.1
+    while rest > 1 / count and rest > 1e-6:
+        rest /= 2
+        edges.append(1 - rest)
+    edges.append(1.0)
+    normal = NormalDist()
+    mids = [((low + high) / 2, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    return tuple((normal.inv_cdf(mid), share) for mid, share in mids if share > 0)
+
+
+@cache
+def _buckets(mean: float, limit: float, sigma: float, count: int) -> list[tuple[float, float]]:
+    shares = _shares(max(count, 10))
+    if mean >= 0.999 * limit:
+        return [(limit, 1.0)]
+
+    def cut(location: float) -> list[tuple[float, float]]:
+        return [(min(limit, math.exp(location + sigma * z)), share) for z, share in shares]
+
+    low, high = math.log(mean) - 3 * sigma**2 - 1, math.log(limit) + 4 * sigma + 1
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(length * share for length, share in cut(middle)) < mean:
+            low = middle
+        else:
+            high = middle
+    return cut((low + high) / 2)
