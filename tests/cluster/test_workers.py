@@ -84,7 +84,8 @@ def test_columns_pass_between_workers_by_handle(group):
 def test_an_error_meant_for_the_user_arrives_as_it_was_raised(group):
     with pytest.raises(InputError, match="the file `x` is empty") as caught:
         group.call("refuse")
-    assert caught.value.hint == "Fill it." and caught.value.exit_code == 2
+    assert caught.value.hint == "Fill it."
+    assert caught.value.exit_code == 2
 
 
 def test_a_worker_that_raises_is_named_at_once_though_others_still_work(group):

@@ -13,8 +13,9 @@ from rlctl.telemetry.report import write_report
 def line(step: int, **more) -> dict:
     seconds = dict.fromkeys((phase.value for phase in Phase), 0.5)
     return {
-        "step": step, "reward_mean": 0.25 + step / 10, "accuracy": 0.5, "response_tokens_mean": 12.0, "kl": 1e-4, "entropy": 1.5,
-        "clip_fraction": 0.0, "grad_norm": 2.0, "tokens_per_s": 100.0, "seconds": {**seconds, "total": 3.5}, **more,
+        "step": step, "reward_mean": 0.25 + step / 10, "accuracy": 0.5, "response_tokens_mean": 12.0, "kl": 1e-4,
+        "entropy": 1.5, "clip_fraction": 0.0, "grad_norm": 2.0, "tokens_per_s": 100.0, "seconds": {**seconds, "total": 3.5},
+        **more,
     }  # fmt: skip
 
 
@@ -58,7 +59,16 @@ def test_nested_metrics_flatten_to_slashed_names():
 def test_a_step_is_one_line_with_every_named_number():
     text = step_line(2, 12, line(2), plain=True)
     assert "\n" not in text
-    for part in ("step 3/12", "reward 0.450", "length 12.0", "kl 1.00e-04", "entropy 1.500", "tok/s 100", "gen 0.5", "refit 0.5"):
+    for part in (
+        "step 3/12",
+        "reward 0.450",
+        "length 12.0",
+        "kl 1.00e-04",
+        "entropy 1.500",
+        "tok/s 100",
+        "gen 0.5",
+        "refit 0.5",
+    ):
         assert part in text
 
 
@@ -66,6 +76,7 @@ def test_the_report_holds_the_curves_and_the_time_of_every_phase(tmp_path):
     path = tmp_path / "report.html"
     write_report(path, "run <1>", [line(0), line(1, accuracy=None), line(2)])
     text = path.read_text()
-    assert text.count("<svg") == 2 and "run &lt;1&gt;" in text
+    assert text.count("<svg") == 2
+    assert "run &lt;1&gt;" in text
     assert "Mean reward 0.250 at step 1, 0.450 at step 3" in text
     assert "<td>generation<td>1.5<td>0.50<td>14.3%" in text

@@ -34,7 +34,8 @@ class Placement:
             have = ray.cluster_resources()
             raise MachineError(
                 f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}, and Ray could not reserve them in "
-                f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs, {have.get('CPU', 0):.0f} CPU slots).",
+                f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs and {have.get('CPU', 0):.0f} CPU "
+                "slots).",
                 "Free some, use fewer with --nodes/--gpus-per-node, or raise cluster.start_timeout_s.",
             )
         self.bundles = self._discover(count, gpus, timeout_s)

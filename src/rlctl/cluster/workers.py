@@ -7,6 +7,7 @@ a log file, whose last lines are part of the error when it dies.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -49,8 +50,8 @@ class _Host:
         os.dup2(log, 2)
         self.worker: Any = None
 
-    def start(self, worker_class: type, kwargs: Mapping[str, Any]) -> int:
-        self.worker = self._logged(worker_class, **kwargs)
+    def start(self, worker_class: type | str, kwargs: Mapping[str, Any]) -> int:
+        self.worker = self._logged(_construct, worker_class, kwargs)
         return os.getpid()
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -66,10 +67,17 @@ class _Host:
             return function(*args, **kwargs)
         except RlctlError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the seam between processes: every error goes on as a WorkerError
             traceback.print_exc()
             # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
             raise WorkerError(f"{type(error).__name__}: {error}") from None
+
+
+def _construct(worker_class: type | str, kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(worker_class, str):
+        module, _, name = worker_class.partition(":")
+        worker_class = getattr(importlib.import_module(module), name)
+    return worker_class(**kwargs)
 
 
 class WorkerGroup:
@@ -78,7 +86,7 @@ class WorkerGroup:
     def __init__(
         self,
         name: str,
-        worker_class: type,
+        worker_class: type | str,
         specs: Sequence[WorkerSpec],
         placement: Placement,
         log_dir: Path,
@@ -88,6 +96,7 @@ class WorkerGroup:
     ) -> None:
         """Start the processes and construct the workers, all at once; returns when each is constructed.
 
+        `worker_class` as `module:Class` is imported in the workers only, and spares the driver what it imports.
         Raises WorkerError when one dies or raises, WaitTimeoutError when one is not ready in `start_timeout_s`.
         """
         import ray
@@ -148,9 +157,10 @@ class WorkerGroup:
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                late = ", ".join(str(rank_of[ref]) for ref in pending)
+                late = [rank_of[ref] for ref in pending]
                 raise WaitTimeoutError(
-                    f"{self.name} rank {late} did not finish `{method}` in {timeout_s:.0f} s.{self._log_tail(rank_of[pending[0]])}",
+                    f"{self.name} rank {', '.join(map(str, late))} did not finish `{method}` in {timeout_s:.0f} s."
+                    + self._log_tail(late[0]),
                     "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
                 )
             for ref in done:

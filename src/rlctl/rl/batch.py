@@ -44,6 +44,6 @@ def _minibatch(rollouts: Sequence[Rollout], advantages_N: np.ndarray, grpo: Grpo
 
 
 def sample_seed(run_seed: int, step: int, prompt: int, sample: int) -> int:
-    """Seed of one rollout's random stream (63 bits): fixed by the run and the rollout's place in it, by nothing else."""
+    """Seed of one rollout's random stream (63 bits), fixed by the run and the rollout's place in it alone."""
     state = np.random.SeedSequence((run_seed, step, prompt, sample)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))

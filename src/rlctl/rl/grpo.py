@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlctl.backends.base import MinibatchResult, TokenLoss
-from rlctl.backends.packing import PackingStats
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout
 from rlctl.rl.batch import make_batch
@@ -28,7 +27,7 @@ class Scores:
     """What the rewards say of a step's rollouts, in their order. Suffix N: one entry a rollout."""
 
     rewards_N: np.ndarray  # float64
-    accuracy_N: np.ndarray  # float64, 1 where the reference scorer calls the answer right
+    accuracy_N: np.ndarray  # float64, 1 where the reference scorer calls the answer right; NaN: nothing says so
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _score_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, Any
     return {
         "reward_mean": float(scores.rewards_N.mean()),
         "reward_std": float(scores.rewards_N.std()),
-        "accuracy": float(scores.accuracy_N.mean()),
+        "accuracy": None if np.isnan(scores.accuracy_N).any() else float(scores.accuracy_N.mean()),
         "groups_without_signal": float(np.mean([value == 0 for value in spread])),
         "response_tokens_mean": float(responses_N.mean()),
         "response_tokens_max": int(responses_N.max()),

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlctl.backends.base import BatchShard, LogprobColumn, LogprobStats, MinibatchResult, ParallelSpec, TokenLoss, only_result
+from rlctl.backends.base import (
+    BatchShard,
+    LogprobColumn,
+    LogprobStats,
+    MinibatchResult,
+    ParallelSpec,
+    TokenLoss,
+    only_result,
+)
 from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.workers import WorkerGroup

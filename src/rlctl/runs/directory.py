@@ -37,7 +37,9 @@ class Checkpoint:
         try:
             return json.loads((self.path / STATE).read_text())
         except (OSError, json.JSONDecodeError) as error:
-            raise InputError(f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before.") from error
+            raise InputError(
+                f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before."
+            ) from error
 
 
 class RunDirectory:
@@ -68,19 +70,26 @@ class RunDirectory:
         if self.path.is_file():
             raise InputError(f"--run-dir {self.path} is a file.", "Name a directory.")
         if (self.path / MANIFEST).exists():
-            raise InputError(f"--run-dir {self.path} holds a run already.", "Add --resume to continue it, or name another directory.")
+            raise InputError(
+                f"--run-dir {self.path} holds a run already.", "Add --resume to continue it, or name another directory."
+            )
         if self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(f"--run-dir {self.path} is not empty and holds no run.", "Name another directory.")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another directory.") from error
+            raise InputError(
+                f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another directory."
+            ) from error
         self._acquire()
 
     def reopen(self) -> None:
         """Lock the directory of an existing run. Raises InputError when there is none, or another process uses it."""
         if not (self.path / MANIFEST).exists():
-            raise InputError(f"--resume: {self.path} holds no run ({MANIFEST} is missing).", "Check --run-dir, or start the run without --resume.")
+            raise InputError(
+                f"--resume: {self.path} holds no run ({MANIFEST} is missing).",
+                "Check --run-dir, or start the run without --resume.",
+            )
         self._acquire()
 
     def _acquire(self) -> None:
@@ -90,7 +99,9 @@ class RunDirectory:
         except BlockingIOError as error:
             os.close(self._lock)
             self._lock = None
-            raise InputError(f"Another process is writing to the run {self.path}.", "Wait for it to end, or name another --run-dir.") from error
+            raise InputError(
+                f"Another process is writing to the run {self.path}.", "Wait for it to end, or name another --run-dir."
+            ) from error
 
     def release(self) -> None:
         """Let other processes write to the run."""
@@ -113,12 +124,17 @@ class RunDirectory:
         """Write sampled completions of one step to rollouts/step_N.jsonl (N counts from 1)."""
         directory = self.path / "rollouts"
         directory.mkdir(exist_ok=True)
-        (directory / f"step_{step + 1}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        (directory / f"step_{step + 1}.jsonl").write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        )
 
     @contextlib.contextmanager
     def checkpoint(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
-        """Write a checkpoint after `step` finished steps: the block fills the yielded directory; then it is flushed to the
-        disk and renamed into place. An exception in the block leaves no checkpoint and removes what was written."""
+        """Write a checkpoint after `step` finished steps: the block fills the yielded directory.
+
+        Then it is flushed to the disk and renamed into place. An exception in the block leaves no checkpoint and removes
+        what was written.
+        """
         final = self.path / "checkpoints" / f"step_{step}"
         aside = final.with_name(f".step_{step}.partial")
         shutil.rmtree(aside, ignore_errors=True)
@@ -129,7 +145,10 @@ class RunDirectory:
             _flush_tree(aside)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
-            raise RlctlError(f"Checkpoint of step {step} could not be written to {final}: {error}.", "Free space on that disk and resume with --resume.") from error
+            raise RlctlError(
+                f"Checkpoint of step {step} could not be written to {final}: {error}.",
+                "Free space on that disk and resume with --resume.",
+            ) from error
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -141,7 +160,11 @@ class RunDirectory:
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
         directory = self.path / "checkpoints"
-        found = [(_CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in directory.iterdir()] if directory.is_dir() else []
+        found = (
+            [(_CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in directory.iterdir()]
+            if directory.is_dir()
+            else []
+        )
         return sorted((Checkpoint(int(m[1]), entry) for m, entry in found if m), key=lambda checkpoint: checkpoint.step)
 
     def prune(self, keep_last: int | None) -> None:

@@ -67,7 +67,9 @@ def step_line(step: int, steps: int, metrics: Metrics, *, plain: bool) -> str:
     """One step in one line; `plain` names each value, for logs where no heading is near."""
     values = _values(step, steps, metrics)
     phases = " ".join(
-        f"{PHASE_LABELS[Phase(name)]} {value:.1f}" for name, value in metrics["seconds"].items() if name != "total" and value >= 0.05
+        f"{PHASE_LABELS[Phase(name)]} {value:.1f}"
+        for name, value in metrics["seconds"].items()
+        if name != "total" and value >= 0.05
     )
     if plain:
         return " ".join(f"{name} {value}" for name, value in zip(HEADINGS, values, strict=True)) + f" | {phases}"

@@ -30,7 +30,7 @@ class MetricsFile:
     """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on."""
 
     def __init__(self, path: Path, *, keep_before: int) -> None:
-        """Open `path`, dropping the lines of step `keep_before` and later (a killed run may be ahead of its checkpoint)."""
+        """Open `path`, dropping the lines of step `keep_before` and later (a killed run is ahead of its checkpoint)."""
         self.path = path
         kept = [line for line in read_metrics(path) if line["step"] < keep_before] if path.exists() else []
         aside = path.with_suffix(".partial")
@@ -110,7 +110,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number < len(lines):
-                raise InputError(f"{path}, line {number} is not JSON: {error}.", "Restore the file or remove the line.") from error
+                raise InputError(
+                    f"{path}, line {number} is not JSON: {error}.", "Restore the file or remove the line."
+                ) from error
     return found
 
 

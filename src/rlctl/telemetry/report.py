@@ -25,22 +25,27 @@ CURVES = (
     ("tokens_per_s", "tokens/s"),
 )
 
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+td, th { padding: .2rem .8rem; text-align: right }
+svg { max-width: 100%; height: auto }
+"""
+
 
 def write_report(path: Path, name: str, lines: Sequence[dict[str, Any]]) -> None:
     """Write the report of the metrics `lines` (one a step, in order) to `path`; needs at least one line."""
     body = [f"<h1>{html.escape(name)}</h1>", _summary(lines), "<h2>Curves</h2>", _svg(_curves(lines))]
     body += ["<h2>Where the time went</h2>", _svg(_times(lines)), _time_table(lines)]
-    style = "body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem}td,th{padding:.2rem .8rem;text-align:right}svg{max-width:100%;height:auto}"
-    path.write_text(f"<!doctype html><meta charset=utf-8><title>{html.escape(name)}</title><style>{style}</style>{''.join(body)}")
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(name)}</title><style>{STYLE}</style>{''.join(body)}"
+    )
 
 
 def _summary(lines: Sequence[dict[str, Any]]) -> str:
     first, last = lines[0], lines[-1]
     seconds = sum(line["seconds"]["total"] for line in lines)
-    return (
-        f"<p>{len(lines)} steps in {seconds:.0f} s. Mean reward {first['reward_mean']:.3f} at step {first['step'] + 1}, "
-        f"{last['reward_mean']:.3f} at step {last['step'] + 1}.</p>"
-    )
+    reward = [f"{line['reward_mean']:.3f} at step {line['step'] + 1}" for line in (first, last)]
+    return f"<p>{len(lines)} steps in {seconds:.0f} s. Mean reward {', '.join(reward)}.</p>"
 
 
 def _curves(lines: Sequence[dict[str, Any]]) -> Figure:

@@ -1,0 +1,82 @@
+"""`rlctl train`: reinforcement-learning runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+
+app = command_app()
+
+
+@app.callback()
+def train() -> None:
+    """Train a model with reinforcement learning."""
+
+
+@app.command(
+    "grpo",
+    epilog=examples(
+        "rlctl train grpo --preset laptop",
+        "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
+        "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
+        "rlctl train grpo --resume --run-dir runs/my-run",
+    ),
+)
+def grpo(
+    preset: options.Preset = None,
+    model: options.Model = None,
+    data: options.Data = None,
+    reward: options.Reward = None,
+    steps: options.Steps = None,
+    prompts: options.Prompts = None,
+    generations: options.Generations = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    max_length: options.MaxLength = None,
+    mean_length: options.MeanLength = None,
+    lr: options.LearningRate = None,
+    seed: options.Seed = None,
+    run_dir: options.RunDir = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")
+    ] = False,
+    tokenizer: options.Tokenizer = None,
+    chat_template: options.ChatTemplate = None,
+    backend: options.Backend = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
+    gpu: options.Gpu = None,
+    ray_address: options.RayAddress = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    dry_run: options.DryRun = False,
+    json_: options.Json = False,
+) -> None:
+    """Group relative policy optimization: sample answers, score them, learn from the difference.
+
+    Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
+    """
+    flags = {
+        "model": model, "data": data, "reward": reward, "steps": steps, "prompts": prompts, "generations": generations,
+        "max_new_tokens": max_new_tokens, "max_length": max_length, "mean_length": mean_length, "lr": lr, "seed": seed,
+        "run_dir": run_dir, "tokenizer": tokenizer, "chat_template": chat_template, "backend": backend, "nodes": nodes,
+        "gpus_per_node": gpus_per_node, "gpu": gpu, "ray_address": ray_address,
+    }  # fmt: skip
+    resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
+    from rlctl.rl import launch
+
+    if dry_run:
+        report = launch.dry_run(resolved)
+        print_json(report.to_json()) if json_ else print(report.text())
+        return
+    summary = launch.train_grpo(resolved, resume=resume, quiet=json_)
+    if json_:
+        print_json(dataclasses.asdict(summary))
+    else:
+        message(summary.text())
+    if summary.interrupted:
+        raise typer.Exit(130)

@@ -1,0 +1,130 @@
+"""The processes of a run: policy ranks, generation engines and a scorer, started together and stopped together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.vllm.args import EngineSpec
+from rlctl.cluster.objects import put
+from rlctl.cluster.placement import Placement, free_port
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+
+POLICY_WORKER = "rlctl.refit.policy:RefitPolicyWorker"
+ENGINE_WORKER = "rlctl.backends.vllm.engine:VllmEngine"
+REWARD_WORKER = "rlctl.envs.worker:RewardWorker"
+
+
+@dataclass(frozen=True)
+class CrewSpec:
+    """What to start. Policy and engines share the devices: rank r is on device r, engine i on devices i * tp and up."""
+
+    policy: PolicySpec
+    engine: EngineSpec
+    engines: int
+    engine_tp: int
+    reward: dict[str, Any] | None
+    """Arguments of the scorer; None: no scorer."""
+    start_timeout_s: float
+    step_timeout_s: float
+
+    @property
+    def devices(self) -> int:
+        return max(self.policy.parallel.world_size, self.engines * self.engine_tp)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The running groups."""
+
+    policy: WorkerGroup
+    engines: WorkerGroup
+    reward: WorkerGroup | None
+
+
+@contextlib.contextmanager
+def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
+    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once."""
+    gpus = spec.policy.device == "cuda"
+    placement = Placement(spec.devices, gpus=gpus, timeout_s=spec.start_timeout_s)
+    groups: list[WorkerGroup] = []
+    try:
+        crew = Crew(
+            _policy(spec, placement, log_dir, groups),
+            _engines(spec, placement, log_dir, groups),
+            _reward(spec, placement, log_dir, groups),
+        )
+        # The two slow starts (imports, weights, process groups) run side by side.
+        setup, start = crew.policy.submit("setup"), crew.engines.submit("start")
+        crew.policy.wait("setup", setup, spec.start_timeout_s)
+        crew.engines.wait("start", start, spec.start_timeout_s)
+        yield crew
+        for group in groups:
+            group.stop()
+    except BaseException:
+        for group in groups:
+            group.kill()
+        raise
+    finally:
+        placement.release()
+
+
+def _policy(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup:
+    size, first = spec.policy.parallel.world_size, placement.bundles[0]
+    rendezvous = {"master_addr": first.node, "master_port": free_port(placement, first)}
+    threads = spec.policy.threads
+    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    specs = [
+        WorkerSpec(
+            {"rank": rank, "world_size": size, **rendezvous, "spec": spec.policy}, (placement.bundles[rank],), env
+        )
+        for rank in range(size)
+    ]
+    return _start(spec, "policy", POLICY_WORKER, specs, placement, log_dir, groups)
+
+
+def _engines(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup:
+    tp = spec.engine_tp
+    specs = [
+        WorkerSpec(
+            {"spec": spec.engine, "index": index, "put": put},
+            placement.bundles[index * tp : (index + 1) * tp],
+            spec.engine.environment,
+        )
+        for index in range(spec.engines)
+    ]
+    return _start(spec, "engine", ENGINE_WORKER, specs, placement, log_dir, groups)
+
+
+def _reward(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup | None:
+    if spec.reward is None:
+        return None
+    # No device of its own, and none visible: scorers run user code.
+    worker = WorkerSpec(spec.reward, (placement.bundles[0],), {"CUDA_VISIBLE_DEVICES": ""})
+    return _start(spec, "reward", REWARD_WORKER, [worker], placement, log_dir, groups)
+
+
+def _start(
+    spec: CrewSpec,
+    name: str,
+    worker_class: str,
+    specs: list[WorkerSpec],
+    placement: Placement,
+    log_dir: Path,
+    groups: list[WorkerGroup],
+) -> WorkerGroup:
+    group = WorkerGroup(
+        name,
+        worker_class,
+        specs,
+        placement,
+        log_dir,
+        start_timeout_s=spec.start_timeout_s,
+        call_timeout_s=spec.step_timeout_s,
+    )
+    groups.append(group)
+    return group

