@@ -62,8 +62,7 @@ def build_optimizer(spec: PolicySpec, chunks: list[DistributedDataParallel]) -> 
         "params_dtype": DTYPES[spec.dtype],
     }
     optimizer = get_megatron_optimizer(make_config(OptimizerConfig, values, {}, "optimizer"), chunks)
-    if spec.device == "cpu":
-        _fuse_adam(optimizer)
+    fuse_adam(optimizer)
     return optimizer
 
 
@@ -73,8 +72,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
 
 
-def _fuse_adam(optimizer: Any) -> None:
-    """torch's fused CPU kernel: one pass over memory for each parameter instead of about eight."""
+def fuse_adam(optimizer: Any) -> None:
+    """torch's fused kernel where TransformerEngine's is absent: one pass over memory for each parameter, not about eight."""
     for inner in inner_optimizers(optimizer):
         if isinstance(inner.optimizer, torch.optim.AdamW):
             inner.optimizer.defaults["fused"] = True

@@ -1,0 +1,118 @@
+"""Policy checkpoints through megatron.core.dist_checkpointing: model, optimizer, random state; loaded under any parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from rlctl.backends.megatron.compat import call_known
+from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
+from rlctl.errors import InputError
+
+
+def save(directory: Path, chunks: list[Any], optimizer: Any) -> None:
+    """Writes the policy into an existing empty directory; every rank calls it. Complete when it returns on all of them."""
+    state = _sharded_state(chunks, optimizer, is_loading=False)
+    state["random"] = _random_state_of_rank()
+    state["layout"] = _layout()
+    dist_checkpointing.save(state, str(directory))
+    torch.distributed.barrier()
+
+
+def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
+    """Reads what `save` wrote. Random state is taken over only under the parallelism it was saved with.
+
+    Raises:
+        InputError: `directory` holds no policy checkpoint.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
+        raise InputError(f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run.")
+    saved_layout = dist_checkpointing.load_common_state_dict(str(directory)).get("layout")
+    for inner in inner_optimizers(optimizer):
+        inner._init_optimizer_states_with_dummy_values()
+    wanted = _sharded_state(chunks, optimizer, is_loading=True)
+    if same_layout := saved_layout == _layout():
+        wanted["random"] = _random_state_of_rank()
+    found = dist_checkpointing.load(wanted, str(directory))
+    for key, chunk in _chunk_keys(chunks):
+        _core(chunk).load_state_dict(found[key])
+    optimizer.load_state_dict(_fit_optimizers(found["optimizer"], optimizer))
+    fuse_adam(optimizer)
+    if same_layout:
+        _set_random_state(found["random"])
+
+
+def _sharded_state(chunks: list[Any], optimizer: Any, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state = {key: _core(chunk).sharded_state_dict(metadata=metadata) for key, chunk in _chunk_keys(chunks)}
+    models = state["model"] if "model" in state else dict(state)
+    state["optimizer"] = call_known(
+        optimizer.sharded_state_dict, model_sharded_state_dict=models, is_loading=is_loading, metadata=metadata
+    )
+    return state
+
+
+def _chunk_keys(chunks: list[Any]) -> list[tuple[str, Any]]:
+    return [("model" if len(chunks) == 1 else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
+
+
+def _core(chunk: Any) -> Any:
+    """The GPTModel inside its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "world": torch.distributed.get_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def _random_state_of_rank() -> ShardedObject:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("random", states, (world,), (rank,))
+
+
+def _set_random_state(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _fit_optimizers(saved: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """With expert parallelism dense and expert parameters have an optimizer each, else there is one for both."""
+    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    saved_parts = [value for key, value in sorted(saved.items(), key=str) if isinstance(key, int)]
+    if count == 1 and saved_parts:
+        return _merge(saved, saved_parts)
+    return saved
+
+
+def _merge(saved: dict[Any, Any], parts: list[dict[str, Any]]) -> dict[Any, Any]:
+    """One optimizer's state from that of several: their param groups one behind the other."""
+    merged = {key: value for key, value in saved.items() if not isinstance(key, int)}
+    groups = [group for part in parts if "optimizer" in part for group in part["optimizer"]["param_groups"]]
+    merged["optimizer"] = {"param_groups": groups}
+    for part in parts:
+        for key, value in part.items():
+            merged.setdefault(key, value)
+    return merged
