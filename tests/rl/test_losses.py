@@ -17,8 +17,6 @@ from rlctl.rl.losses import (
     clipped_surrogate,
     is_clipped,
     loss_metrics,
-    needs_old_logprobs,
-    needs_reference_logprobs,
 )
 
 RATIOS = [0.2, 0.75, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.29, 2.9, 3.1, 8.0]
@@ -266,10 +264,10 @@ def test_configuration_reaches_the_loss() -> None:
 
 
 def test_what_is_computed_follows_the_configuration() -> None:
-    assert not needs_old_logprobs(GrpoConfig())
-    assert needs_old_logprobs(GrpoConfig(optimizer_steps=2))
-    assert not needs_reference_logprobs(GrpoConfig())
-    assert needs_reference_logprobs(GrpoConfig(kl_coefficient=0.001))
+    assert not GrpoConfig().recomputes_old_logprobs
+    assert GrpoConfig(optimizer_steps=2).recomputes_old_logprobs
+    assert not GrpoConfig().holds_reference
+    assert GrpoConfig(kl_coefficient=0.001).holds_reference
 
 
 def test_a_kl_penalty_without_reference_logprobs_is_refused() -> None:

@@ -14,8 +14,8 @@ def line(step: int, **more) -> dict:
     seconds = dict.fromkeys((phase.value for phase in Phase), 0.5)
     return {
         "step": step, "reward_mean": 0.25 + step / 10, "accuracy": 0.5, "response_tokens_mean": 12.0, "kl": 1e-4,
-        "entropy": 1.5, "clip_fraction": 0.0, "grad_norm": 2.0, "tokens_per_s": 100.0, "seconds": {**seconds, "total": 3.5},
-        **more,
+        "entropy": 1.5, "clip_fraction": 0.0, "grad_norm": 2.0, "tokens_per_s": 100.0,
+        "seconds": {**seconds, "total": 3.5}, **more,
     }  # fmt: skip
 
 

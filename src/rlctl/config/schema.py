@@ -99,6 +99,20 @@ class GrpoConfig(Section):
     optimizer_steps: Positive = 1
     """Optimizer steps a batch (PPO mini-batches)."""
 
+    @property
+    def recomputes_old_logprobs(self) -> bool:
+        """Whether the trainer computes the old policy's log-probs before it trains.
+
+        With one optimizer step a batch the old policy is the current one, and the importance correction compares the
+        engine's log-probs with those of the training pass itself.
+        """
+        return self.optimizer_steps > 1
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether a reference policy is held and evaluated."""
+        return self.kl_coefficient > 0
+
     @model_validator(mode="after")
     def validate_batch_splits_into_optimizer_steps(self) -> GrpoConfig:
         if (self.prompts * self.generations) % self.optimizer_steps:

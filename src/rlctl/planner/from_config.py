@@ -77,16 +77,11 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         mean_new_tokens=config.generation.mean_length or new / 2,
         prompt_tokens=min(prompt, length),
         optimizer_steps=config.grpo.optimizer_steps,
-        old_logprobs=needs_old_logprobs(config),
-        reference=config.grpo.kl_coefficient > 0,
+        old_logprobs=config.grpo.recomputes_old_logprobs,
+        reference=config.grpo.holds_reference,
         packing=config.training.packing,
         goal=config.run.goal,
     )
-
-
-def needs_old_logprobs(config: RlctlConfig) -> bool:
-    """Whether the trainer recomputes log-probs of the old policy: with several optimizer steps, or to correct."""
-    return config.grpo.optimizer_steps > 1 or config.grpo.importance_correction != "off"
 
 
 def pins_from_config(config: RlctlConfig) -> dict[str, Any]:

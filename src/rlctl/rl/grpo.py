@@ -14,8 +14,9 @@ import numpy as np
 from rlctl.backends.base import MinibatchResult, TokenLoss
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout
+from rlctl.refit.records import RefitReport
 from rlctl.rl.batch import make_batch
-from rlctl.rl.losses import loss_metrics, needs_old_logprobs, needs_reference_logprobs
+from rlctl.rl.losses import loss_metrics
 from rlctl.rl.policy import Policy
 from rlctl.rl.schedule import learning_rate
 from rlctl.telemetry.phases import Phase
@@ -28,15 +29,6 @@ class Scores:
 
     rewards_N: np.ndarray  # float64
     accuracy_N: np.ndarray  # float64, 1 where the reference scorer calls the answer right; NaN: nothing says so
-
-
-@dataclass(frozen=True)
-class RefitResult:
-    """A finished refit: seconds by part, bytes moved, tensors compared (0: not this time)."""
-
-    seconds: dict[str, float]
-    bytes: int
-    verified: int
 
 
 class Generator(Protocol):
@@ -58,7 +50,7 @@ class GrpoParts:
     generator: Generator
     rewards: Rewards
     policy: Policy
-    refit: Callable[[int], RefitResult]
+    refit: Callable[[int], RefitReport]
     """Bring the policy's weights into the engines, as the given version."""
     loss: TokenLoss
 
@@ -82,9 +74,9 @@ def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTime
     with timer(Phase.TRAINING):
         packing = parts.policy.load_batch(batch)
     with timer(Phase.LOGPROBS):
-        if needs_old_logprobs(config.grpo):
+        if config.grpo.recomputes_old_logprobs:
             parts.policy.logprobs("old_logprobs")
-        if needs_reference_logprobs(config.grpo):
+        if config.grpo.holds_reference:
             parts.policy.logprobs("reference_logprobs")
     with timer(Phase.TRAINING):
         lr = learning_rate(step, config.grpo.steps, config.optimizer.lr, config.scheduler)
@@ -97,7 +89,7 @@ def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTime
         "lr": lr,
         "padding_fraction": packing.padding_fraction,
         "trained_tokens": packing.tokens,
-        "refit_seconds": refit.seconds,
+        "refit_seconds": {phase.value: value for phase, value in refit.seconds.items()},
         "refit_verified": refit.verified,
     }
     return StepResult(metrics, rollouts, scores)

@@ -149,20 +149,6 @@ class GrpoLoss:
         return k3(logprobs_T - batch.rollout_logprobs_T)
 
 
-def needs_old_logprobs(grpo: GrpoConfig) -> bool:
-    """Whether the trainer must compute the old policy's log-probs before it trains.
-
-    With one optimizer step a batch the old policy is the current one. The importance correction compares the trainer's
-    own log-probs of the first step with the engine's, so it needs no further pass either.
-    """
-    return grpo.optimizer_steps > 1
-
-
-def needs_reference_logprobs(grpo: GrpoConfig) -> bool:
-    """Whether a reference policy is held and evaluated."""
-    return grpo.kl_coefficient > 0
-
-
 def loss_metrics(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float | dict[str, float]]:
     """Means over tokens (and maxima) from the added-up sums of `GrpoLoss`, under the names of a metrics line.
 

@@ -17,7 +17,7 @@ from rlctl.rl.crew import Crew, start_crew
 from rlctl.rl.generator import EngineGenerator
 from rlctl.rl.grpo import GrpoParts, StepResult, train_step
 from rlctl.rl.job import Job
-from rlctl.rl.losses import GrpoLoss, needs_reference_logprobs
+from rlctl.rl.losses import GrpoLoss
 from rlctl.rl.policy import Policy
 from rlctl.rl.rewards import WorkerRewards
 from rlctl.runs.directory import Checkpoint, RunDirectory
@@ -98,7 +98,7 @@ def _parts(job: Job, crew: Crew, display: Display, resume_from: Checkpoint | Non
     )
     display.doing("loading weights")
     policy.load_hf(job.model_dir)
-    if needs_reference_logprobs(config.grpo):
+    if config.grpo.holds_reference:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
     if resume_from is not None:
