@@ -20,7 +20,7 @@ CPU_ENGINE_BYTES = 0.7 * GIB
 
 
 @lru_cache(maxsize=1024)
-def counted(facts: ModelFacts):  # noqa: ANN201 - a cached alias of `count`
+def counted(facts: ModelFacts):
     """`count`, remembered."""
     return count(facts)
 

@@ -148,7 +148,7 @@ def training_memory(
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
     worst: PhaseMemory | None = None
     tokens = choice.micro_batch_tokens / choice.cp
-    candidates = {s: None for s in (stages(facts, choice.pp)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1))}
+    candidates = dict.fromkeys(stages(facts, choice.pp)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1))
     for stage in candidates:
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)

@@ -18,7 +18,7 @@ from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import generation_memory, generation_time
-from rlctl.planner.rules import not_runnable
+from rlctl.planner.rules import family_problem, not_runnable
 from rlctl.planner.search import Request
 from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
@@ -78,7 +78,8 @@ class Plan:
     @property
     def not_runnable_because(self) -> list[str]:
         """What of the plan rlctl cannot run yet, each naming its key."""
-        return not_runnable(self.training, self.generation, self.colocated, self.backend)
+        family = family_problem(self.facts.family)
+        return ([family] if family else []) + not_runnable(self.training, self.generation, self.colocated, self.backend)
 
     @property
     def runnable(self) -> bool:

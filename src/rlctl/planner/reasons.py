@@ -102,7 +102,7 @@ def _generation_reasons(plan: Plan, request: Request) -> Iterator[Reason]:
     if g.memory_fraction is not None:
         yield Reason(
             f"generation.memory_fraction={g.memory_fraction}",
-            _given(plan, "generation.memory_fraction") or "what the sleeping policy leaves, less a margin",
+            _given(plan, "generation.memory_fraction") or "all rollouts of an engine at full length, at most what the sleeping policy leaves",
         )
     yield Reason(
         f"generation.kv_cache_bytes={int(g.kv_cache_bytes)}",

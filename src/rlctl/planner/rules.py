@@ -150,6 +150,15 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
     return found
 
 
+def family_problem(family: str) -> str | None:
+    """Why a model family cannot be trained; None: it has a file in `models/`."""
+    from rlctl.models.registry import FAMILIES
+
+    return (
+        None if family in FAMILIES else f"model.name: family {family} has no weight map yet; {', '.join(FAMILIES)} have"
+    )
+
+
 def not_runnable(
     training: TrainingChoice, generation: GenerationChoice | None, colocated: bool, backend: str
 ) -> list[str]:

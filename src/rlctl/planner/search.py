@@ -259,14 +259,21 @@ def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationC
         )
 
 
-def memory_fraction(request: Request, colocated: bool, asleep: float) -> float:
-    """Largest share of a device for vLLM: what the sleeping policy leaves, less 4% for what neither of them counts."""
+def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool, asleep: float) -> float:
+    """Share of a device for vLLM: enough for all its rollouts at full length, at most what the sleeping policy leaves."""
     pinned = request.pin("generation.memory_fraction")
     if pinned is not None:
         return pinned
+    memory = request.cluster.device.memory
     ceiling = 0.92 if request.workload.goal != "safe" else 0.85
-    left = 1 - asleep / request.cluster.device.memory - 0.04 if colocated else ceiling
-    return max(0.1, int(min(ceiling, left) * 100) / 100)
+    if colocated:
+        ceiling = min(ceiling, 1 - asleep / memory - 0.04)
+    cache = layout.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout)
+    fixed = weight_bytes(request.facts, layout) + sum(
+        overhead_bytes(request.facts, layout, request.constants).values()
+    )
+    wanted = (fixed + cache) / memory + 0.02
+    return max(0.2, int(min(ceiling, wanted) * 100) / 100)
 
 
 def generation_candidates(
@@ -302,7 +309,7 @@ def _with_cache(
     facts, workload = request.facts, request.workload
     if request.cluster.is_cpu:
         return _cpu_cache(request, layout, budget)
-    fraction = memory_fraction(request, colocated, asleep)
+    fraction = memory_fraction(request, layout, colocated, asleep)
     layout = replace(layout, memory_fraction=fraction)
     free, tokens = plan_kv(facts, layout, workload, request.cluster, request.constants)
     if tokens < workload.max_length:

@@ -1,0 +1,199 @@
+"""`rlctl plan`: how a model trains on a machine, with memory, seconds and reasons, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlctl.config.load import Resolved
+    from rlctl.models.facts import ModelFacts
+    from rlctl.planner.plan import Plan
+
+app = command_app()
+ASSUMED_GPU = "h100"
+
+Colocated = Annotated[
+    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
+]
+Goal = Annotated[str | None, typer.Option("--goal", metavar="fast|safe|frugal", help="What to aim for.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")]
+Top = Annotated[int, typer.Option("--top", min=1, help="List this many alternatives.")]
+Compare = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        "--compare", metavar="A B", help="Two plans side by side; each is pins (a=1,b=2) or a preset or YAML file."
+    ),
+]
+Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run's prediction beside what it measured.")]
+
+
+@app.command(
+    "plan",
+    epilog=examples(
+        "rlctl plan --model meta-llama/Llama-3.1-8B --preset 1node --gpu h100",
+        "rlctl plan --model Qwen/Qwen3-32B --nodes 8 --gpu h100 --max-length 16384 --explain",
+        "rlctl plan --preset 8nodes --model Qwen/Qwen2.5-72B --set training.tp=8 --set training.pp=2",
+        "rlctl plan --preset 1node --model Qwen/Qwen3-8B --compare training.tp=1 training.tp=2",
+    ),
+)
+def plan(
+    model: options.Model = None,
+    preset: options.Preset = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
+    gpu: options.Gpu = None,
+    max_length: options.MaxLength = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    mean_length: options.MeanLength = None,
+    prompts: options.Prompts = None,
+    generations: options.Generations = None,
+    backend: options.Backend = None,
+    colocated: Colocated = None,
+    goal: Goal = None,
+    explain: Explain = False,
+    top: Top = 3,
+    compare: Compare = None,
+    run: Run = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    json_: options.Json = False,
+) -> None:
+    """Work out how a model trains on a machine: parallelism, memory, seconds, and the rule behind each value.
+
+    Any value can be pinned with --set; the rest is planned around it. Needs neither GPU nor download for the models of
+    the catalog. Exit 4: no plan fits.
+    """
+    if run is not None:
+        show_run(run, json_)
+        return
+    pins = [f"generation.colocated={str(colocated).lower()}"] if colocated is not None else []
+    pins += [f"run.goal={goal}"] if goal is not None else []
+
+    def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
+        return options.resolve_config(
+            preset=over or preset, config=[*(config or []), *(files or [])], set_=[*(set_ or []), *pins, *extra],
+            model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, max_length=length(max_length, max_new_tokens),
+            max_new_tokens=new_tokens(max_length, max_new_tokens), mean_length=mean_length, prompts=prompts,
+            generations=generations, backend=backend,
+        )  # fmt: skip
+
+    if compare is not None:
+        plans = [planned(resolved_with(*side(text)), top)[0] for text in compare]
+        show_comparison(plans[0], plans[1], compare, json_)
+        return
+    made, name = planned(resolved_with([]), top)
+    show(made, name, explain, top, json_)
+
+
+def length(max_length: int | None, max_new_tokens: int | None) -> int | None:
+    """`--max-length` counts prompt and completion."""
+    if max_length is not None and max_new_tokens is not None and max_new_tokens >= max_length:
+        raise InputError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in --max-length {max_length}.",
+            "Give a longer --max-length.",
+        )
+    return max_length
+
+
+def new_tokens(max_length: int | None, max_new_tokens: int | None) -> int | None:
+    """With `--max-length` alone, completions take what a prompt of 256 tokens (or an eighth) leaves."""
+    if max_new_tokens is None and max_length is not None:
+        return max(1, max_length - min(256, max_length // 8))
+    return max_new_tokens
+
+
+def side(text: str) -> tuple[list[str], str | None, list[str]]:
+    """One side of --compare: pins, a preset, or a YAML file."""
+    if "=" in text:
+        return text.split(","), None, []
+    if text.endswith((".yaml", ".yml")):
+        return [], None, [text]
+    return [], text, []
+
+
+def planned(resolved: Resolved, top: int) -> tuple[Plan, str]:
+    """The plan of a configuration and what to call its model."""
+    from rlctl.planner.from_config import plan_from_config
+
+    name = resolved.config.model.name
+    if name is None:
+        raise InputError("There is no model to plan for.", "Give --model, or a preset that names one.")
+    made = plan_from_config(resolved.config, model_facts(name, resolved), assume=ASSUMED_GPU, top=top)
+    section = resolved.config.cluster
+    if section.gpu == "auto" and not made.cluster.is_cpu and made.cluster.device.name == ASSUMED_GPU:
+        from rlctl.planner.from_config import local_gpus
+
+        if not local_gpus():
+            message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
+    return made, name
+
+
+def model_facts(name: str, resolved: Resolved) -> ModelFacts:
+    """Facts from a local directory's configuration, the catalog, or the hub's configuration, in this order."""
+    import json
+
+    from rlctl.models.catalog import lookup, near
+    from rlctl.models.registry import facts_from_hf_config
+
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        facts = lookup(name)
+        if facts is not None:
+            return facts
+        from rlctl.checkpoints.source import resolve_model
+
+        try:
+            directory = resolve_model(name, resolved.config.model.revision, weights=False, tell=message).directory
+        except InputError as error:
+            close = near(name)
+            raise InputError(
+                error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
+            ) from error
+    path = directory / "config.json"
+    if not path.exists():
+        raise InputError(
+            f"--model {name}: no config.json in {directory}.", "Give a Hugging Face directory or a hub name."
+        )
+    return facts_from_hf_config(json.loads(path.read_text()))
+
+
+def show(made: Plan, name: str, explain: bool, top: int, json_: bool) -> None:
+    from rlctl.planner.explain import explain as arithmetic
+    from rlctl.planner.render import plan_json, plan_text
+
+    if json_:
+        data = {"model": name} | plan_json(made)
+        data["alternatives"] = [plan_json(other) for other in made.alternatives[:top]]
+        if explain:
+            data["explain"] = arithmetic(made).splitlines()
+        print_json(data)
+        return
+    typer.echo(plan_text(made, name))
+    if explain:
+        typer.echo("\n" + arithmetic(made))
+
+
+def show_comparison(left: Plan, right: Plan, names: tuple[str, str], json_: bool) -> None:
+    from rlctl.planner.render import compare_text, plan_json
+
+    if json_:
+        print_json({"plans": [plan_json(left), plan_json(right)], "names": list(names)})
+    else:
+        typer.echo(compare_text(left, right, names))
+
+
+def show_run(run: Path, json_: bool) -> None:
+    from rlctl.planner.against import compare_run, comparison_text
+
+    rows = compare_run(run)
+    if json_:
+        print_json({"run": str(run), "phases": [vars(row) | {"ratio": row.ratio} for row in rows]})
+    else:
+        typer.echo(comparison_text(rows, run))

@@ -1,0 +1,83 @@
+"""Prediction against measurement of a finished run: by phase, and which constant is off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlctl.errors import InputError
+from rlctl.telemetry.phases import Phase
+
+SUSPECTS = {
+    Phase.GENERATION: "decode_bandwidth_efficiency, decode_step_s or length_sigma (CPU: CPU_DECODE_EFFICIENCY)",
+    Phase.REWARD: "reward_s",
+    Phase.LOGPROBS: "matmul_efficiency (CPU: CPU_MATMUL_EFFICIENCY)",
+    Phase.TRAINING: "matmul_efficiency or packing_fill (CPU: CPU_MATMUL_EFFICIENCY)",
+    Phase.REFIT: "refit_bytes_per_s or refit_fixed_s",
+    Phase.OTHER: "other_s",
+}
+TOLERANCE = 0.3
+
+
+@dataclass(frozen=True)
+class PhaseComparison:
+    """Seconds of a phase in a step: predicted, and the median measured."""
+
+    phase: str
+    predicted: float
+    measured: float
+    suspect: str | None
+    """The constant to look at, where prediction and measurement differ by more than 30%."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured."""
+        return self.predicted / self.measured if self.measured else None
+
+
+def measured_seconds(run: Path) -> dict[str, float]:
+    """Median seconds of each phase over the steps of a run, the first step left out where there are more."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        raise InputError(f"--run {run}: there is no metrics.jsonl.", "Give the directory of a run that took a step.")
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    steps = [line["seconds"] for line in lines if "seconds" in line]
+    if not steps:
+        raise InputError(f"--run {run}: no step has finished.", "Give the directory of a run that took a step.")
+    steady = steps[1:] or steps
+    return {phase: median(step.get(phase, 0.0) for step in steady) for phase in [*Phase, "total"]}
+
+
+def recorded_plan(run: Path) -> dict[str, Any]:
+    """The plan in the run's manifest."""
+    path = run / "manifest.json"
+    if not path.exists():
+        raise InputError(f"--run {run}: there is no manifest.json.", "Give the directory of a run.")
+    plan = json.loads(path.read_text()).get("plan")
+    if not isinstance(plan, dict) or "seconds" not in plan:
+        raise InputError(f"--run {run}: its manifest holds no plan with predicted seconds.")
+    return plan
+
+
+def compare_run(run: Path) -> list[PhaseComparison]:
+    """One row a phase, and the total."""
+    predicted, measured = recorded_plan(run)["seconds"], measured_seconds(run)
+    rows = []
+    for phase in [*Phase, "total"]:
+        expected, seen = float(predicted.get(phase, 0.0)), measured[phase]
+        off = abs(expected - seen) > TOLERANCE * max(seen, 1e-9) and abs(expected - seen) > 0.05 * measured["total"]
+        rows.append(PhaseComparison(str(phase), expected, seen, SUSPECTS.get(phase) if off else None))
+    return rows
+
+
+def comparison_text(rows: list[PhaseComparison], run: Path) -> str:
+    """A table, and what to look at."""
+    lines = [f"{run}", f"  {'phase':<12}{'predicted s':>13}{'measured s':>13}{'ratio':>8}"]
+    for row in rows:
+        ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
+        mark = f"  look at {row.suspect}" if row.suspect else ""
+        lines.append(f"  {row.phase:<12}{row.predicted:>13.2f}{row.measured:>13.2f}{ratio:>8}{mark}")
+    return "\n".join(lines)

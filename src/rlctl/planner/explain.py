@@ -1,0 +1,105 @@
+"""The arithmetic behind a plan: the numbers that went into its memory and its seconds, step by step."""
+
+from __future__ import annotations
+
+from rlctl.planner import memory as mem
+from rlctl.planner import time as timing
+from rlctl.planner.cluster import GIB
+from rlctl.planner.constants import DEFAULTS, Constants
+from rlctl.planner.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
+from rlctl.planner.parameters import count
+from rlctl.planner.plan import Plan
+from rlctl.planner.stages import Stage, rank_parameters, stages
+
+
+def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
+    """Lines of arithmetic for memory, training, generation and refit."""
+    lines = [
+        "model",
+        *_model(plan),
+        "memory in training",
+        *_memory(plan, constants),
+        "training",
+        *_training(plan, constants),
+    ]
+    if plan.generation is not None:
+        lines += ["generation", *_generation(plan, constants), "refit", *_refit(plan, constants)]
+    return "\n".join(line if line[0] != " " else line for line in lines)
+
+
+def _model(plan: Plan) -> list[str]:
+    parts = count(plan.facts)
+    f = plan.facts
+    return [
+        f"  {parts.total / 1e9:.3f}B parameters = embedding {parts.embedding / 1e9:.3f} + head {parts.head / 1e9:.3f} + "
+        f"{f.layers} layers {parts.layers / 1e9:.3f} (experts {parts.experts / 1e9:.3f}); {parts.active / 1e9:.3f}B for each token",
+    ]
+
+
+def _fullest(plan: Plan, constants: Constants) -> Stage:
+    def total(stage: Stage) -> float:
+        states = sum(mem.state_bytes(plan.facts, stage, plan.training).values())
+        return states + mem.activation_bytes(plan.facts, stage, plan.training, plan.micro_batches, constants)
+
+    return max(stages(plan.facts, plan.training.pp), key=total)
+
+
+def _memory(plan: Plan, constants: Constants) -> list[str]:
+    t, stage = plan.training, _fullest(plan, constants)
+    params = rank_parameters(plan.facts, stage, t)
+    states = mem.state_bytes(plan.facts, stage, t)
+    per_token = mem.layer_activation_bytes(plan.facts, t, stage.moe_layers > 0, constants)
+    element = mem.element_bytes(t)
+    return [
+        f"  fullest stage: {stage.layers} layers{', embedding' * stage.embedding}{', head' * stage.head}; "
+        f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.tp}), {params.experts / 1e9:.3f}B in experts (EP {t.ep} x ETP {t.etp})",
+        f"  weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x {states['weights'] / params.total:.2f} bytes; "
+        f"gradients {states['gradients'] / GIB:.2f}",
+        f"  optimizer {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / {t.dp * t.cp} ranks + experts / {t.expert_dp})",
+        f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, {stage.layers} layers, "
+        f"up to {min(stage.in_flight, plan.micro_batches)} micro-batches at once, recompute {t.recompute}",
+    ]
+
+
+def _training(plan: Plan, constants: Constants) -> list[str]:
+    facts, cluster, t, w = plan.facts, plan.cluster, plan.training, plan.workload
+    time = timing.training_time(facts, t, w, cluster, plan.colocated, constants)
+    number, tokens = timing.micro_batches(t, w, constants)
+    f = time.forward
+    rate = timing.matmul_rate(facts, t, cluster, tokens / t.cp, constants)
+    passes = {"none": 3.0, "selective": 3.15, "full": 4.0}[t.recompute]
+    return [
+        f"  {w.tokens(constants.length_sigma):.0f} tokens a step = {w.samples} rollouts x ({w.prompt_tokens} + "
+        f"{w.lengths(constants.length_sigma).mean:.0f}); {number} micro-batches of {tokens:.0f} tokens a rank, {w.optimizer_steps} optimizer steps",
+        f"  forward of a micro-batch {1e3 * f.total:.1f} ms: compute {1e3 * f.compute:.1f} at {rate / 1e12:.2f} TFLOP/s, tensor "
+        f"{1e3 * f.tensor:.1f}, experts {1e3 * f.expert:.1f}, context {1e3 * f.context:.1f}; host at least {1e3 * f.host:.1f}",
+        f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes; bubble {time.bubble:.2f} = (PP - 1) / VPP "
+        f"micro-batches; data parallel {time.data:.2f}; update {time.optimizer:.2f}; onload {time.onload:.2f}",
+    ]
+
+
+def _generation(plan: Plan, constants: Constants) -> list[str]:
+    assert plan.generation is not None
+    g = plan.generation
+    time = generation_time(plan.facts, g, plan.workload, plan.cluster, constants)
+    lengths = plan.workload.lengths(constants.length_sigma)
+    return [
+        f"  weights {weight_bytes(plan.facts, g) / GIB:.2f} GiB, KV {kv_bytes_per_token_on_device(plan.facts, g):.0f} bytes a token a device",
+        f"  lengths: mean {lengths.mean:.0f}, longest {lengths.longest:.0f} of {lengths.limit:.0f} (log-normal, sigma {constants.length_sigma:g})",
+        f"  {time.steps:.0f} decode steps, {1e3 * time.first_step:.1f} ms with {min(g.max_concurrent, plan.workload.samples // g.replicas)} sequences "
+        f"down to {1e3 * time.last_step:.1f} ms with the last: {time.decode:.1f} s; prefill {time.prefill:.1f} s",
+    ]
+
+
+def _refit(plan: Plan, constants: Constants) -> list[str]:
+    payload = count(plan.facts).total * (4 if plan.training.precision == "float32" else 2)
+    seconds = timing.refit_time(
+        plan.facts,
+        plan.training,
+        plan.cluster,
+        plan.colocated,
+        2.0,
+        plan.generation.tp if plan.generation else 1,
+        constants,
+    )
+    return [f"  {payload / 1e9:.2f} GB in {timing.tensor_count(plan.facts)} tensors by {plan.mover}: {seconds:.2f} s"]

@@ -1,0 +1,152 @@
+"""A plan as JSON for programs and as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rlctl.planner.cluster import GIB
+from rlctl.planner.parameters import count
+from rlctl.planner.plan import Plan
+from rlctl.telemetry.phases import Phase
+
+TRAINING_KEYS = (
+    "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
+    "optimizer_offload", "precision", "threads",
+)  # fmt: skip
+GENERATION_KEYS = (
+    "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "kv_cache_tokens", "max_concurrent",
+    "max_batched_tokens", "threads",
+)  # fmt: skip
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The object of `rlctl plan --json`; memory in GiB, seconds a step."""
+    training = {"backend": plan.backend} | {key: getattr(plan.training, key) for key in TRAINING_KEYS}
+    training |= {"accumulation": plan.micro_batches, "world_size": plan.training.world_size}
+    generation = None
+    if plan.generation is not None:
+        generation = {key: getattr(plan.generation, key) for key in GENERATION_KEYS}
+        generation["kv_cache_bytes"] = int(plan.generation.kv_cache_bytes)
+    return {
+        "fits": True,
+        "runnable": plan.runnable,
+        "not_runnable_because": plan.not_runnable_because,
+        "cluster": cluster_json(plan),
+        "training": training,
+        "generation": generation,
+        "colocated": plan.colocated,
+        "mover": plan.mover,
+        "memory_gib": {phase: memory.gib() for phase, memory in plan.memory.items()},
+        "host_memory_gib": round(plan.host_memory / GIB, 2),
+        "seconds": {phase.value: round(seconds, 3) for phase, seconds in plan.seconds.items()}
+        | {"total": round(plan.total_s, 3)},
+        "tokens_per_s_per_gpu": round(plan.tokens_per_s_per_gpu, 2),
+        "mfu": round(plan.mfu, 4),
+        "reasons": [{"value": reason.value, "rule": reason.rule} for reason in plan.reasons],
+        "rejected": [{"plan": other.plan, "why": other.why} for other in plan.rejected],
+    }
+
+
+def cluster_json(plan: Plan) -> dict[str, Any]:
+    """The machine that the plan is for."""
+    cluster = plan.cluster
+    return {
+        "gpu": cluster.device.name,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "memory_gib": round(cluster.device.memory / GIB, 1),
+        "rates": cluster.origin,
+    }
+
+
+def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
+    """The plan as a page of text."""
+    lines = [f"{model} ({_billions(plan)}) on {plan.cluster.describe()}", ""]
+    lines += [f"  training    {plan.backend}  {plan.training.name()}, {plan.training.precision}"]
+    lines += [
+        f"              rows of {plan.training.micro_batch_tokens} tokens, {plan.micro_batches} a rank and optimizer step"
+        f", {plan.workload.optimizer_steps} optimizer step{'s' * (plan.workload.optimizer_steps > 1)}"
+    ]
+    if plan.generation is not None:
+        g = plan.generation
+        share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
+        lines += [
+            f"  generation  vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {g.kv_cache_tokens} tokens"
+        ]
+        where = "on the same devices" if plan.colocated else "on devices of their own"
+        lines += [f"              at most {g.max_concurrent} sequences a replica, {where}; refit by {plan.mover}"]
+    lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
+    if not plan.runnable:
+        lines += ["", "  not runnable yet", *(f"    {why}" for why in plan.not_runnable_because)]
+    if reasons:
+        lines += ["", "  why", *_aligned((reason.value, reason.rule) for reason in plan.reasons)]
+        lines += ["", "  not chosen", *(f"    {other.plan}: {other.why}" for other in plan.rejected)]
+    return "\n".join(lines)
+
+
+def _billions(plan: Plan) -> str:
+    parts = count(plan.facts)
+    total = f"{parts.total / 1e9:.1f}B" if parts.total >= 1e9 else f"{parts.total / 1e6:.0f}M"
+    return total if plan.facts.moe is None else f"{total}, {parts.active / 1e9:.1f}B active"
+
+
+def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    listed = list(pairs)
+    width = max((len(left) for left, _ in listed), default=0)
+    return [f"    {left:<{width}}  {right}" for left, right in listed]
+
+
+def _memory_table(plan: Plan) -> list[str]:
+    """One column a phase, one line a part."""
+    phases = list(plan.memory)
+    unit = "process" if plan.cluster.is_cpu else "GPU"
+    rows = [f"  memory, GiB a {unit:<14}" + "".join(f"{phase:>12}" for phase in phases)]
+    for part in dict.fromkeys(name for memory in plan.memory.values() for name in memory.parts):
+        values = [plan.memory[phase].parts.get(part, 0.0) / GIB for phase in phases]
+        if max(values) >= 0.01:
+            rows.append(f"    {part:<24}" + "".join(f"{value:>12.2f}" if value else f"{'':>12}" for value in values))
+    rows.append(f"    {'total':<24}" + "".join(f"{plan.memory[phase].total / GIB:>12.2f}" for phase in phases))
+    available = plan.cluster.device.memory / GIB
+    rows.append(
+        f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:.0f} GiB of {plan.cluster.device.host_memory / GIB:.0f}"
+    )
+    return rows
+
+
+def _seconds_table(plan: Plan) -> list[str]:
+    parts = "  ".join(f"{phase.value} {plan.seconds[phase]:.1f}" for phase in Phase if plan.seconds[phase])
+    devices = "node" if plan.cluster.is_cpu else "GPU"
+    return [
+        f"  seconds a step, predicted   {parts}  total {plan.total_s:.1f}",
+        f"    {plan.tokens_per_s_per_gpu:.0f} tokens/s a {devices}, MFU {plan.mfu:.0%} while training",
+    ]
+
+
+def compare_text(left: Plan, right: Plan, names: tuple[str, str]) -> str:
+    """Two plans side by side; lines that differ are marked."""
+    rows = [("", *names)]
+    for (key, a), (_, b) in zip(_flat(left), _flat(right), strict=True):
+        rows.append((key, _cell(a), _cell(b)))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        f"{'*' if i and row[1] != row[2] else ' '} {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}"
+        for i, row in enumerate(rows)
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def _flat(plan: Plan) -> list[tuple[str, Any]]:
+    data = plan_json(plan)
+    rows: list[tuple[str, Any]] = [(key, data[key]) for key in ("runnable", "colocated", "mover")]
+    rows += [(f"training.{key}", data["training"][key]) for key in ("backend", *TRAINING_KEYS, "accumulation")]
+    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in GENERATION_KEYS]
+    for phase in ("training", "logprobs", "refit", "generation"):
+        rows.append((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total")))
+    rows += [(f"seconds.{key}", value) for key, value in data["seconds"].items()]
+    return [*rows, *((key, data[key]) for key in ("host_memory_gib", "tokens_per_s_per_gpu", "mfu"))]
