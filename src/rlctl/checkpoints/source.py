@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,3 +139,13 @@ def read_object(directory: Path, file: str, hint: str) -> dict:
     if not isinstance(value, dict):
         raise InputError(f"{directory / file} does not hold a JSON object.", "Download the file again.")
     return value
+
+
+def stored_parameters(directory: Path) -> int:
+    """Elements of all tensors in a directory's safetensors files, read from their headers; 0 where there are none."""
+    total = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total

@@ -1,0 +1,91 @@
+"""`rlctl doctor`: is this machine fit, and what to do where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.errors import MachineError
+
+if TYPE_CHECKING:
+    from rlctl.config.schema import RlctlConfig
+    from rlctl.doctor.check import Check
+    from rlctl.doctor.examine import Wanted
+
+app = command_app()
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+@app.command(
+    "doctor",
+    epilog=examples(
+        "rlctl doctor", "rlctl doctor --preset 1node --model meta-llama/Llama-3.1-8B", "rlctl doctor --json"
+    ),
+)
+def doctor(
+    preset: options.Preset = None,
+    model: options.Model = None,
+    gpu: options.Gpu = None,
+    gpus_per_node: options.GpusPerNode = None,
+    run_dir: options.RunDir = None,
+    ray_address: options.RayAddress = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    json_: options.Json = False,
+) -> None:
+    """Check this machine, line by line, with a fix for each problem; exit 3 when something needed is not fit.
+
+    Without a preset it checks for what the laptop preset needs; with one, for what that preset asks for.
+    """
+    from rlctl.doctor.examine import examine
+
+    resolved = options.resolve_config(
+        preset=preset, config=config, set_=set_, model=model, gpu=gpu, gpus_per_node=gpus_per_node,
+        run_dir=run_dir, ray_address=ray_address,
+    )  # fmt: skip
+    checks = []
+    for check in examine(wanted(resolved.config)):
+        checks.append(check)
+        if not json_:
+            show(check)
+    if json_:
+        print_json({"checks": [check.to_json() for check in checks]})
+    failed = [check.name for check in checks if check.status == "fail"]
+    if failed:
+        raise MachineError(f"not fit: {', '.join(failed)}.")
+    message("Everything that is needed is fit.")
+
+
+def show(check: Check) -> None:
+    typer.echo(f"{MARKS[check.status]}  {check.name:<19} {check.detail}")
+    if check.fix:
+        typer.echo(f"{'':26}-> {check.fix}")
+
+
+def wanted(config: RlctlConfig) -> Wanted:
+    """What this configuration asks of the machine."""
+    from rlctl.doctor.examine import Wanted
+
+    return Wanted(
+        gpus_per_node=0 if config.cluster.gpu == "cpu" else config.cluster.gpus_per_node or 0,
+        gpu=config.cluster.gpu,
+        parameters=parameters(config.model.name, config.model.revision),
+        run_directory=Path(config.run.dir or "runs"),
+        ray_address=config.cluster.ray_address,
+    )
+
+
+def parameters(name: str | None, revision: str | None) -> int:
+    """Parameters of the model, from the catalog or its weights in a local directory; 0 where neither knows it."""
+    from rlctl.checkpoints.source import stored_parameters
+    from rlctl.models import catalog
+    from rlctl.planner.parameters import count
+
+    if name is None:
+        return 0
+    facts = catalog.lookup(name)
+    return count(facts).total if facts is not None else stored_parameters(Path(name).expanduser())

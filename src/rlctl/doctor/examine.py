@@ -1,0 +1,47 @@
+"""Runs all checks for what is wanted of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.checkpoints.places import converted_directory
+from rlctl.doctor import hardware, network, places, software
+from rlctl.doctor.check import Check
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the machine should be fit for; the defaults are the laptop preset's needs."""
+
+    gpus_per_node: int = 0
+    gpu: str = "auto"
+    parameters: int = 0
+    """Parameters of the model; 0: not known."""
+    run_directory: Path = Path("runs")
+    ray_address: str | None = None
+
+
+def examine(wanted: Wanted) -> Iterator[Check]:
+    """All checks, each as soon as it is done."""
+    gpus = hardware.list_gpus()
+    versions = software.installed_versions()
+    yield software.check_python()
+    yield software.check_engines(versions)
+    yield software.check_packages(versions)
+    yield software.check_torch_companions(versions)
+    yield software.check_transformer_engine(len(gpus), versions)
+    yield hardware.check_cpu()
+    yield hardware.check_gpus(wanted.gpus_per_node, wanted.gpu, gpus)
+    yield hardware.check_memory(wanted.parameters, wanted.gpus_per_node)
+    yield hardware.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
+    yield hardware.check_open_files()
+    yield places.check_run_directory(wanted.parameters, wanted.run_directory)
+    yield places.check_converted_models(wanted.parameters)
+    yield places.check_cache()
+    yield places.check_ray_directory()
+    yield network.check_ray(wanted.ray_address)
+    if wanted.ray_address:
+        yield network.check_nodes(wanted.ray_address, converted_directory())
+    yield network.check_hub()

@@ -1,0 +1,81 @@
+"""Checks of the directories that rlctl writes to: there, writable, with space."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from rlctl.checkpoints.laptop_model import cache_directory
+from rlctl.checkpoints.places import converted_directory
+from rlctl.doctor.check import GIB, Check, gib
+
+LEAST_SPACE = 2 * GIB
+# A run's checkpoint: weights and two Adam moments in float32. A converted model: bfloat16.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+CONVERTED_BYTES_PER_PARAMETER = 2
+# Linux: sun_path of a Unix socket. Ray appends about 65 characters to its temporary directory.
+LONGEST_RAY_DIRECTORY = 107 - 65
+
+
+def check_directory(name: str, directory: Path, needed: int, fix: str, free: int | None = None) -> Check:
+    """`directory` exists or can be made, takes a file, and has `needed` bytes free."""
+    place = nearest_existing(directory)
+    problem = write_problem(place)
+    if problem:
+        return Check(name, "fail", f"{directory}: {problem}", fix)
+    free = psutil.disk_usage(str(place)).free if free is None else free
+    detail = f"{directory}{'' if directory.exists() else ' (made when needed)'}: {gib(free)} free, {gib(needed)} needed"
+    return Check(name, "ok", detail) if free >= needed else Check(name, "fail", detail, fix)
+
+
+def nearest_existing(directory: Path) -> Path:
+    """`directory`, or the first of its parents that exists."""
+    directory = directory.expanduser().absolute()
+    return next(place for place in (directory, *directory.parents) if place.exists())
+
+
+def write_problem(place: Path) -> str | None:
+    """Why no file can be written in `place`, or None: tried with a real file, since modes do not tell it all."""
+    if not place.is_dir():
+        return f"{place} is not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"rlctl")
+            file.flush()
+    except OSError as error:
+        return f"no file can be written in {place} ({error.strerror})"
+    return None
+
+
+def check_run_directory(parameters: int = 0, directory: Path = Path("runs"), free: int | None = None) -> Check:
+    """Space for a run with two checkpoints of a model of `parameters`."""
+    needed = max(LEAST_SPACE, 2 * parameters * CHECKPOINT_BYTES_PER_PARAMETER)
+    return check_directory("run-directory", directory, needed, "Choose another place with --run-dir.", free)
+
+
+def check_converted_models(parameters: int = 0, directory: Path | None = None, free: int | None = None) -> Check:
+    """Space for a converted model of `parameters` where all nodes look for it."""
+    needed = max(LEAST_SPACE, parameters * CONVERTED_BYTES_PER_PARAMETER)
+    fix = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory that every node can read and write."
+    return check_directory("converted-models", directory or converted_directory(), needed, fix, free)
+
+
+def check_cache(directory: Path | None = None, free: int | None = None) -> Check:
+    """Space in rlctl's own cache for the laptop preset's model."""
+    fix = "Set RLCTL_CACHE_DIR to a writable directory with space."
+    return check_directory("cache", directory or cache_directory(), GIB, fix, free)
+
+
+def check_ray_directory(directory: Path | None = None) -> Check:
+    """Ray's temporary directory takes files, and its path leaves room for the names of Ray's sockets."""
+    directory = directory or Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    problem = write_problem(nearest_existing(directory))
+    if problem:
+        return Check("ray-directory", "fail", problem, "Set RAY_TMPDIR to a writable directory.")
+    if len(str(directory)) > LONGEST_RAY_DIRECTORY:
+        detail = f"{directory} is too long for the names of Ray's sockets"
+        return Check("ray-directory", "fail", detail, f"Set RAY_TMPDIR to at most {LONGEST_RAY_DIRECTORY} characters.")
+    return Check("ray-directory", "ok", f"{directory} is writable")
