@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import PromptRow, limited, row_from_record
+from rlctl.data.prompts import PromptRow, instructions, limited, row_from_record
 from rlctl.errors import InputError, MachineError
 
 
@@ -19,10 +19,11 @@ class FilePrompts:
 
     task = None
 
-    def __init__(self, label: str, rows: list[PromptRow], sha256: str) -> None:
+    def __init__(self, label: str, rows: list[PromptRow], sha256: str, instructions: str = "") -> None:
         if not rows:
             raise InputError(f"{label} has no rows.", "Give a file with at least one prompt.")
-        self.label, self._rows, self._sha256 = label, rows, sha256
+        self.label, self.instructions = label, instructions
+        self._rows, self._sha256 = rows, sha256
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -42,7 +43,7 @@ def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
             row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
             for index, (number, line) in enumerate(islice(filled, data.size))
         ]
-    return FilePrompts(str(path), rows, _sha256(path))
+    return FilePrompts(str(path), rows, _sha256(path), instructions(data))
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
             ]
     except pyarrow.ArrowException as error:
         raise InputError(f"{path} is not a parquet file that can be read: {error}") from error
-    return FilePrompts(str(path), rows, _sha256(path))
+    return FilePrompts(str(path), rows, _sha256(path), instructions(data))
 
 
 def _records(table: Any) -> Iterator[dict[str, Any]]:

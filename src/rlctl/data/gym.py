@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import GYM_PREFIX, GymTask, PromptRow, suggest
+from rlctl.data.prompts import GYM_PREFIX, GymTask, PromptRow, instructions, suggest
 from rlctl.errors import InputError, MachineError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ DEFAULT_SIZE = 10_000
 class GymPrompts:
     """The questions of one task. Row i is a function of (task, parameters, seed, i)."""
 
-    def __init__(self, label: str, task: GymTask) -> None:
-        self.label, self.task = label, task
+    def __init__(self, label: str, task: GymTask, instructions: str = "") -> None:
+        self.label, self.task, self.instructions = label, task, instructions
         self._dataset = build_task(task)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
             )
     defaults = {"seed": seed, "size": DEFAULT_SIZE}
     defaults |= {"size": data.size} if data.size is not None else {}
-    return GymPrompts(name, GymTask(task_name, {**defaults, **params}))
+    return GymPrompts(name, GymTask(task_name, {**defaults, **params}), instructions(data))
 
 
 def build_task(task: GymTask) -> ProceduralDataset:

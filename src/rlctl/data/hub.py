@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import PromptRow, limited, require_fields, row_from_record, suggest
+from rlctl.data.prompts import PromptRow, instructions, limited, require_fields, row_from_record, suggest
 from rlctl.errors import InputError, MachineError
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ class HubPrompts:
         if len(dataset) == 0:
             raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
         require_fields(dataset.column_names, data, f"Dataset {label}")
-        self.label, self._dataset, self._data = label, dataset, data
+        self.label, self.instructions = label, instructions(data)
+        self._dataset, self._data = dataset, data
         self._rows = limited(len(dataset), data.size)
         for index in range(min(self._rows, CHECKED_ROWS)):
             self[index]

@@ -1,6 +1,6 @@
 """Where prompts come from: one row a question, with its reference answer and whatever else the source knows of it.
 
-`open_prompts` turns `data.name` into a source: a reasoning-gym task, a JSONL or parquet file, or a Hugging Face dataset.
+`open_prompts` turns `data.name` into a source: a reasoning-gym task, a JSONL or parquet file, a Hugging Face dataset.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class PromptSource(Protocol):
     """What the user called it."""
     task: GymTask | None
     """The task, where it brings its own scorer."""
+    instructions: str
+    """What the system prompt and the suffix add to every prompt."""
 
     def __len__(self) -> int: ...
 
@@ -84,7 +86,7 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
         return open_gym(name, data, seed)
     if data.params:
         raise InputError(
-            f"data.params ({', '.join(data.params)}) are parameters of a reasoning-gym task, but data.name is {name!r}.",
+            f"data.params ({', '.join(data.params)}) belong to a reasoning-gym task, but data.name is {name!r}.",
             "Remove them, or clear those of a preset with --set data.params={}.",
         )
     suffix = Path(name).suffix.lower()
@@ -164,6 +166,11 @@ def _final_answer(answer: Any) -> Any:
     if isinstance(answer, str) and "\n#### " in answer:
         return answer.rsplit("\n#### ", 1)[1].strip()
     return answer
+
+
+def instructions(data: DataConfig) -> str:
+    """What is said to the model beside the rows themselves."""
+    return "\n".join(filter(None, (data.system_prompt, data.prompt_suffix)))
 
 
 def limited(rows: int, size: int | None) -> int:

@@ -26,7 +26,7 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        # what transformers raises for missing and damaged files, unknown classes, code not trusted, and a hub out of reach
+        # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
         first = str(error).strip().splitlines()[:1]
         raise InputError(
             f"{origin} has no tokenizer that can be loaded: {first[0] if first else type(error).__name__}",

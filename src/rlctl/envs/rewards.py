@@ -1,0 +1,91 @@
+"""From the configured reward to a plan that is known to work, before anything expensive starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlctl.config.schema import RewardConfig, RewardTerm
+from rlctl.data.prompts import PromptSource, suggest
+from rlctl.envs.extraction import choose_extraction, written_as
+from rlctl.envs.plan import RewardPlan
+from rlctl.envs.scorers import BUILT_IN, is_built_in
+from rlctl.envs.scoring_child import Work
+from rlctl.envs.scoring_process import ScoringProcess
+from rlctl.envs.user_function import split_reference
+from rlctl.errors import InputError
+
+
+def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
+    """The plan for this reward on this source, every scorer tried once on the first row's reference answer.
+
+    Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
+    """
+    terms = _checked_terms(reward, source)
+    if reward.extract == "auto":
+        extraction, reason = choose_extraction(source)
+    else:
+        extraction, reason = reward.extract, None
+    plan = RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms, source), reward.timeout_s)
+    return dataclasses.replace(plan, notes=_trial(plan, source))
+
+
+def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTerm, ...]:
+    """The terms, with paths made absolute; a task's own scorer where none are given."""
+    terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
+    if not terms:
+        raise InputError(
+            f"No reward: {source.label} brings no scorer of its own.",
+            "Give --reward exact-match, math-verify or path/to/file.py:function.",
+        )
+    checked = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
+    names = [term.name for term in checked]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"Reward {name!r} is given twice.", "Give it once, with the sum of the weights.")
+    return checked
+
+
+def _checked_name(name: str, source: PromptSource) -> str:
+    """The name as the scoring process understands it, if it fits the data."""
+    if not is_built_in(name):
+        if ":" in name or name.endswith(".py"):
+            path, function = split_reference(name)
+            return f"{path}:{function}"
+        hint = suggest(name, BUILT_IN) or f"Rewards are {', '.join(BUILT_IN)} and path/to/file.py:function."
+        raise InputError(f"Unknown reward {name!r} (--reward).", hint)
+    if name == "task":
+        if source.task is None:
+            raise InputError(
+                f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none.",
+                "Use exact-match, math-verify or path/to/file.py:function.",
+            )
+    elif source[0].answer is None:
+        raise InputError(
+            f"Reward {name!r} compares with a reference answer, and {source[0].where} has none.",
+            "Name the field that holds it with --set data.answer_field=...",
+        )
+    return name
+
+
+def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> str | None:
+    """The scorer that decides accuracy: the task's own, or else one of the terms, or else an exact match."""
+    if source.task is not None:
+        return "task"
+    for term in terms:
+        if term.name in ("math-verify", "exact-match"):
+            return term.name
+    return None if source[0].answer is None else "exact-match"
+
+
+def _trial(plan: RewardPlan, source: PromptSource) -> tuple[str, ...]:
+    """Scores the first row's own answer with every scorer; notes on those that do not find it right."""
+    row = source[0]
+    completion = written_as(str(row.answer if row.answer is not None else ""), plan.extraction)
+    with ScoringProcess(plan) as process:
+        scores = process.score([Work(index, completion, row) for index in range(len(plan.scorers))])
+    return tuple(
+        f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
+        + (f" ({score.failure})" if score.failure else "")
+        for name, score in zip(plan.scorers, scores, strict=True)
+        if is_built_in(name) and score.value < 1 and row.answer is not None
+    )
