@@ -1,0 +1,151 @@
+"""The command line itself: help, errors, exit codes, and the one object of --json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl import __version__, cli
+from rlctl.commands.output import JsonMode
+from rlctl.errors import ConfigError, MachineError, NoPlanError, RlctlError, VerificationError, WorkerError
+
+RLCTL = Path(sys.executable).with_name("rlctl")
+
+
+@pytest.fixture(autouse=True)
+def fresh_json_mode() -> Iterator[None]:
+    JsonMode.wanted = JsonMode.printed = False
+    yield
+    JsonMode.wanted = JsonMode.printed = False
+
+
+def rlctl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed command as a user does."""
+    import os
+
+    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+    env = os.environ | environment
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=env)
+
+
+def paths_below(path: list[str], command: Any) -> Iterator[list[str]]:
+    """The path of a command and of all its subcommands: ["train"], ["train", "grpo"], ..."""
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        yield from paths_below([*path, name], child)
+
+
+def test_version() -> None:
+    done = rlctl("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"rlctl {__version__}")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_help_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in paths_below([name], cli.load_command(name)):
+        assert cli.run([*path, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"  rlctl {' '.join(path)}" in text.partition("Examples:")[2], text
+
+
+def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text and summary in text for name, (_, summary) in cli.COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["trian"], "Did you mean 'train'"),
+        (["config", "show", "--preset", "laptpo"], "`laptop`"),
+        (["config", "show", "--set", "grpo.stepps=3"], "`grpo.steps`"),
+        (["config", "show", "--set", "grpo.steps=none-at-all"], "`grpo.steps` = 'none-at-all' (--set)"),
+        (["config", "show", "--config", "absent.yaml"], "absent.yaml"),
+        (["config", "show", "--colour"], "--colour"),
+        (["train", "grpo", "--backend", "megatorn"], "megatorn"),
+    ],
+)
+def test_wrong_input_exits_2_with_one_message(arguments: list[str], named: str) -> None:
+    done = rlctl(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = rlctl("config", "show", "--set", "a.b=1", RLCTL_DEBUG="1")
+    assert "Traceback" in done.stderr
+    assert "ConfigError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RlctlError("x"), 1),
+        (WorkerError("x"), 1),
+        (ConfigError("x"), 2),
+        (MachineError("x"), 3),
+        (NoPlanError("x"), 4),
+        (VerificationError("x"), 5),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "load_command", fail)
+    assert cli.run(["doctor"]) == code
+    assert capsys.readouterr().out == ""
+
+
+def test_json_errors_are_one_object_on_stdout() -> None:
+    done = rlctl("config", "show", "--set", "grpo.stepps=3", "--json")
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert error["kind"] == "ConfigError"
+    assert "grpo.stepps" in error["message"]
+    assert error["exit_code"] == 2
+
+
+def test_json_is_printed_once_when_a_check_fails() -> None:
+    done = rlctl("doctor", "--json", "--gpu", "h100", "--gpus-per-node", "4096")
+    assert done.returncode == 3
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["gpus"]["status"] == "fail"
+    assert checks["gpus"]["fix"]
+    assert set(checks["python"]) == {"name", "status", "detail", "fix"}
+
+
+def test_presets_are_listed_shown_and_copied(tmp_path: Path) -> None:
+    listed = json.loads(rlctl("presets", "ls", "--json").stdout)["presets"]
+    assert [preset["name"] for preset in listed][:3] == ["laptop", "1gpu", "1node"]
+    shown = json.loads(rlctl("presets", "show", "8nodes", "--json").stdout)["values"]
+    assert shown["cluster.nodes"] == {"value": 8, "origin": "preset 8nodes"}
+    assert shown["cluster.gpus_per_node"] == {"value": 8, "origin": "preset 1node"}
+    copy = tmp_path / "mine.yaml"
+    assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 0
+    assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 2
+    assert json.loads(rlctl("config", "show", "--preset", str(copy), "--json").stdout)["grpo"]["steps"] == 12
+
+
+def test_shown_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    first = rlctl("config", "show", "--preset", "2nodes").stdout
+    (tmp_path / "c.yaml").write_text(first)
+    assert rlctl("config", "show", "--config", str(tmp_path / "c.yaml")).stdout == first
+
+
+def test_schema_lists_every_key() -> None:
+    from rlctl.config.keys import known_keys
+
+    text = rlctl("config", "schema").stdout
+    assert all(f"  {key.partition('.')[2]}: " in text for key in known_keys())
+    assert json.loads(rlctl("config", "schema", "grpo", "--json").stdout)["properties"]["steps"]["default"] == 100

@@ -1,0 +1,158 @@
+"""Merging of the configuration's sources, where values came from, and what wrong ones are answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.keys import known_keys, nearest
+from rlctl.config.load import Flag, resolve
+from rlctl.config.presets import preset_names, presets_directory, read_preset
+from rlctl.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.yaml", "grpo: {steps: 2, prompts: 2, generations: 2, optimizer_steps: 2}\nrun: {seed: 2}\n"
+    )
+    environment = {"RLCTL_GRPO__PROMPTS": "3", "RLCTL_GRPO__GENERATIONS": "3", "RLCTL_GRPO__OPTIMIZER_STEPS": "3"}
+    flags = {"grpo.generations": Flag("--generations", 4), "grpo.optimizer_steps": Flag("--x", 4)}
+    resolved = resolve("laptop", [file], flags, ["grpo.optimizer_steps=6"], environment)
+    grpo = resolved.config.grpo
+    assert (grpo.steps, grpo.prompts, grpo.generations, grpo.optimizer_steps) == (2, 3, 4, 6)
+    assert resolved.config.run.seed == 2
+    origin = resolved.origin
+    assert origin["optimizer.lr"] == "preset laptop"
+    assert origin["grpo.steps"] == f"file {file}"
+    assert origin["grpo.prompts"] == "environment RLCTL_GRPO__PROMPTS"
+    assert origin["grpo.generations"] == "flag --generations"
+    assert origin["grpo.optimizer_steps"] == "--set"
+    assert origin["optimizer.beta1"] == "default"
+
+
+def test_every_key_has_an_origin() -> None:
+    assert set(known_keys()) <= set(resolve(environment={}).origin)
+
+
+def test_values_of_the_planner_keep_the_origins_of_the_others() -> None:
+    planned = resolve("laptop", environment={}).with_values({"training.tp": 2})
+    assert planned.config.training.tp == 2
+    assert planned.origin["training.tp"] == "planner"
+    assert planned.origin["optimizer.lr"] == "preset laptop"
+    assert planned.origin["data.params.min_terms"] == "preset laptop"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_valid_and_names_data_and_reward(name: str) -> None:
+    resolved = resolve(name, environment={})
+    assert resolved.config.data.name
+    assert resolved.config.reward.terms
+    assert resolved.config.cluster.nodes
+    assert resolved.config.cluster.gpus_per_node is not None
+    assert read_preset(name).description.endswith(".")
+
+
+def test_laptop_preset_needs_nothing_else() -> None:
+    config = resolve("laptop", environment={}).config
+    assert config.model.name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert config.cluster.gpu == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("grpo.importance_correction=off", "grpo.importance_correction", "off"),
+        ("training.packing=false", "training.packing", False),
+        ("model.revision=2024", "model.revision", "2024"),
+        ("model.revision=null", "model.revision", None),
+        ("run.dir=true", "run.dir", "true"),
+        ("generation.stop=['a=b', \"\\n\"]", "generation.stop", ("a=b", "\n")),
+        ("data.params.max_terms=3", "data.params", {"max_terms": 3}),
+        ("data.params={a: 1e-3, b: [1, 2], c: null}", "data.params", {"a": 1e-3, "b": [1, 2], "c": None}),
+    ],
+)
+def test_set_types_its_values(text: str, key: str, value: object) -> None:
+    config = resolve(sets=[text], environment={}).config
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("sets", "parts"),
+    [
+        (["grpo.stpes=3"], ["`grpo.stpes` (--set)", "`grpo.steps`"]),
+        (["optimzer.lr=3"], ["`optimzer.lr`", "`optimizer.lr`"]),
+        (["grpo.lr=3"], ["`grpo.lr`", "`optimizer.lr`"]),
+        (["grpo=3"], ["`grpo` (--set) is a section"]),
+        (["grpo.steps.x=3"], ["unknown key `grpo.steps.x`"]),
+        (["grpo.steps"], ["there is no value"]),
+        (["grpo.steps=0"], ["`grpo.steps` = 0 (--set)", "greater than 0"]),
+        (["generation.stop=x"], ["`generation.stop` = 'x'", "a valid list"]),
+        (["reward.terms=[{nam: x}]"], ["`reward.terms`", "there is no such key", "`0.name`"]),
+        (["grpo.optimizer_steps=3"], ["do not split"]),
+        (["optimizer.lr=-1", "grpo.clip_low=2"], ["`optimizer.lr` = -1", "`grpo.clip_low` = 2"]),
+    ],
+)
+def test_wrong_keys_and_values_are_named(sets: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(sets=sets, environment={})
+    assert all(part in caught.value.message for part in parts), caught.value.message
+
+
+def test_unknown_section_in_the_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`grop.steps` \(environment RLCTL_GROP__STEPS\); did you mean `grpo.steps`"):
+        resolve(environment={"RLCTL_GROP__STEPS": "3", "RLCTL_DEBUG": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("grpo: {steps: 1}\ngrpo: {steps: 2}\n", "given twice"),
+        ("grpo: [", "not valid YAML"),
+        ("- a\n", "sections of keys"),
+        ("extends: laptop\n", "unknown key `extends`"),
+        ("grpo: 3\n", "is a section"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        resolve(files=[file], environment={})
+    assert "c.yaml" in caught.value.message
+
+
+def test_presets_extend_each_other_and_not_in_a_circle(tmp_path: Path) -> None:
+    child = write(tmp_path / "child.yaml", "extends: laptop\ngrpo: {steps: 5}\n")
+    resolved = resolve(str(child), environment={})
+    assert resolved.config.grpo.steps == 5
+    assert resolved.origin["optimizer.lr"] == "preset laptop"
+    circle = tmp_path / "circle.yaml"
+    write(circle, f"extends: {circle}\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        resolve(str(circle), environment={})
+
+
+def test_other_data_does_not_inherit_the_presets_parameters() -> None:
+    other = resolve("laptop", flags={"data.name": Flag("--data", "reasoning-gym:countdown")}, environment={})
+    assert other.config.data.params == {}
+    assert other.config.data.system_prompt == ""
+    same = resolve("laptop", flags={"data.name": Flag("--data", "reasoning-gym:chain_sum")}, environment={})
+    assert same.config.data.params["max_terms"] == 2
+    own = resolve("laptop", sets=["data.params.min_terms=3", "data.name=reasoning-gym:x"], environment={})
+    assert own.config.data.params == {"min_terms": 3}
+
+
+def test_nearest_key() -> None:
+    assert nearest("generation.max_tokens") == "generation.max_new_tokens"
+    assert nearest("zzz.qqq") is None
+
+
+def test_presets_are_found_in_a_checkout_and_shipped_in_the_wheel() -> None:
+    assert (presets_directory() / "laptop.yaml").is_file()
