@@ -148,7 +148,9 @@ class TrainingConfig(Section):
     micro_batch_tokens: Positive | None = None
     """Most tokens of one packed row (micro-batch) on one rank."""
     packing: bool = True
-    """Put rollouts of different lengths into one row; off pads each rollout in a row of its own."""
+    """Put rollouts of different lengths into one row; off gives each rollout a row of its own."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     threads: Positive | None = None
     """CPU threads of each training process."""
 
