@@ -13,7 +13,7 @@ from rlctl.commands.output import command_app, examples, message, print_json
 app = command_app()
 
 
-@app.callback()
+@app.callback(epilog=examples("rlctl train grpo --preset laptop"))
 def train() -> None:
     """Train a model with reinforcement learning."""
 
