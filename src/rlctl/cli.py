@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rlctl import __version__
 from rlctl.commands import output
-from rlctl.errors import EXIT_INTERRUPTED, RlctlError
+from rlctl.errors import EXIT_INTERRUPTED, MachineError, RlctlError
 
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -99,9 +99,21 @@ def run(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         output.message("rlctl: interrupted")
         return EXIT_INTERRUPTED
-    except RlctlError as error:
+    except (RlctlError, ModuleNotFoundError) as error:
         if os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):
             raise
-        output.report_error(error)
-        return error.exit_code
+        known = error if isinstance(error, RlctlError) else missing_package(error)
+        output.report_error(known)
+        return known.exit_code
     return 0
+
+
+def missing_package(error: ModuleNotFoundError) -> RlctlError:
+    """An engine that is not installed is the machine's lack; any other missing module is a defect and raised again."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "rlctl") or package in sys.stdlib_module_names:
+        raise error
+    hint = (
+        "Install the engines: `make venv` in a checkout, or the extra rlctl[cpu] or rlctl[cuda]; then `rlctl doctor`."
+    )
+    return MachineError(f"the Python package `{package}` is not installed.", hint)

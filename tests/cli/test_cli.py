@@ -149,3 +149,14 @@ def test_schema_lists_every_key() -> None:
     text = rlctl("config", "schema").stdout
     assert all(f"  {key.partition('.')[2]}: " in text for key in known_keys())
     assert json.loads(rlctl("config", "schema", "grpo", "--json").stdout)["properties"]["steps"]["default"] == 100
+
+
+def test_missing_engine_is_the_machines_lack(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_absent_engine(name: str) -> None:
+        import an_engine_that_is_not_here  # noqa: F401
+
+    monkeypatch.setattr(cli, "load_command", import_absent_engine)
+    assert cli.run(["doctor"]) == 3
+    assert "`an_engine_that_is_not_here` is not installed" in capsys.readouterr().err
