@@ -48,6 +48,15 @@ def test_boxes_of_any_sharding_add_up(dtype: torch.dtype) -> None:
     assert combine(boxes) == fingerprint(tensor, tensor.shape)
 
 
+def test_interleaved_boxes_add_up() -> None:
+    tensor = random_tensor(6, 8, 10)
+    boxes = [
+        fingerprint(tensor[i::3, j::2, k::5], tensor.shape, (i, j, k), (3, 2, 5))
+        for i, j, k in itertools.product(range(3), range(2), range(5))
+    ]
+    assert combine(boxes) == fingerprint(tensor, tensor.shape)
+
+
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_tensor(40, 64)
     whole = fingerprint(tensor, tensor.shape)

@@ -27,20 +27,26 @@ _MASK = (1 << 64) - 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(box: torch.Tensor, shape: Sequence[int], start: Sequence[int] | None = None) -> int:
-    """Fingerprint (0 .. 2^64 - 1) of the part `box` of a tensor of `shape` that begins at index `start` (default: all zero).
+def fingerprint(
+    box: torch.Tensor, shape: Sequence[int], start: Sequence[int] | None = None, step: Sequence[int] | None = None
+) -> int:
+    """Fingerprint (0 .. 2^64 - 1) of the part `box` of a tensor of `shape`.
 
-    `box` may be any strided view whose dimensions are those of the tensor.
+    The box begins at index `start` (default: zero) and takes every `step`-th index (default: each) of each dimension.
+    It may be any strided view whose dimensions are those of the tensor.
     """
     if box.dim() == 0:
-        box, shape, start = box.reshape(1), (1,), (0,)
+        box, shape, start, step = box.reshape(1), (1,), (0,), (1,)
     start = tuple(start) if start is not None else (0,) * box.dim()
-    if box.dim() != len(shape) or any(s + n > full for s, n, full in zip(start, box.shape, shape, strict=True)):
+    step = tuple(step) if step is not None else (1,) * box.dim()
+    if box.dim() != len(shape) or any(
+        s + (n - 1) * d >= full for s, n, d, full in zip(start, box.shape, step, shape, strict=True)
+    ):
         raise ValueError(f"box {tuple(box.shape)} at {start} does not lie in a tensor of shape {tuple(shape)}")
     if box.numel() == 0:
         return 0
-    columns = _weights(_U_SEED, box.shape[-1], start[-1]).to(box.device)
-    rows = _rows(tuple(box.shape[:-1]), tuple(shape[:-1]), start[:-1]).to(box.device)
+    columns = _weights(_U_SEED, box.shape[-1], start[-1], step[-1]).to(box.device)
+    rows = _rows(tuple(box.shape[:-1]), tuple(shape[:-1]), start[:-1], step[:-1]).to(box.device)
     sums = torch.empty(len(rows), dtype=torch.int64, device=box.device)
     bits = _Bits(box)
     for flat, first in _row_chunks(box):
@@ -53,7 +59,7 @@ def combine(parts: Sequence[int]) -> int:
     return sum(parts) & _MASK
 
 
-def _row_chunks(box: torch.Tensor):  # noqa: ANN202 - a generator of (rows [N, C], index of the first row)
+def _row_chunks(box: torch.Tensor):
     """Pieces of about CHUNK elements of `box` seen as rows."""
     if box.dim() == 1:
         yield box.unsqueeze(0), 0
@@ -88,19 +94,19 @@ class _Bits:
         return bits.copy_(values.view(_INTEGERS[values.element_size()]))
 
 
-def _rows(box: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...]) -> torch.Tensor:
+def _rows(box: tuple[int, ...], shape: tuple[int, ...], start: tuple[int, ...], step: tuple[int, ...]) -> torch.Tensor:
     """V of each row of a box whose leading dimensions are `box` at `start` of `shape`."""
     if len(box) <= 1:
-        return _weights(_V_SEED, box[0] if box else 1, start[0] if start else 0)
+        return _weights(_V_SEED, box[0], start[0], step[0]) if box else _weights(_V_SEED, 1, 0, 1)
     index = torch.zeros(1, dtype=torch.int64)
-    for length, full, first in zip(box, shape, start, strict=True):
-        index = (index[:, None] * full + torch.arange(first, first + length)[None, :]).reshape(-1)
+    for length, full, first, every in zip(box, shape, start, step, strict=True):
+        index = (index[:, None] * full + torch.arange(first, first + length * every, every)[None, :]).reshape(-1)
     return _mix(index, _V_SEED)
 
 
 @lru_cache(maxsize=256)
-def _weights(seed: int, length: int, first: int) -> torch.Tensor:
-    return _mix(torch.arange(first, first + length, dtype=torch.int64), seed)
+def _weights(seed: int, length: int, first: int, step: int) -> torch.Tensor:
+    return _mix(torch.arange(first, first + length * step, step, dtype=torch.int64), seed)
 
 
 def _mix(index: torch.Tensor, seed: int) -> torch.Tensor:

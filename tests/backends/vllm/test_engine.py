@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import HostedEngine, start_engine
-
 from rlctl.backends.fingerprints import fingerprint
 from rlctl.backends.vllm.messages import GroupRequest, Sampling, rollouts_of
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError

@@ -91,7 +91,9 @@ def resolve_dtype(dtype: str, device: Device) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def _cpu_arguments(config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool) -> dict[str, Any]:
+def _cpu_arguments(
+    config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
+) -> dict[str, Any]:
     concurrent = config.generation.max_concurrent or CPU_DEFAULT_CONCURRENT
     length = arguments["max_model_len"]
     cache = config.generation.kv_cache_bytes or default_cache_bytes(facts, length, concurrent, arguments["dtype"])
@@ -104,7 +106,9 @@ def _cpu_arguments(config: RlctlConfig, facts: ModelFacts, arguments: dict[str, 
     }
 
 
-def _gpu_arguments(config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool) -> dict[str, Any]:
+def _gpu_arguments(
+    config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
+) -> dict[str, Any]:
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
     return {
         "gpu_memory_utilization": fraction,

@@ -75,7 +75,7 @@ class VllmEngine:
         with self._lock:
             if self._llm is None:
                 return
-            self._rpc("shutdown_weight_transfer_engine")
+            self._rpc("rlctl_release")
             compat.shut_down(self._llm)
             self._llm = None
 
@@ -169,7 +169,7 @@ class VllmEngine:
             raise WorkerError(f"Engine {self.index} is not started.")
         if self._updating is not None:
             raise WorkerError(
-                f"Engine {self.index} holds half-updated weights: the refit to version {self._updating} did not finish.",
+                f"Engine {self.index} holds half-updated weights: the refit to version {self._updating} did not succeed.",
                 "It generates again after a full refit.",
             )
 
@@ -207,6 +207,17 @@ class VllmEngine:
             compat.set_weight_version(self._llm.llm_engine, str(version))
             self._version, self._updating = version, None
             return {"load": loaded - begun, "cache_reset": time.perf_counter() - loaded}
+
+    def refit_reject(self, version: int) -> None:
+        """The weights of `version` did not pass verification: refuse to generate until a full refit succeeds."""
+        with self._lock:
+            self._updating = version
+
+    def refit_close(self) -> None:
+        """Let go of what `refit_open` mapped."""
+        with self._lock:
+            if self._llm is not None:
+                self._rpc("rlctl_release")
 
     def received(self) -> list[Any]:
         """What each of the engine's workers did in the last refit (`transfer.Received`)."""
@@ -253,6 +264,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=seed,
         logprobs=0,  # the sampled token's alone
         flat_logprobs=True,

@@ -23,16 +23,21 @@ class Sampling:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     """Texts that end a completion; the text returned ends before them, the tokens include them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion besides the model's own end tokens; they belong to it."""
 
     @classmethod
-    def from_config(cls, config: GenerationConfig, *, stop: tuple[str, ...] = ()) -> Sampling:
-        """The `generation` section, with further stop texts (of a chat format)."""
+    def from_config(
+        cls, config: GenerationConfig, *, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
+    ) -> Sampling:
+        """The `generation` section, with the further stops of a chat format."""
         return cls(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             stop=tuple(dict.fromkeys((*config.stop, *stop))),
+            stop_token_ids=stop_token_ids,
         )
 
 

@@ -12,10 +12,12 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from rlctl.errors import MachineError, WorkerError
+
+if TYPE_CHECKING:
+    import torch
 
 DIRECTORY = Path("/dev/shm")
 
@@ -62,6 +64,8 @@ class Segment:
             self._map = mmap.mmap(fd, address.bytes)
         finally:
             os.close(fd)
+        import torch
+
         self.buffer: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
@@ -86,7 +90,7 @@ class Segment:
         """Let go of the memory (once no tensor refers to it); its creator takes the name away too."""
         if self.created:
             self.unlink()
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = self.buffer[:0].clone()
         with contextlib.suppress(BufferError):  # a view still lives; its owner's end unmaps
             self._map.close()
 

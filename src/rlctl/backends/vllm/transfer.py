@@ -52,7 +52,7 @@ class Received:
     seconds: float = 0.0
     tensors: int = 0
     bytes: int = 0
-    direct: int = 0
+    path: str = "loader"
     reasons: dict[str, str] = field(default_factory=dict)
     """Path -> why it could not be written directly."""
 
@@ -139,3 +139,8 @@ class RlctlWorkerExtension:
     def rlctl_restart_update(self) -> None:
         """Forget an update that was begun and never finished."""
         self._weight_update_active = False
+
+    def rlctl_release(self) -> None:
+        """Let go of shared memory, whatever state an update is in."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.shutdown()

@@ -1,0 +1,196 @@
+"""Refit sessions between processes: sharded policies into real engines, and everything that can go wrong on the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+import refit_sources
+from engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
+from engines import HostedEngine, tiny_facts
+from rlctl.backends.vllm.messages import Sampling
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.schema import RefitConfig
+from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
+from rlctl.refit.session import RefitSession
+from rlctl.telemetry.phases import RefitPhase
+
+# Workers cannot import the tests' modules: their classes travel by value.
+cloudpickle.register_pickle_by_value(refit_sources)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+MakeSource = Callable[..., WorkerGroup]
+
+
+@pytest.fixture
+def make_source(placement: Any, tmp_path: Path) -> Iterator[MakeSource]:
+    """Starts groups of sharded sources, and ends them."""
+    groups: list[WorkerGroup] = []
+
+    def make(model: Path, tp: int = 1, dp: int = 1, **faults: str) -> WorkerGroup:
+        specs = [
+            WorkerSpec(
+                {"rank": rank, "tp": tp, "dp": dp, "directory": model, **faults},
+                (placement.bundles[1],),
+                {"OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(tp * dp)
+        ]
+        groups.append(
+            WorkerGroup(
+                "policy",
+                refit_sources.ShardedSource,
+                specs,
+                placement,
+                tmp_path,
+                start_timeout_s=120,
+                call_timeout_s=60,
+            )
+        )
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.kill()
+
+
+def open_session(source: WorkerGroup, engine: HostedEngine, **settings: Any) -> RefitSession:
+    tied = "tied" in engine.model.name
+    shapes = {name: tuple(p.shape) for name, p in WholeTensorPolicy(engine.model).tensors().items()}
+    session = RefitSession(
+        source,
+        engine.group,
+        tiny_facts(tied=tied),
+        parallel=None,
+        settings=RefitConfig(**{"timeout_s": 60, **settings}),
+        dtype="float32",
+        shapes=shapes,
+    )
+    session.open()
+    return session
+
+
+def whole_policy(source: WorkerGroup, model: Path) -> WholeTensorPolicy:
+    """The sharded policy's weights put together in a transformers model."""
+    import torch
+
+    policy = WholeTensorPolicy(model)
+    with torch.no_grad():
+        for name, tensor in policy.tensors().items():
+            for box, values in source.call("shard", name):
+                tensor[tuple(slice(s.start, s.last + 1, s.step) for s in box)] = values
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("which", "tp", "dp"), [("engine", 1, 1), ("engine", 2, 1), ("engine", 2, 2), ("tied_engine", 2, 1)]
+)
+def test_shards_arrive_whole(
+    which: str, tp: int, dp: int, make_source: MakeSource, request: pytest.FixtureRequest
+) -> None:
+    engine: HostedEngine = request.getfixturevalue(which)
+    source = make_source(engine.model, tp, dp)
+    session = open_session(source, engine, verify_every=1)
+    sampling = Sampling(12)
+    for version in (1, 2, 3):
+        source.call("refit_perturb", version, 0.02)
+        report = session.refit(version)
+        assert report.verified == len(session.setup.table)
+        assert report.bytes == sum(row.bytes for row in session.setup.table)
+        assert set(report.seconds) >= {RefitPhase.PACK, RefitPhase.LOAD, RefitPhase.CACHE_RESET}
+        policy = whole_policy(source, engine.model)
+        assert largest_logprob_error(generate(engine, sampling), policy, sampling) < 1e-4
+    session.close()
+
+
+def test_each_box_is_sent_by_one_replica(engine: HostedEngine, make_source: MakeSource) -> None:
+    source = make_source(engine.model, 2, 2)
+    session = open_session(source, engine)
+    session.refit(1)
+    packed = source.call("refit_pack")
+    assert sum(one.bytes for one in packed) == session.payload_bytes
+    assert all(one.bytes > 0 for one in packed)
+    session.close()
+
+
+def test_only_the_first_and_every_nth_refit_is_compared(engine: HostedEngine, make_source: MakeSource) -> None:
+    session = open_session(make_source(engine.model), engine, verify_every=2)
+    assert [session.refit(version).verified > 0 for version in range(1, 6)] == [True, False, True, False, True]
+    session.close()
+
+
+def test_corrupted_layout_is_caught_with_the_tensor_named(engine: HostedEngine, make_source: MakeSource) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    session = open_session(make_source(engine.model, transpose=name), engine)
+    with pytest.raises(VerificationError, match=r"1 differ \(model\.layers\.1\.self_attn\.q_proj\.weight\)"):
+        session.refit(1)
+    with pytest.raises(WorkerError, match="half-updated"):
+        engine.call("generate", requests(), Sampling(4), 30.0)
+    session.close()
+    healthy = open_session(make_source(engine.model), engine)
+    healthy.refit(2)
+    assert generate(engine, Sampling(4))
+    healthy.close()
+
+
+def test_stale_engine_is_caught(engine: HostedEngine, make_source: MakeSource) -> None:
+    source = make_source(engine.model)
+    session = open_session(source, engine)
+    session.refit(1)
+    assert session.compare()[0].equal
+    source.call("refit_perturb", 5, 0.01)
+    assert set(session.compare()[0].mismatched) == {row.name for row in session.setup.table}
+    session.refit(2)
+    session.close()
+
+
+def test_killed_sender_is_reported_and_the_engine_refuses(engine: HostedEngine, make_source: MakeSource) -> None:
+    source = make_source(engine.model, tp=2)
+    session = open_session(source, engine)
+    session.refit(1)
+    source.call("break_from_now_on", "die")
+    with pytest.raises(WorkerError, match=r"phase pack: policy rank [01] .*died"):
+        session.refit(2)
+    with pytest.raises(WorkerError, match="half-updated weights: the refit to version 2"):
+        engine.call("generate", requests(), Sampling(4), 30.0)
+    session.close()
+    again = open_session(make_source(engine.model), engine)
+    again.refit(3)
+    assert generate(engine, Sampling(4))
+    again.close()
+
+
+def test_sender_that_hangs_is_a_timeout_with_rank_and_phase(engine: HostedEngine, make_source: MakeSource) -> None:
+    source = make_source(engine.model, tp=2)
+    session = open_session(source, engine, timeout_s=3)
+    source.call_each("break_from_now_on", [("",), ("hang",)])
+    with pytest.raises(WaitTimeoutError, match=r"phase pack: policy rank 1 did not finish"):
+        session.refit(1)
+    source.kill()
+    again = open_session(make_source(engine.model), engine)
+    again.refit(2)
+    again.close()
+
+
+def test_segment_of_another_node_is_refused(
+    engine: HostedEngine, make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlctl.backends.vllm.segment import Segment
+
+    segment = Segment.create(64)
+    monkeypatch.setenv("RLCTL_NODE", "pretend-node-2")
+    with pytest.raises(WorkerError, match="is on node"):
+        Segment(segment.address)
+    segment.close()
+
+
+def test_nothing_is_left_in_shared_memory(engine: HostedEngine, make_source: MakeSource) -> None:
+    session = open_session(make_source(engine.model), engine)
+    assert not Path(session.setup.address.path).exists()
+    session.refit(1)
+    session.close()

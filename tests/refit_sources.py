@@ -1,0 +1,114 @@
+"""A policy of several processes without a training engine: shards of published tensors, moved by real transfer plans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.refit.records import SourceSetup
+from rlctl.refit.source import RefitSource
+from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, whole
+from rlctl.weights.plan import Copy, Shard, World
+
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class ShardedWorld:
+    """tp x dp ranks (tp fastest). Output features are dealt in turns (row i on rank i % tp), so that boxes have steps."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tp: int
+    dp: int
+    _layouts: dict[int, Layout] = field(default_factory=dict, compare=False)
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.dp
+
+    def layout(self, rank: int) -> Layout:
+        if rank not in self._layouts:
+            pieces = tuple(self.piece(name, rank % self.tp) for name in self.shapes)
+            params = {p.param: ParamSpec(tuple(s.count for s in p.param_box), "float32") for p in pieces}
+            self._layouts[rank] = Layout(rank, params, pieces)
+        return self._layouts[rank]
+
+    def piece(self, name: str, tp_rank: int) -> Piece:
+        shape, box = self.shapes[name], list(whole(self.shapes[name]))
+        module = name.split(".")[-2]
+        if module in COLUMN_PARALLEL:
+            box[0] = Span(tp_rank, shape[0] // self.tp, self.tp)
+        elif module in ROW_PARALLEL:
+            box[1] = Span(tp_rank * (shape[1] // self.tp), shape[1] // self.tp)
+        local = tuple(Span(0, span.count) for span in box)
+        return Piece(name, tuple(box), f"local.{name}", local, tuple(range(len(shape))))
+
+    def shards(self, tensor: str) -> Sequence[Shard]:
+        if tensor not in self.shapes:
+            return ()
+        groups: dict[tuple, list[int]] = {}
+        for rank in range(self.size):
+            groups.setdefault(self.layout(rank).by_tensor[tensor][0].tensor_box, []).append(rank)
+        return [
+            Shard(ranks, ((p := self.layout(ranks[0]).by_tensor[tensor][0], self.layout(ranks[0]).params[p.param]),))
+            for ranks in groups.values()
+        ]
+
+
+class ShardedSource(RefitSource):
+    """One rank of such a policy. `fault` breaks it on purpose."""
+
+    def __init__(self, rank: int, tp: int, dp: int, directory: Path, fault: str = "", transpose: str = "") -> None:
+        from safetensors.torch import load_file
+
+        self.rank, self.fault, self.transpose = rank, fault, transpose
+        whole_tensors = load_file(directory / "model.safetensors")
+        self.world = ShardedWorld({name: tuple(t.shape) for name, t in sorted(whole_tensors.items())}, tp, dp)
+        self.held = {
+            p.param: whole_tensors[p.tensor][
+                tuple(slice(s.start, s.last + 1, s.step) for s in p.tensor_box)
+            ].contiguous()
+            for p in self.world.layout(rank).pieces
+        }
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self.held
+
+    def refit_world(self, setup: SourceSetup) -> World:
+        return self.world
+
+    def shard(self, name: str) -> tuple[Any, torch.Tensor]:
+        """This rank's box of a published tensor, and its values."""
+        piece = self.world.layout(self.rank).by_tensor[name][0]
+        return piece.tensor_box, self.held[piece.param]
+
+    def refit_open(self, setup: SourceSetup) -> int:
+        count = super().refit_open(setup)
+        if self.transpose:
+            self._refit.copies = tuple(self._transposed(copy) for copy in self._refit.copies)
+        return count
+
+    def _transposed(self, copy: Copy) -> Copy:
+        """A layout that writes one tensor with its axes exchanged."""
+        view = copy.destination_view
+        if copy.tensor != self.transpose:
+            return copy
+        return replace(copy, destination_view=view._replace(strides=view.strides[::-1]))
+
+    def refit_pack(self) -> Any:
+        if self.fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hang":
+            time.sleep(600)
+        return super().refit_pack()
+
+    def break_from_now_on(self, fault: str) -> None:
+        self.fault = fault
