@@ -1,0 +1,25 @@
+"""Llama 2, 3, 3.1, 3.2, 3.3 and what shares their architecture (SmolLM2, TinyLlama, Yi): facts and weight map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.models import parts
+from rlctl.models.facts import ModelFacts
+from rlctl.models.hf_config import base_facts, refuse
+from rlctl.models.matrices import ModelWeights
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+def facts(config: dict[str, Any]) -> ModelFacts:
+    """Facts of a `LlamaForCausalLM` configuration (either spelling of its rope scaling)."""
+    for key in ("attention_bias", "mlp_bias"):
+        refuse(bool(config.get(key)), f"{key}: true", "no published Llama has it, so rlctl does not map these biases.")
+    return base_facts("llama", config)
+
+
+def weights(facts: ModelFacts) -> ModelWeights:
+    """Every matrix and the tensor that holds it."""
+    layer = (*parts.norms(), *parts.attention(facts), *parts.dense_mlp())
+    return ModelWeights(facts, parts.outer(facts), (layer,) * facts.layers)

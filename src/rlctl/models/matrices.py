@@ -1,0 +1,232 @@
+"""The matrices a model is made of, independent of any engine, and the published tensors that hold them.
+
+A family file lists `Weight`s: for each `Role` the name of the tensor in the published checkpoint and, where the
+tensor is not just that matrix (stacked experts, transposed or interleaved storage), how it lies in it. Engines
+(`weights/megatron.py`, `weights/vllm.py`, ...) know roles and never a family's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from rlctl.models.facts import ModelFacts
+
+
+class Role(StrEnum):
+    """What a matrix does. The logical shape is (out, in), as in `torch.nn.Linear`."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    FINAL_NORM = "final_norm"
+    ATTENTION_NORM = "attention_norm"
+    Q = "q"
+    K = "k"
+    V = "v"
+    Q_BIAS = "q_bias"
+    K_BIAS = "k_bias"
+    V_BIAS = "v_bias"
+    Q_NORM = "q_norm"
+    K_NORM = "k_norm"
+    O = "o"  # noqa: E741
+    O_BIAS = "o_bias"
+    SINKS = "sinks"
+    POST_ATTENTION_NORM = "post_attention_norm"
+    MLP_NORM = "mlp_norm"
+    POST_MLP_NORM = "post_mlp_norm"
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+    ROUTER = "router"
+    ROUTER_BIAS = "router_bias"
+    EXPERT_BIAS = "expert_bias"
+    EXPERT_GATE = "expert_gate"
+    EXPERT_UP = "expert_up"
+    EXPERT_DOWN = "expert_down"
+    EXPERT_GATE_BIAS = "expert_gate_bias"
+    EXPERT_UP_BIAS = "expert_up_bias"
+    EXPERT_DOWN_BIAS = "expert_down_bias"
+    SHARED_GATE = "shared_gate"
+    SHARED_UP = "shared_up"
+    SHARED_DOWN = "shared_down"
+    MLA_Q_DOWN = "mla_q_down"
+    MLA_Q_NORM = "mla_q_norm"
+    MLA_Q_UP = "mla_q_up"
+    MLA_Q = "mla_q"
+    MLA_KV_DOWN = "mla_kv_down"
+    MLA_KV_NORM = "mla_kv_norm"
+    MLA_KV_UP = "mla_kv_up"
+    MTP_EMBEDDING_NORM = "mtp_embedding_norm"
+    MTP_HIDDEN_NORM = "mtp_hidden_norm"
+    MTP_PROJECTION = "mtp_projection"
+    MTP_FINAL_NORM = "mtp_final_norm"
+    MTP_EMBEDDING = "mtp_embedding"
+    """A published copy of the embedding beside a multi-token-prediction layer; engines share the one embedding."""
+    MTP_HEAD = "mtp_head"
+
+
+FLOAT32_ROLES = frozenset({Role.EXPERT_BIAS})
+"""Kept in float32 whatever the model's dtype: it is compared, not multiplied."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a matrix lies in a tensor: the tensor's dims, the tensor axis of each matrix axis, and start and step there.
+
+    Tensor axes that no matrix axis runs along are indexed by the expert.
+    """
+
+    dims: tuple[str, ...]
+    axes: tuple[int, ...]
+    starts: tuple[str, ...] = ()
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One role of a family: tensor name with `{layer}` and `{expert}`, and symbolic dims of the matrix."""
+
+    role: Role
+    name: str
+    dims: tuple[str, ...]
+    stored: Stored | None = None
+    offset: float = 0.0
+    """The tensor holds the gain minus this number (Gemma's norms: 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix of a model with its numbers filled in.
+
+    `tensor_starts`, `tensor_steps` and `axes` place it in `tensor` of `tensor_shape`; tensor axes outside of `axes`
+    have the index of `tensor_starts`.
+    """
+
+    role: Role
+    layer: int | None
+    expert: int | None
+    shape: tuple[int, ...]
+    tensor: str
+    tensor_shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    tensor_starts: tuple[int, ...]
+    tensor_steps: tuple[int, ...]
+    offset: float = 0.0
+
+
+def sizes(facts: ModelFacts) -> dict[str, int]:
+    """Numbers that symbolic dims may name."""
+    known = {
+        "hidden": facts.hidden,
+        "vocab": facts.vocab,
+        "ffn": facts.intermediate,
+        "heads": facts.heads,
+        "head_dim": facts.head_dim,
+        "q": facts.heads * facts.head_dim,
+        "kv": facts.kv_heads * facts.head_dim,
+        "o": facts.heads * (facts.mla.v_head_dim if facts.mla else facts.head_dim),
+    }
+    if facts.moe:
+        known |= {"experts": facts.moe.experts, "expert_ffn": facts.moe.expert_intermediate}
+        known |= {"shared_ffn": facts.moe.shared_expert_intermediate}
+    if facts.mla:
+        mla = facts.mla
+        qk = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        known |= {"q_rank": mla.q_lora_rank or 0, "kv_rank": mla.kv_lora_rank, "mla_q": facts.heads * qk}
+        known |= {"rope": mla.qk_rope_head_dim, "mla_kv": facts.heads * (mla.qk_nope_head_dim + mla.v_head_dim)}
+    return known
+
+
+def evaluate(expression: str, known: dict[str, int]) -> int:
+    """Value of a symbolic dim: sums of products of names and numbers, such as `2*expert_ffn` or `kv_rank+rope`."""
+
+    def product(term: str) -> int:
+        value = 1
+        for factor in term.split("*"):
+            value *= int(factor) if factor.isdigit() else known[factor]
+        return value
+
+    return sum(product(term) for term in expression.split("+"))
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All matrices of one model and the published tensors that hold them."""
+
+    facts: ModelFacts
+    once: tuple[Weight, ...]
+    """Weights outside of the layers."""
+    per_layer: tuple[tuple[Weight, ...], ...]
+    """Weights of each layer; multi-token-prediction layers come behind the last."""
+    _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sizes", sizes(self.facts))
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Every matrix, in the order of the model."""
+        return (*self.outer, *(matrix for layer in range(len(self.per_layer)) for matrix in self.layer(layer)))
+
+    @cached_property
+    def outer(self) -> tuple[Matrix, ...]:
+        """Matrices outside of the layers."""
+        return tuple(self._fill(weight, None, None) for weight in self.once)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor of the published checkpoint."""
+        return {matrix.tensor: matrix.tensor_shape for matrix in self.matrices}
+
+    @cached_property
+    def by_tensor(self) -> dict[str, tuple[Matrix, ...]]:
+        """The matrices that each tensor holds."""
+        index: dict[str, list[Matrix]] = {}
+        for matrix in self.matrices:
+            index.setdefault(matrix.tensor, []).append(matrix)
+        return {name: tuple(held) for name, held in index.items()}
+
+    def layer(self, layer: int, experts: range | None = None) -> Iterator[Matrix]:
+        """Matrices of one layer (from 0), of all experts or of the given ones."""
+        for weight in self.per_layer[layer]:
+            if self.is_expert(weight):
+                for expert in experts if experts is not None else range(self._sizes["experts"]):
+                    yield self._fill(weight, layer, expert)
+            else:
+                yield self._fill(weight, layer, None)
+
+    @staticmethod
+    def is_expert(weight: Weight) -> bool:
+        """Whether the weight exists once an expert."""
+        return "{expert}" in weight.name or (weight.stored is not None and "experts" in weight.stored.dims)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all tensors."""
+        total = 0
+        for shape in self.tensors.values():
+            count = 1
+            for n in shape:
+                count *= n
+            total += count
+        return total
+
+    def _fill(self, weight: Weight, layer: int | None, expert: int | None) -> Matrix:
+        known = self._sizes
+        shape = tuple(evaluate(dim, known) for dim in weight.dims)
+        name = weight.name.format(layer=layer, expert=expert)
+        if weight.stored is None:
+            n = len(shape)
+            zeros, ones = (0,) * n, (1,) * n
+            return Matrix(weight.role, layer, expert, shape, name, shape, tuple(range(n)), zeros, ones, weight.offset)
+        stored = weight.stored
+        tensor_shape = tuple(evaluate(dim, known) for dim in stored.dims)
+        starts = [0 if axis in stored.axes else expert or 0 for axis in range(len(tensor_shape))]
+        steps = [1] * len(tensor_shape)
+        for i, axis in enumerate(stored.axes):
+            starts[axis] = evaluate(stored.starts[i], known) if stored.starts else 0
+            steps[axis] = stored.steps[i] if stored.steps else 1
+        place = (tuple(starts), tuple(steps))
+        return Matrix(weight.role, layer, expert, shape, name, tensor_shape, stored.axes, *place, weight.offset)

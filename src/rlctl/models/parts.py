@@ -1,0 +1,46 @@
+"""Building blocks that family files share: the usual names of embeddings, attention and MLP weights."""
+
+from __future__ import annotations
+
+from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import Role, Weight
+
+LAYER = "model.layers.{layer}."
+
+
+def outer(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Embedding, final norm and, unless tied, the head."""
+    embedding = Weight(Role.EMBEDDING, "model.embed_tokens.weight", ("vocab", "hidden"))
+    norm = Weight(Role.FINAL_NORM, "model.norm.weight", ("hidden",))
+    head = Weight(Role.HEAD, "lm_head.weight", ("vocab", "hidden"))
+    return (embedding, norm) if facts.tied_embeddings else (embedding, norm, head)
+
+
+def attention(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Grouped-query attention: separate q, k, v and o, with biases and q/k norms where the facts say so."""
+    prefix = LAYER + "self_attn."
+    rows = ((Role.Q, Role.Q_BIAS, "q"), (Role.K, Role.K_BIAS, "kv"), (Role.V, Role.V_BIAS, "kv"))
+    weights = [Weight(role, f"{prefix}{role.value}_proj.weight", (dim, "hidden")) for role, _, dim in rows]
+    if facts.qkv_bias:
+        weights += [Weight(bias, f"{prefix}{role.value}_proj.bias", (dim,)) for role, bias, dim in rows]
+    if facts.qk_norm:
+        weights += [Weight(Role.Q_NORM, prefix + "q_norm.weight", ("head_dim",))]
+        weights += [Weight(Role.K_NORM, prefix + "k_norm.weight", ("head_dim",))]
+    return (*weights, Weight(Role.O, prefix + "o_proj.weight", ("hidden", "o")))
+
+
+def norms() -> tuple[Weight, ...]:
+    """The norm before attention and the one before the MLP."""
+    return (
+        Weight(Role.ATTENTION_NORM, LAYER + "input_layernorm.weight", ("hidden",)),
+        Weight(Role.MLP_NORM, LAYER + "post_attention_layernorm.weight", ("hidden",)),
+    )
+
+
+def dense_mlp() -> tuple[Weight, ...]:
+    """Gated MLP: gate, up, down."""
+    return (
+        Weight(Role.GATE, LAYER + "mlp.gate_proj.weight", ("ffn", "hidden")),
+        Weight(Role.UP, LAYER + "mlp.up_proj.weight", ("ffn", "hidden")),
+        Weight(Role.DOWN, LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),
+    )

@@ -1,0 +1,71 @@
+"""Which family file describes a model: by the `architectures` of its configuration, or by the family's name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import ModelWeights
+
+FAMILIES = ("llama",)
+"""Files of this folder with `ARCHITECTURES`, `facts(config)` and `weights(facts)`."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family file: how it reads a configuration, and its weight map."""
+
+    name: str
+    architectures: tuple[str, ...]
+    facts: Callable[[dict[str, Any]], ModelFacts]
+    weights: Callable[[ModelFacts], ModelWeights]
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All families."""
+    modules = {name: import_module(f"rlctl.models.{name}") for name in FAMILIES}
+    return tuple(Family(name, m.ARCHITECTURES, m.facts, m.weights) for name, m in modules.items())
+
+
+def family(name: str) -> Family:
+    """The family called `name`; InputError where there is no such file."""
+    found = next((f for f in families() if f.name == name), None)
+    if found is None:
+        raise InputError(f"No model family `{name}`.", f"Known: {', '.join(FAMILIES)}.")
+    return found
+
+
+def family_of_config(config: dict[str, Any]) -> Family:
+    """The family of a Hugging Face configuration; InputError names the nearest known architecture."""
+    architectures = config.get("architectures") or []
+    for found in families():
+        if set(found.architectures) & set(architectures):
+            return found
+    name = architectures[0] if architectures else str(config.get("model_type"))
+    known = [a for f in families() for a in f.architectures]
+    near = difflib.get_close_matches(name, known, 1, 0.0)
+    hint = f"Nearest known: {near[0]}. A new family is one file in src/rlctl/models (docs/adding_a_model.md)."
+    raise InputError(f"Unknown architecture `{name}`.", hint)
+
+
+def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
+    """Facts of the model that a Hugging Face `config.json` describes."""
+    return family_of_config(config).facts(config)
+
+
+_WEIGHTS: dict[str, ModelWeights] = {}
+
+
+def weights_of(facts: ModelFacts) -> ModelWeights:
+    """The weight map of a model (made once: that of a large model has 46,000 matrices)."""
+    key = repr(facts)  # facts hold a dict, so they cannot be hashed
+    if key not in _WEIGHTS:
+        _WEIGHTS[key] = family(facts.family).weights(facts)
+    return _WEIGHTS[key]

@@ -1,0 +1,253 @@
+"""Layouts: which part of which model tensor each part of each local parameter of one rank holds.
+
+Plain data without torch. A *tensor* is one of the published safetensors checkpoint, a *param* a block of memory of one
+rank (or of a file). Both sides of a piece are boxes of spans, so that a column shard, an interleaved gate/up or one
+expert of a stack is the same kind of thing; `axes` says which tensor axis each param axis runs along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+from typing import NamedTuple
+
+from rlctl.weights.transforms import Transform
+
+Shape = tuple[int, ...]
+
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+}
+
+
+class Span(NamedTuple):
+    """The indices start, start + step, ... (`count` of them) of one axis."""
+
+    start: int
+    count: int
+    step: int = 1
+
+    @property
+    def last(self) -> int:
+        """Largest index of the span (start - step where it is empty)."""
+        return self.start + (self.count - 1) * self.step
+
+    def part(self, first: int, count: int, every: int = 1) -> Span:
+        """The span's own elements first, first + every, ... (`count` of them)."""
+        return Span(self.start + first * self.step, count, self.step * every)
+
+
+Box = tuple[Span, ...]
+
+
+class View(NamedTuple):
+    """Strided view of a param's memory in elements: what `torch.as_strided` takes."""
+
+    offset: int
+    shape: Shape
+    strides: Shape
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of every element."""
+    return tuple(Span(0, n) for n in shape)
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    return prod(span.count for span in box)
+
+
+def meet(a: Span, b: Span) -> tuple[int, int, int, int, int] | None:
+    """What two spans share: (first index in a, stride in a, first index in b, stride in b, count); None: nothing.
+
+    Two arithmetic progressions meet in one whose step is the least common multiple of theirs (Chinese remainder).
+    """
+    if a.step == 1 and b.step == 1:
+        low, high = max(a.start, b.start), min(a.start + a.count, b.start + b.count)
+        return (low - a.start, 1, low - b.start, 1, high - low) if high > low else None
+    common = gcd(a.step, b.step)
+    if (b.start - a.start) % common or not a.count or not b.count:
+        return None
+    step = a.step // common * b.step
+    first = _first_common(a, b, common, step)
+    high = min(a.last, b.last)
+    if first > high:
+        return None
+    count = (high - first) // step + 1
+    return (first - a.start) // a.step, step // a.step, (first - b.start) // b.step, step // b.step, count
+
+
+def _first_common(a: Span, b: Span, common: int, step: int) -> int:
+    """Smallest index at or above both starts that lies on both progressions."""
+    other = b.step // common
+    k = (b.start - a.start) // common * pow(a.step // common, -1, other) % other if other > 1 else 0
+    first = a.start + k * a.step
+    low = max(a.start, b.start)
+    return first if first >= low else first + -(-(low - first) // step) * step
+
+
+def overlap(a: Box, b: Box) -> bool:
+    """Whether two boxes of one array share an element."""
+    return all(meet(x, y) is not None for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One param of a rank: the shape under which pieces address it, and its dtype.
+
+    `memory_shape` is the shape that the engine declares where it differs (the same contiguous memory read
+    otherwise). `buffer` and `offset_bytes` place the param in a larger block, such as a flat buffer or a file.
+    """
+
+    shape: Shape
+    dtype: str
+    memory_shape: Shape | None = None
+    buffer: str | None = None
+    offset_bytes: int = 0
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+    def strides(self) -> Shape:
+        """Row-major strides in elements."""
+        strides, step = [], 1
+        for count in reversed(self.shape):
+            strides.append(step)
+            step *= count
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`param[param_box] = transforms(tensor[tensor_box])`, param axis i running along tensor axis `axes[i]`.
+
+    `axes[i]` None: the param has an axis of length one in this box that the tensor lacks. Tensor axes that `axes`
+    leaves out have one index in `tensor_box`. A piece that is not `primary` is a second copy on another rank (tied
+    embeddings of the last pipeline stage): it is written, and never read from.
+    """
+
+    tensor: str
+    tensor_box: Box
+    param: str
+    param_box: Box
+    axes: tuple[int | None, ...]
+    transforms: tuple[Transform, ...] = ()
+    primary: bool = True
+
+    def __post_init__(self) -> None:
+        for i, axis in enumerate(self.axes):
+            expected = 1 if axis is None else self.tensor_box[axis].count
+            if self.param_box[i].count != expected:
+                raise ValueError(f"{self.param}: axis {i} holds {self.param_box[i].count} of {expected} elements")
+        for axis, span in enumerate(self.tensor_box):
+            if axis not in self.axes and span.count != 1:
+                raise ValueError(f"{self.param}: axis {axis} of {self.tensor} is neither used nor of length one")
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Part of a param that no tensor determines (padding rows), and the value it gets."""
+
+    param: str
+    box: Box
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that one rank holds."""
+
+    rank: int
+    params: dict[str, ParamSpec]
+    pieces: tuple[Piece, ...]
+    fills: tuple[Fill, ...] = ()
+    by_tensor: dict[str, tuple[Piece, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            index.setdefault(piece.tensor, []).append(piece)
+        object.__setattr__(self, "by_tensor", {name: tuple(pieces) for name, pieces in index.items()})
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.params.values())
+
+    def problems(self) -> list[str]:
+        """What is wrong with the layout itself: params not covered exactly once by pieces and fills. Empty: nothing."""
+        boxes: dict[str, list[Box]] = {name: [] for name in self.params}
+        for name, box in [(p.param, p.param_box) for p in self.pieces] + [(f.param, f.box) for f in self.fills]:
+            boxes.setdefault(name, []).append(box)
+        return [line for name, own in boxes.items() for line in coverage(name, self.params.get(name), own)]
+
+
+def coverage(name: str, spec: ParamSpec | None, boxes: Sequence[Box]) -> Iterator[str]:
+    """Sentences about elements of a param that `boxes` miss, leave the param, or write twice; none: exactly once.
+
+    Disjoint boxes inside the param whose volumes add up to its size cover each element exactly once, so no element
+    is ever enumerated.
+    """
+    if spec is None:
+        yield f"{name}: extra, there is no such parameter"
+        return
+    for box in boxes:
+        if len(box) != len(spec.shape) or any(s.start < 0 or s.last >= n for s, n in zip(box, spec.shape, strict=True)):
+            yield f"{name}: extra, {show(box)} lies outside of {spec.shape}"
+            return
+    twice = next(overlaps(boxes), None)
+    if twice:
+        yield f"{name}: written twice, {show(twice[0])} and {show(twice[1])} overlap"
+        return
+    written = sum(volume(box) for box in boxes)
+    if written != spec.size:
+        yield f"{name}: {spec.size - written} of {spec.size} elements missing"
+
+
+def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs of boxes that share elements, found by a sweep along the axis on which the boxes differ most."""
+    boxes = [box for box in boxes if volume(box)]
+    if len(boxes) < 2:
+        return
+    if not boxes[0]:
+        yield boxes[0], boxes[1]
+        return
+    axis = max(range(len(boxes[0])), key=lambda i: len({box[i].start for box in boxes}))
+    live: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b[axis].start):
+        live = [other for other in live if other[axis].last >= box[axis].start]
+        yield from ((other, box) for other in live if overlap(other, box))
+        live.append(box)
+
+
+def show(box: Box) -> str:
+    """A box as Python slices, for messages."""
+    spans = (f"{s.start}:{s.last + 1}" + (f":{s.step}" if s.step > 1 and s.count > 1 else "") for s in box)
+    return "[" + ", ".join(spans) + "]"
+
+
+def view_of(spec: ParamSpec, box: Box) -> View:
+    """Strided view of `box` in the param's memory, in the param's axis order; the offset counts from the param."""
+    strides = spec.strides()
+    offset = sum(span.start * stride for span, stride in zip(box, strides, strict=True))
+    return View(
+        offset,
+        tuple(span.count for span in box),
+        tuple(s.step * stride for s, stride in zip(box, strides, strict=True)),
+    )

@@ -1,0 +1,117 @@
+"""Named changes of value between a tensor and the param that holds it; `checkpoints.tensors` executes them.
+
+Each declares which other tensors it reads, to which blocks a box must be aligned, and its inverse where it has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A step from tensor values to param values."""
+
+    name: ClassVar[str] = "identity"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of further params, on the side that holds the data, that the step reads whole."""
+        return ()
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Elements per axis that share one further value; () where elements are independent."""
+        return ()
+
+    def inverse(self) -> Transform | None:
+        """The step back; None: information is lost."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Transform):
+    """Change of dtype. Exact, and so invertible, only towards a wider type."""
+
+    source: str
+    target: str
+    name: ClassVar[str] = "cast"
+
+    @property
+    def exact(self) -> bool:
+        """Whether every value survives."""
+        wider = {"bfloat16": {"float32", "float64"}, "float16": {"float32", "float64"}, "float32": {"float64"}}
+        return self.target in wider.get(self.source, set())
+
+    def inverse(self) -> Transform | None:
+        return Cast(self.target, self.source) if self.exact else None
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Transform):
+    """param = tensor + value: norm gains stored as a distance from one."""
+
+    value: float
+    name: ClassVar[str] = "add"
+
+    def inverse(self) -> Transform | None:
+        return Add(-self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantize(Transform):
+    """tensor = param * scale[row // block, column // block] (DeepSeek-V3's `weight_scale_inv`), in float32."""
+
+    scale: str
+    block_size: tuple[int, ...]
+    name: ClassVar[str] = "dequantize"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.scale,)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        return self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackMxfp4(Transform):
+    """tensor = 4-bit e2m1 pairs times a power of two per 32 elements (gpt-oss `*_blocks` and `*_scales`)."""
+
+    scale: str
+    name: ClassVar[str] = "unpack_mxfp4"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.scale,)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        return (1, 1, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLora(Transform):
+    """tensor = param + scale * (b @ a): the adapter of a linear layer folded into its weight (arXiv 2106.09685)."""
+
+    a: str
+    b: str
+    scale: float
+    name: ClassVar[str] = "merge_lora"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.a, self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Transform):
+    """The param holds the tensor in a form that `reader` turns back; such params are read and not written."""
+
+    reader: Transform
+    name: ClassVar[str] = "stored"
+
+    def inverse(self) -> Transform | None:
+        return self.reader
