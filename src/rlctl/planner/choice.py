@@ -35,6 +35,8 @@ class TrainingChoice:
     """Processor threads of each rank, on a CPU."""
     grouped_experts: bool = True
     """Experts of a rank run as one grouped matmul, not one after the other."""
+    dispatcher: Literal["alltoall", "flex"] = "alltoall"
+    """`flex`: DeepEP or HybridEP, which send a token once to each node."""
     logit_tokens: int | None = 1024
     """Most tokens whose logits exist at once; None: the whole micro-batch."""
 

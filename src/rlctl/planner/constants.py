@@ -12,14 +12,16 @@ class Constants:
     """Efficiencies are shares of a peak rate; seconds and bytes otherwise. `BOUNDS` limits what a fit may choose."""
 
     # Training
-    matmul_efficiency: float = 0.62
-    """Of the BF16 peak, for large matrices inside a whole layer (norms, RoPE and residuals included)."""
-    fp8_efficiency: float = 0.50
-    """Of the FP8 peak; casts and scaling are inside."""
-    fp4_efficiency: float = 0.36
+    matmul_efficiency: float = 0.72
+    """Of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75)."""
+    traffic: float = 2.5
+    """Times that a layer's activations cross the memory bus in a forward pass."""
+    fp8_efficiency: float = 0.60
+    """Of the FP8 peak, for large matrices; scaling is inside."""
+    fp4_efficiency: float = 0.45
     attention_efficiency: float = 0.45
     """Of the BF16 peak, causal flash attention forward and backward (FlashAttention-3 reports 0.4-0.75)."""
-    half_width: int = 400
+    half_width: int = 200
     """Columns of a split weight matrix at which a matmul runs at half its efficiency."""
     half_tokens: int = 300
     """Rows of a matmul at which it runs at half its efficiency."""
@@ -97,6 +99,9 @@ class Constants:
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "matmul_efficiency": (0.35, 0.80),
+    "traffic": (1.0, 5.0),
+    "expert_overlap": (0.0, 0.8),
+    "tensor_overlap": (0.0, 0.9),
     "fp8_efficiency": (0.25, 0.65),
     "fp4_efficiency": (0.15, 0.55),
     "attention_efficiency": (0.2, 0.75),

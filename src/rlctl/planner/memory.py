@@ -68,27 +68,35 @@ def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool,
     element = element_bytes(choice)
     h, tp = facts.hidden, choice.tp
     hidden_split = tp if choice.sequence_parallel else 1
-    residuals, norms = 2 * h * element / hidden_split, 2 * h * element / hidden_split
+    # TransformerEngine keeps the inputs of FP8 matmuls quantised: norms, attention output, activated MLP.
+    kept = 1 if choice.precision in ("fp8", "fp4") else element
+    residuals, norms = 2 * h * element / hidden_split, 2 * h * kept / hidden_split
     if facts.mla is not None:
         mla = facts.mla
         qk = facts.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        projections = 2 * qk + 2 * facts.heads * mla.v_head_dim
+        projections = element * (2 * qk + facts.heads * mla.v_head_dim) / tp
         latent = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
-        attention = element * (projections / tp + 2 * latent / hidden_split)
+        attention = kept * facts.heads * mla.v_head_dim / tp + 2 * element * latent / hidden_split
+        # selective: the up-projections are computed again from the latent
+        attention += projections if choice.recompute != "selective" else 0.0
     else:
-        attention = element * 2 * (facts.heads + facts.kv_heads) * facts.head_dim / tp
-        attention *= 1.25 if facts.qk_norm else 1.0  # query and key before their norms
+        projections = element * (facts.heads + 2 * facts.kv_heads) * facts.head_dim / tp
+        attention = projections + kept * facts.heads * facts.head_dim / tp
+        # query and key before their norms
+        attention += element * (facts.heads + facts.kv_heads) * facts.head_dim / tp if facts.qk_norm else 0.0
     if not moe or facts.moe is None:
-        gates, activated = 2 * element * facts.intermediate / tp, element * facts.intermediate / tp
+        gates, activated = 2 * element * facts.intermediate / tp, kept * facts.intermediate / tp
     else:
-        gates, activated = _expert_activation_bytes(facts, choice, constants)
+        gates, activated = _expert_activation_bytes(facts, choice, kept, constants)
     if choice.recompute == "selective":
         # norms and the activation function are computed again in the backward pass
         return residuals + attention + gates
     return residuals + norms + attention + gates + activated
 
 
-def _expert_activation_bytes(facts: ModelFacts, choice: TrainingChoice, constants: Constants) -> tuple[float, float]:
+def _expert_activation_bytes(
+    facts: ModelFacts, choice: TrainingChoice, kept: float, constants: Constants
+) -> tuple[float, float]:
     """(gate and up outputs with dispatch buffers, activated) of a layer with experts, per token."""
     moe = facts.moe
     assert moe is not None
@@ -97,9 +105,9 @@ def _expert_activation_bytes(facts: ModelFacts, choice: TrainingChoice, constant
     imbalance = constants.expert_imbalance if choice.ep > 1 else 1.0
     routed = moe.experts_per_token * imbalance / split
     shared = moe.shared_expert_intermediate / choice.tp
-    dispatch = 2 * element * facts.hidden * routed
+    dispatch = (element + kept) * facts.hidden * routed
     gates = 2 * element * (moe.expert_intermediate * routed + shared)
-    activated = element * (moe.expert_intermediate * routed + shared)
+    activated = kept * (moe.expert_intermediate * routed + shared)
     return dispatch + gates, activated
 
 

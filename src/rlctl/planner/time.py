@@ -6,13 +6,14 @@ Communication volumes follow Narayanan et al. 2021 (arXiv:2104.04473) and Korthi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.cluster import ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import counted
+from rlctl.planner.memory import layer_activation_bytes
 from rlctl.planner.parameters import score_width
 from rlctl.planner.stages import Stage, layer_sizes, rank_parameters, stages
 from rlctl.planner.workload import Workload
@@ -111,6 +112,7 @@ def _stage_forward(
         seconds += 2 * routed * expert_flops / rate
     keys = mean_keys if facts.sliding_window is None else _window_mean(facts, mean_keys)
     attention = 2 * local * stage.layers * score_width(facts) * keys / choice.tp
+    seconds += _traffic_seconds(facts, stage, choice, cluster, local, constants)
     efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
     attention /= _peak(choice, cluster, "bf16") * efficiency
     exposed = 1 - constants.tensor_overlap
@@ -121,6 +123,20 @@ def _stage_forward(
         context=max(0.0, _context_seconds(facts, stage, choice, cluster, tokens, constants) - attention),
         host=_host_seconds(facts, stage, choice, cluster, constants),
     )
+
+
+def _traffic_seconds(
+    facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
+) -> float:
+    """Memory traffic of what is no matmul: norms, RoPE, activation functions, permutations, casts."""
+    if cluster.is_cpu:
+        return 0.0
+    whole = replace(choice, recompute="none", precision="bf16")
+    moved = stage.dense_layers * layer_activation_bytes(facts, whole, False, constants)
+    if facts.moe is not None:
+        moved += stage.moe_layers * layer_activation_bytes(facts, whole, True, constants)
+    rate = cluster.device.memory_bandwidth * constants.hbm_efficiency
+    return constants.traffic * tokens * moved / rate
 
 
 def _window_mean(facts: ModelFacts, keys: float) -> float:
@@ -185,12 +201,18 @@ def _expert_seconds(
     if facts.moe is None or choice.ep == 1:
         return 0.0
     span = choice.ep * choice.etp
-    per_layer = 2 * tokens / choice.tp * facts.moe.experts_per_token * facts.hidden * 2 * constants.expert_imbalance
+    element = 1.5 if choice.precision in ("fp8", "fp4") else 2  # FP8 dispatch, BF16 combine
+    one_copy = 2 * tokens / choice.tp * facts.hidden * element * constants.expert_imbalance
+    copies = facts.moe.experts_per_token
     inside = max(1, cluster.link_domain)
     if span <= inside:
-        volume = per_layer * (span - 1) / span / (cluster.bandwidth(span) * constants.link_efficiency)
+        volume = one_copy * copies * (span - 1) / span / (cluster.bandwidth(span) * constants.link_efficiency)
     else:
-        volume = per_layer * (span - inside) / span / (cluster.device.network * constants.network_efficiency)
+        nodes = span / inside
+        remote = copies * (nodes - 1) / nodes
+        if choice.dispatcher == "flex":  # each token crosses the network once a node
+            remote = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
+        volume = one_copy * remote / (cluster.device.network * constants.network_efficiency)
     return stage.moe_layers * (volume + 4e-5)
 
 

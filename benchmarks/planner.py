@@ -1,0 +1,462 @@
+"""Holds the planner against published runs: does it say that they fit, how long it says they take, what it would choose.
+
+    python benchmarks/planner.py [--data benchmarks/data] [--rows] [--fit]
+
+Prints every row's error. `--fit` refits the listed constants leaving one row out at a time, within their bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published_rows import PHASES, PROVEN, Row, usable
+
+from rlctl.errors import RlctlError
+from rlctl.models.catalog import lookup
+from rlctl.planner import memory as mem
+from rlctl.planner import time as timing
+from rlctl.planner.choice import GenerationChoice
+from rlctl.planner.cluster import GIB, make_cluster
+from rlctl.planner.constants import BOUNDS, DEFAULTS, Constants
+from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.plan import make_plan
+from rlctl.planner.workload import Workload
+
+FITTED = (
+    "matmul_efficiency", "fp8_efficiency", "fp4_efficiency", "traffic", "moe_layer_host_s", "expert_host_s",
+    "length_sigma", "decode_step_s", "decode_bandwidth_efficiency", "refit_bytes_per_s", "refit_tensor_s", "refit_fixed_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a published layout fits, by phase."""
+
+    row: Row
+    training: mem.PhaseMemory
+    recompute: str
+    problems: tuple[str, ...]
+
+    @property
+    def headroom(self) -> float:
+        return self.row.cluster.device.memory - self.training.total
+
+
+def fit_of(row: Row, constants: Constants = DEFAULTS) -> Fit:
+    """The memory of a published layout against the device. Where a pretraining table does not state recomputation, the
+    least that fits is taken."""
+    device = row.cluster.device.memory
+    asleep = constants.engine_asleep_bytes if row.colocated and row.generation else 0.0
+    number, _ = timing.micro_batches(row.training, row.workload, constants)
+    modes = ["none", "selective", "full"] if row.fields["kind"] == "pretrain" else [row.training.recompute]
+    for mode in modes:
+        choice = replace(row.training, recompute=mode)
+        memory = mem.training_memory(row.facts, choice, row.workload, row.cluster, asleep, number, constants)
+        if memory.total <= device:
+            break
+    problems = [] if memory.total <= device else [f"training {memory.total / GIB:.0f} of {device / GIB:.0f} GiB"]
+    if row.generation is not None:
+        problems += generation_fit(row, row.generation, constants)
+    return Fit(row, memory, mode, tuple(problems))
+
+
+def generation_fit(row: Row, generation: GenerationChoice, constants: Constants) -> list[str]:
+    _, tokens = plan_kv(row.facts, generation, row.workload, row.cluster, constants)
+    problems = []
+    if tokens < row.workload.max_length:
+        problems.append(f"KV cache of {tokens} tokens, one sequence needs {row.workload.max_length}")
+    if row.colocated:
+        refit = mem.refit_memory(row.facts, row.training, row.cluster, weight_bytes(row.facts, generation), constants)
+        if refit.total > row.cluster.device.memory:
+            problems.append(f"refit {refit.total / GIB:.0f} GiB")
+    return problems
+
+
+def seconds_of(row: Row, constants: Constants = DEFAULTS) -> dict[str, float]:
+    """Predicted seconds of the published layout by phase, with `total`."""
+    choice = replace(row.training, recompute=fit_of(row, constants).recompute)
+    seconds = {
+        "training": timing.training_time(row.facts, choice, row.workload, row.cluster, row.colocated, constants).total
+    }
+    if row.generation is not None:
+        generation = sized(row, row.generation, constants)
+        seconds["generation"] = generation_time(row.facts, generation, row.workload, row.cluster, constants).total
+        seconds["logprobs"] = timing.logprobs_time(row.facts, choice, row.workload, row.cluster, constants)
+        seconds["refit"] = timing.refit_time(
+            row.facts, choice, row.cluster, row.colocated, generation.weight_bytes, generation.tp, constants
+        )
+        seconds["other"] = constants.other_s + constants.reward_s
+    return seconds | {"total": sum(seconds.values())}
+
+
+def sized(row: Row, generation: GenerationChoice, constants: Constants) -> GenerationChoice:
+    free, tokens = plan_kv(row.facts, generation, row.workload, row.cluster, constants)
+    return replace(generation, kv_cache_bytes=free, kv_cache_tokens=max(1, tokens))
+
+
+def section(title: str) -> None:
+    print(f"\n== {title}")
+
+
+# --- fits
+
+
+def show_fits(rows: list[Row], every: bool) -> None:
+    section("Published and CI-tested configurations: does the planner say that they fit?")
+    proven = [row for row in rows if row.fields["status"] in PROVEN]
+    for kinds, label in (
+        (("rl", "off-policy distillation"), "RL"),
+        (("sft/dpo/rm",), "SFT, DPO"),
+        (("pretrain",), "pretraining"),
+    ):
+        chosen = [fit_of(row) for row in proven if row.fields["kind"] in kinds]
+        good = [fit for fit in chosen if not fit.problems]
+        print(f"{label:<12} {len(good)} of {len(chosen)} fit ({100 * len(good) / max(1, len(chosen)):.1f}%)")
+        for fit in chosen:
+            if fit.problems or every:
+                print(f"   {fit.row.name} {fit.row.training.name():<34} {'; '.join(fit.problems) or 'fits'}")
+
+
+def show_squeezed(rows: list[Row], every: bool) -> None:
+    section("The same with half the GPUs, and with four times the length: refused, or its headroom in GiB")
+    counts: Counter[str] = Counter()
+    for row in rows:
+        if row.fields["status"] not in PROVEN or row.fields["kind"] == "pretrain" or fit_of(row).problems:
+            continue
+        cells = []
+        for label, squeezed in (("half", halved(row)), ("4x length", longer(row))):
+            if squeezed is None:
+                cells.append(f"{label}: refused (cannot be split over fewer)")
+                counts[f"{label} refused"] += 1
+                continue
+            fit = fit_of(squeezed)
+            counts[f"{label} {'refused' if fit.problems else 'fits with headroom'}"] += 1
+            verdict = (
+                f"refused ({fit.problems[0]})"
+                if fit.problems
+                else f"{fit.headroom / GIB:.0f} of {row.cluster.device.memory / GIB:.0f} free"
+            )
+            cells.append(f"{label}: {verdict}")
+        if every:
+            print(f"   {row.name} {'; '.join(cells)}")
+    print("  ".join(f"{key}: {value}" for key, value in sorted(counts.items())))
+
+
+def halved(row: Row) -> Row | None:
+    """Half the training GPUs, out of data parallelism first, then pipeline, context, tensor; None: one GPU already."""
+    t = row.training
+    for key in ("dp", "pp", "cp", "tp"):
+        value = getattr(t, key)
+        if value % 2 == 0:
+            smaller = replace(t, **{key: value // 2}, ep=min(t.ep, t.tp * t.cp * t.dp // 2) if t.ep > 1 else 1)
+            return replace(row, training=replace(smaller, vpp=1 if smaller.pp == 1 else smaller.vpp))
+    return None
+
+
+def longer(row: Row) -> Row:
+    workload = replace(row.workload, max_length=4 * row.workload.max_length)
+    training = replace(row.training, micro_batch_tokens=4 * row.training.micro_batch_tokens)
+    return replace(row, workload=workload, training=training)
+
+
+IMPOSSIBLE = (
+    # model, gpu, nodes, GPUs a node, length, pins: what it leaves out
+    ("meta-llama/Llama-3.1-70B", "h100", 1, 1, 4096, {}),
+    ("meta-llama/Llama-3.1-70B", "h100", 1, 8, 4096, {"training.tp": 1, "training.pp": 1, "training.optimizer_offload": False}),
+    ("meta-llama/Llama-3.1-405B", "h100", 1, 8, 4096, {}),
+    ("meta-llama/Llama-3.1-405B", "h100", 8, 8, 8192, {"training.optimizer_offload": False}),
+    ("deepseek-ai/DeepSeek-V3", "h100", 1, 8, 4096, {}),
+    ("deepseek-ai/DeepSeek-V3", "h100", 8, 8, 4096, {"training.optimizer_offload": False}),
+    ("deepseek-ai/DeepSeek-V3", "h200", 16, 8, 4096, {"training.ep": 1, "training.pp": 1}),
+    ("Qwen/Qwen3-235B-A22B", "h100", 2, 8, 4096, {"training.optimizer_offload": False}),
+    ("Qwen/Qwen3-235B-A22B", "a100-40gb", 4, 8, 4096, {"training.optimizer_offload": False}),
+    ("Qwen/Qwen3-32B", "h100", 1, 1, 4096, {}),
+    ("Qwen/Qwen3-32B", "l40s", 1, 4, 4096, {}),
+    ("Qwen/Qwen3-30B-A3B", "h100", 1, 1, 4096, {}),
+    ("meta-llama/Llama-3.1-8B", "h100", 1, 1, 4096, {"training.optimizer_offload": False}),
+    ("meta-llama/Llama-3.1-8B", "l4", 1, 8, 4096, {"training.tp": 1, "training.pp": 1}),
+    ("meta-llama/Llama-3.1-8B", "rtx4090", 1, 1, 2048, {}),
+    ("meta-llama/Llama-3.1-8B", "h100", 1, 8, 1_000_000, {"training.cp": 1, "training.tp": 1}),
+    ("Qwen/Qwen2.5-7B", "h100", 1, 8, 8192, {"generation.memory_fraction": 0.15, "generation.tp": 1}),
+    ("Qwen/Qwen2.5-72B", "a100", 1, 8, 4096, {"training.optimizer_offload": False}),
+    ("moonshotai/Kimi-K2-Instruct", "h100", 16, 8, 4096, {"training.optimizer_offload": False}),
+    ("meta-llama/Llama-3.1-8B", "h100", 1, 8, 4096, {"training.tp": 3}),
+    ("Qwen/Qwen3-30B-A3B", "h100", 8, 8, 4096, {"training.ep": 24}),
+    ("meta-llama/Llama-3.1-70B", "h100", 8, 8, 4096, {"training.pp": 128}),
+)  # fmt: skip
+
+
+def show_impossible() -> None:
+    section("Deliberately impossible requests: all must be refused")
+    refused = 0
+    for model, gpu, nodes, per_node, length, pins in IMPOSSIBLE:
+        facts = lookup(model)
+        assert facts is not None
+        label = f"{model.rsplit('/', 1)[-1]} on {nodes} x {per_node} {gpu}, {length} tokens {pins or ''}"
+        try:
+            plan = make_plan(facts, make_cluster(gpu, nodes, per_node), Workload(64, 16, length), pins)
+            print(f"   NOT refused: {label}: {plan.name()}")
+        except RlctlError as error:
+            refused += 1
+            print(f"   {label}: {error.message[:120]} {(error.hint or '')[:110]}")
+    print(f"{refused} of {len(IMPOSSIBLE)} refused")
+
+
+def show_memory_bounds(rows: list[Row]) -> None:
+    section(
+        "Memory against CI bounds (GB, maximum over GPUs) and published peaks: predicted must be below, and not far below"
+    )
+    for row in rows:
+        text = row.fields["ci_gpu_mem_bound_gb"]
+        if text:
+            limit = float("".join(c for c in text.rsplit("<", 1)[1] if c.isdigit() or c == "."))
+            predicted = fit_of(row).training.total / 1e9
+            if row.generation is not None and row.generation.memory_fraction:
+                predicted = max(predicted, row.generation.memory_fraction * row.cluster.device.memory / 1e9)
+            print(
+                f"   {row.name} predicted {predicted:5.1f} GB, bound {limit:.0f}: {'below' if predicted < limit else 'ABOVE'} ({predicted / limit:.2f})"
+            )
+        notes = row.fields["notes"]
+        if "peak" in notes:
+            fit = fit_of(row)
+            print(
+                f"   {row.name} predicted {fit.training.total / GIB:5.1f} GiB ({fit.training.total / 1e9:.1f} GB); published: {notes[:80]}"
+            )
+
+
+def show_vllm_profile(path: Path) -> None:
+    section("vLLM's memory on an H100 against its published profile (GiB)")
+    names = {"Llama-3.3-70B-FP8": "Llama-3.3-70B-Instruct", "Mistral-Small-3.2-24B": "Mistral-Small-24B-Base-2501"}
+    errors = []
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            facts = lookup(names.get(line["model"], line["model"]))
+            if facts is None or not line["activation_gib"]:
+                continue
+            old = "pre-0.17" in line["vllm"] or "v0.15" in line["vllm"]
+            constants = replace(DEFAULTS, sampler_bytes=40.0 if old else 16.0)
+            quantised = 1.0 if "FP8" in line["model"] else 0.55 if "gpt-oss" in line["model"] else 2.0
+            choice = GenerationChoice(
+                1, int(line["tp"] or 1), max_concurrent=1024, weight_bytes=quantised, memory_fraction=0.9
+            )
+            choice = replace(choice, memory_fraction=float(line["gpu_memory_utilization"] or 0.9))
+            parts = overhead_bytes(facts, choice, constants)
+            text = f"   {line['model']:<22} TP{choice.tp} {line['vllm'][:16]:<16} activations {parts['activations'] / GIB:5.2f} published {line['activation_gib']}"
+            errors.append(abs(parts["activations"] / GIB / float(line["activation_gib"]) - 1))
+            if line["weights_gib"]:
+                text += f"  weights {weight_bytes(facts, choice) / GIB:6.2f} published {line['weights_gib']}"
+            if line["kv_cache_gib"]:
+                free, _ = plan_kv(facts, choice, Workload(), make_cluster("h100"), constants)
+                text += f"  KV {free / GIB:6.2f} published {line['kv_cache_gib']}"
+            print(text)
+    print(f"median error of activations {100 * median(errors):.0f}%")
+
+
+# --- times
+
+
+def show_times(rows: list[Row], constants: Constants = DEFAULTS) -> None:
+    section("Published step times: predicted / published seconds")
+    totals, phases = [], []
+    for row in rows:
+        if row.published("step_time_s") is None or row.fields["kind"] != "rl":
+            continue
+        seconds = seconds_of(row, constants)
+        cells = []
+        for phase, field in PHASES.items():
+            seen = row.published(field)
+            if seen:
+                phases.append(abs(seconds[phase] / seen - 1))
+                cells.append(f"{phase} {seconds[phase]:.0f}/{seen:.0f}")
+        total = row.published("step_time_s")
+        assert total is not None
+        totals.append(abs(seconds["total"] / total - 1))
+        print(
+            f"   {row.name} total {seconds['total']:.0f}/{total:.0f} ({100 * (seconds['total'] / total - 1):+.0f}%)  {'  '.join(cells)}"
+        )
+    if totals:
+        print(
+            f"median error: total {100 * median(totals):.0f}% of {len(totals)}, phases {100 * median(phases):.0f}% of {len(phases)}"
+        )
+
+
+def bound_of(row: Row) -> float | None:
+    text = row.fields["ci_step_time_bound_s"]
+    if "<" not in text:
+        return None
+    return float("".join(c for c in text.rsplit("<", 1)[1].split()[0] if c.isdigit() or c == "."))
+
+
+def show_bounds(rows: list[Row], every: bool) -> None:
+    section("CI bounds on step time: predicted total must be below (mean lengths are not published: 40% of the limit)")
+    below = total = 0
+    for row in rows:
+        limit = bound_of(row)
+        if limit is None:
+            continue
+        seconds = seconds_of(row)["total"]
+        total, below = total + 1, below + (seconds <= limit)
+        if every or seconds > limit:
+            print(f"   {row.name} predicted {seconds:6.1f} bound {limit:6.1f} ({seconds / limit:.2f})")
+    print(f"{below} of {total} below their bound")
+
+
+def show_throughput(rows: list[Row], every: bool) -> None:
+    section("Published tokens/s a GPU (pretraining): predicted / published")
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        seen = throughput(row)
+        if seen is None:
+            continue
+        made = row.workload.tokens(1.0) / seconds_of(row)["training"] / row.cluster.gpus
+        errors.setdefault("MoE" if row.facts.moe else "dense", []).append(abs(made / seen - 1))
+        if every:
+            print(
+                f"   {row.name} {row.training.precision:<5} {made:7.0f} / {seen:7.0f} ({made / seen:.2f})  {row.fields['source'][-28:]}"
+            )
+    for kind, values in errors.items():
+        print(f"{kind}: median error {100 * median(values):.0f}% of {len(values)} rows")
+
+
+def throughput(row: Row) -> float | None:
+    if row.fields["kind"] != "pretrain":
+        return None
+    seen = row.published("tokens_per_s_per_gpu")
+    step = row.published("step_time_s")
+    return seen or (row.workload.tokens(1.0) / step / row.cluster.gpus if step else None)
+
+
+# --- leave one out
+
+
+def observations(rows: list[Row]) -> list[tuple[str, Row, Callable[[Constants], float], float]]:
+    """(group, row, prediction under constants, published) of everything that is fitted to. Rows of one model on one
+    machine are one group, and are left out together: they are not independent."""
+    found: list[tuple[str, Row, Callable[[Constants], float], float]] = []
+    for row in rows:
+        group = f"{row.fields['model']} {row.cluster.device.name}"
+        if row.fields["kind"] == "rl" and row.published("train_s"):
+            for phase, field in PHASES.items():
+                seen = row.published(field)
+                if seen:
+                    found.append((group, row, lambda c, row=row, phase=phase: seconds_of(row, c)[phase], seen))
+        seen = throughput(row)
+        if seen:
+
+            def rate(c: Constants, row: Row = row) -> float:
+                return row.workload.tokens(1.0) / seconds_of(row, c)["training"] / row.cluster.gpus
+
+            found.append((group, row, rate, seen))
+    return found
+
+
+def loss(constants: Constants, data: Iterable[tuple[str, Row, Callable[[Constants], float], float]]) -> float:
+    """Mean absolute logarithm of predicted over published, each group weighted the same."""
+    groups: dict[str, list[float]] = {}
+    for group, _, predict, seen in data:
+        groups.setdefault(group, []).append(abs(math.log(predict(constants) / seen)))
+    return sum(sum(v) / len(v) for v in groups.values()) / max(1, len(groups))
+
+
+def fitted(data: list[tuple[str, Row, Callable[[Constants], float], float]], rounds: int = 2) -> Constants:
+    """Coordinate descent over `FITTED`, each constant within its bounds, from the defaults."""
+    constants = DEFAULTS
+    best = loss(constants, data)
+    for _ in range(rounds):
+        for name in FITTED:
+            low, high = BOUNDS[name]
+            for factor in (0.75, 0.88, 1.12, 1.3):
+                value = min(high, max(low, getattr(constants, name) * factor))
+                tried = replace(constants, **{name: value})
+                error = loss(tried, data)
+                if error < best - 1e-6:
+                    constants, best = tried, error
+    return constants
+
+
+def show_fit(rows: list[Row]) -> None:
+    section("Leave one out: constants fitted to all other groups, error on the one left out")
+    data = observations(rows)
+    everything = fitted(data)
+    print(f"defaults {loss(DEFAULTS, data):.3f}, fitted to all {loss(everything, data):.3f} (mean |ln ratio| a group)")
+    print("   " + "  ".join(f"{n} {getattr(DEFAULTS, n):.3g} -> {getattr(everything, n):.3g}" for n in FITTED))
+    outside = []
+    for group in dict.fromkeys(g for g, *_ in data):
+        rest, left = [d for d in data if d[0] != group], [d for d in data if d[0] == group]
+        constants = fitted(rest, 1)
+        error = loss(constants, left)
+        outside.append(error)
+        print(
+            f"   {group:<44} left out {100 * (math.exp(error) - 1):4.0f}%  with the defaults {100 * (math.exp(loss(DEFAULTS, left)) - 1):4.0f}%"
+        )
+    print(f"median error of a group that was left out: {100 * (math.exp(median(outside)) - 1):.0f}%")
+    at_bounds = [n for n in FITTED if getattr(everything, n) in BOUNDS[n]]
+    print(f"constants at a bound: {', '.join(at_bounds) or 'none'}")
+
+
+# --- own choice
+
+
+def show_choices(rows: list[Row]) -> None:
+    section("The planner's own choice against the published parallelism")
+    for row in rows:
+        if row.published("train_s") is None or row.fields["train_backend"] != "megatron":
+            continue
+        began = time.perf_counter()
+        plan = make_plan(row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes)
+        took = time.perf_counter() - began
+        published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))
+        verdict = "no worse" if plan.total_s <= published["total"] * 1.01 else "WORSE"
+        print(
+            f"   {row.name} published {row.training.name()}: {published['total']:.0f} s; own {plan.name()}: {plan.total_s:.0f} s, {verdict} ({took:.2f} s to plan)"
+        )
+        for rejected in plan.rejected[:2]:
+            print(f"       {rejected.plan}: {rejected.why}")
+
+
+def show_speed() -> None:
+    section("Planning time: 671B MoE on 10,000 GPUs (limit 2 s)")
+    facts = lookup("deepseek-ai/DeepSeek-V3")
+    assert facts is not None
+    for nodes in (32, 1250):
+        began = time.perf_counter()
+        plan = make_plan(facts, make_cluster("h100", nodes), Workload(512, 32, 16384, mean_new_tokens=4000))
+        print(f"   {nodes * 8} GPUs: {time.perf_counter() - began:.2f} s: {plan.name()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(__file__).parent / "data")
+    parser.add_argument("--rows", action="store_true", help="print rows that are fine, too")
+    parser.add_argument("--fit", action="store_true", help="leave-one-out fit of the constants (a few minutes)")
+    arguments = parser.parse_args()
+    rows, skipped = usable(arguments.data / "published_recipes.csv")
+    reasons = Counter(why.split(":")[0] for _, fields, why in skipped if fields["status"] in PROVEN)
+    print(f"{len(rows)} rows can be planned; of the others that ran: {dict(reasons)}")
+    show_fits(rows, arguments.rows)
+    show_impossible()
+    show_squeezed(rows, arguments.rows)
+    show_memory_bounds(rows)
+    show_vllm_profile(arguments.data / "vllm_memory_profile.csv")
+    show_times(rows)
+    show_bounds(rows, arguments.rows)
+    show_throughput(rows, arguments.rows)
+    show_choices(rows)
+    show_speed()
+    if arguments.fit:
+        show_fit(rows)
+
+
+if __name__ == "__main__":
+    main()
