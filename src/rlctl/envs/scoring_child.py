@@ -76,7 +76,3 @@ def _score(name: str, scorer: Scorer, work: Work) -> Score | RlctlError:
         if not is_built_in(name):
             raise
         return Score(0.0, f"{type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ import sys
 import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from rlctl.envs.plan import RewardPlan
 from rlctl.envs.scorers import is_built_in
@@ -19,6 +20,9 @@ START_TIMEOUT_S = 180.0
 BUILT_IN_LIMIT_S = 10.0
 """For one completion. Longer means a parser lost in what the model wrote (`9**9**9`): it counts as wrong."""
 GRACE_S = 30.0
+PACKAGES = str(Path(__file__).parents[2])
+# Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
+CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_child import main; main()"
 
 
 class ScoringProcess:
@@ -38,7 +42,7 @@ class ScoringProcess:
     def start(self) -> None:
         """Starts the child and waits until it has its scorers. Raises what building them raised."""
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "rlctl.envs.scoring_child", str(theirs.fileno())]
+        command = [sys.executable, "-c", CHILD, str(theirs.fileno()), PACKAGES]
         # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True

@@ -1,0 +1,137 @@
+"""Chat templates, the plain format, and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.schema import DataConfig, ModelConfig
+from rlctl.data.chat import PLAIN_STOP, PromptEncoder
+from rlctl.data.prompts import PromptRow
+from rlctl.data.tokenizer import load_tokenizer
+from rlctl.errors import InputError
+
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}" + DEFAULT_SYSTEM
+)
+
+
+def row(prompt: str | list[dict[str, str]] = "2 + 3?") -> PromptRow:
+    return PromptRow(0, "d.jsonl, line 1", prompt, "5")
+
+
+def encoder(directory: Path, model: ModelConfig | None = None, **data: str) -> PromptEncoder:
+    model = model or ModelConfig()
+    return PromptEncoder.build(load_tokenizer(directory, model), model, DataConfig(**data), directory)
+
+
+@pytest.fixture(scope="session")
+def base_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without its chat template."""
+    directory = tmp_path_factory.mktemp("models") / "base"
+    shutil.copytree(tiny_llama, directory)
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("chat_template", None)
+    path.write_text(json.dumps(config))
+    return directory
+
+
+def test_a_prompt_is_what_the_tokenizer_s_template_makes(tiny_llama: Path) -> None:
+    made = encoder(tiny_llama)
+    tokenizer = load_tokenizer(tiny_llama, ModelConfig())
+    messages = [{"role": "user", "content": "2 + 3?"}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert list(made.encode(row())) == list(expected)
+    assert made.text(row()) == "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert (made.stop, made.note) == ((), None)
+
+
+def test_system_prompt_and_suffix(tiny_llama: Path) -> None:
+    made = encoder(tiny_llama, system_prompt="Be brief.", prompt_suffix=" Answer with a number.")
+    assert made.text(row()) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 3? Answer with a number.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_row_s_own_system_message_stays(tiny_llama: Path) -> None:
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "q"}]
+    text = encoder(tiny_llama, system_prompt="Theirs.", prompt_suffix="!").text(row(messages))
+    assert "Mine." in text
+    assert "Theirs." not in text
+    assert "q!" in text
+    assert messages[1]["content"] == "q"
+
+
+def test_an_empty_system_prompt_displaces_the_template_s_own(tiny_llama: Path) -> None:
+    model = ModelConfig(chat_template=DEFAULT_SYSTEM)
+    assert "You help." in encoder(tiny_llama, model).text(row())
+    assert "You help." not in encoder(tiny_llama, model, system_prompt="").text(row())
+
+
+def test_an_empty_system_prompt_adds_nothing_where_the_template_has_none(tiny_llama: Path) -> None:
+    assert encoder(tiny_llama, system_prompt="").text(row()) == encoder(tiny_llama).text(row())
+
+
+def test_a_base_model_gets_questions_and_answers_with_a_stop_and_is_told_of(base_model: Path) -> None:
+    made = encoder(base_model, system_prompt="Add.")
+    assert made.text(row()) == "Add.\nQuestion: 2 + 3?\nAnswer:"
+    assert made.stop == (PLAIN_STOP,)
+    assert "no chat template" in made.note
+    assert list(made.encode(row())) == made.tokenizer.encode(made.text(row()))
+
+
+def test_the_template_can_be_given_as_file_or_text(base_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(DEFAULT_SYSTEM)
+    from_file = encoder(base_model, ModelConfig(chat_template=str(path)))
+    from_text = encoder(base_model, ModelConfig(chat_template=DEFAULT_SYSTEM))
+    assert from_file.text(row()) == from_text.text(row())
+    assert "You help." in from_file.text(row())
+    assert from_file.note is None
+
+
+def test_the_tokenizer_can_be_another_model_s(base_model: Path, tiny_llama: Path) -> None:
+    made = encoder(base_model, ModelConfig(tokenizer=str(tiny_llama)))
+    assert made.text(row()).startswith("<|im_start|>user")
+
+
+def test_end_tokens_are_the_model_s_the_tokenizer_s_and_the_template_s(tiny_llama: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_llama, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
+    tokenizer = load_tokenizer(directory, ModelConfig())
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert encoder(directory).stop_token_ids == tuple(sorted({0, 7, tokenizer.eos_token_id, end_of_turn}))
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0]['content'] ", "{% for %}", "{{ raise_exception('no') }}"])
+def test_a_template_that_does_not_render_is_refused_at_once(tiny_llama: Path, template: str) -> None:
+    with pytest.raises(InputError, match="chat template"):
+        encoder(tiny_llama, ModelConfig(chat_template=template))
+
+
+def test_a_template_without_system_role_is_refused_with_a_system_prompt(tiny_llama: Path) -> None:
+    with pytest.raises(InputError, match=r"No system role.*data\.system_prompt"):
+        encoder(tiny_llama, ModelConfig(chat_template=NO_SYSTEM), system_prompt="Be brief.")
+
+
+def test_a_missing_template_file_is_named(tiny_llama: Path) -> None:
+    with pytest.raises(InputError, match=r"--chat-template chat\.jinja: no such file"):
+        encoder(tiny_llama, ModelConfig(chat_template="chat.jinja"))
+
+
+def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"--tokenizer .*empty has no tokenizer"):
+        load_tokenizer(tmp_path, ModelConfig(tokenizer=str(tmp_path / "empty")))

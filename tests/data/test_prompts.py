@@ -1,0 +1,262 @@
+"""Prompt sources: real reasoning-gym tasks, files, and a dataset saved by `datasets`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlctl.config.schema import DataConfig
+from rlctl.data.prompts import PromptSource, open_prompts
+from rlctl.errors import InputError
+
+
+def write_jsonl(path: Path, records: list[dict]) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n", encoding="utf-8")
+    return path
+
+
+def open_file(path: Path, **data: object) -> PromptSource:
+    return open_prompts(DataConfig(name=str(path), **data))
+
+
+# reasoning-gym
+
+
+def test_a_gym_task_gives_the_questions_of_the_package() -> None:
+    import reasoning_gym
+
+    params = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
+    source = open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params, size=20), seed=5)
+    theirs = reasoning_gym.create_dataset("chain_sum", seed=5, size=20, **params)
+    assert len(source) == 20
+    for index in range(20):
+        assert source[index].prompt == theirs[index]["question"]
+        assert source[index].answer == theirs[index]["answer"]
+        assert source[index].fields["metadata"] == theirs[index]["metadata"]
+
+
+def test_gym_questions_follow_the_run_seed_unless_given_their_own() -> None:
+    def first(run_seed: int, **params: int) -> str:
+        return open_prompts(DataConfig(name="reasoning-gym:chain_sum", params=params), seed=run_seed)[0].prompt
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+    assert first(1, seed=9) == first(2, seed=9)
+
+
+def test_gym_parameters_may_stand_in_the_name() -> None:
+    source = open_prompts(DataConfig(name="reasoning-gym:chain_sum:max_terms=2,max_digits=1", params={"max_terms": 5}))
+    assert source.fingerprint()["params"]["max_terms"] == 2
+    assert source[0].fields["metadata"]["num_terms"] == 2
+
+
+def test_gym_fingerprint_tells_parameters_and_seeds_apart() -> None:
+    def fingerprint(seed: int, **params: int) -> dict:
+        return open_prompts(DataConfig(name="reasoning-gym:gcd", params=params), seed=seed).fingerprint()
+
+    assert fingerprint(0) == fingerprint(0)
+    assert fingerprint(0) != fingerprint(1)
+    assert fingerprint(0) != fingerprint(0, max_value=50)
+    json.dumps(fingerprint(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("reasoning-gym:chain_som", {}, ["'chain_som'", "chain_sum"]),
+        ("reasoning-gym:xyzzy", {}, ["'xyzzy'", "Some are"]),
+        ("reasoning-gym:chain_sum", {"max_term": 2}, ["'max_term'", "Did you mean max_terms"]),
+        ("reasoning-gym:chain_sum", {"zz": 2}, ["'zz'", "It has min_terms"]),
+        ("reasoning-gym:chain_sum", {"max_terms": 1}, ["max_terms must be >= min_terms", "max_terms=1"]),
+        ("reasoning-gym:chain_sum", {"max_terms": "many"}, ["refuses its parameters", "many"]),
+        ("reasoning-gym:chain_sum", {"size": 0}, ["size must be positive"]),
+        ("reasoning-gym:chain_sum:max_terms", {}, ["'max_terms' is not key=value"]),
+    ],
+)
+def test_wrong_gym_names_and_parameters(name: str, params: dict, words: list[str]) -> None:
+    with pytest.raises(InputError) as raised:
+        open_prompts(DataConfig(name=name, params=params))
+    for word in words:
+        assert word in str(raised.value)
+
+
+# files
+
+
+def test_jsonl_rows_keep_their_other_fields(tmp_path: Path) -> None:
+    records = [{"prompt": "1+1?", "answer": "2", "level": 3}, {"prompt": [{"role": "user", "content": "hi"}]}]
+    source = open_file(write_jsonl(tmp_path / "d.jsonl", records))
+    assert len(source) == 2
+    assert (source[0].prompt, source[0].answer, source[0].fields) == ("1+1?", "2", {"level": 3})
+    assert source[1].prompt == [{"role": "user", "content": "hi"}]
+    assert source[1].question == "hi"
+    assert source[1].answer is None
+
+
+def test_jsonl_fields_can_be_named_and_size_limits(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"question": f"q{i}", "solution": i} for i in range(9)])
+    source = open_file(path, prompt_field="question", answer_field="solution", size=4)
+    assert [row.answer for row in (source[i] for i in range(len(source)))] == [0, 1, 2, 3]
+
+
+def test_answers_in_the_form_of_gsm8k_are_cut_to_the_final_number(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": "First 48/2 = 24.\n#### 72"}])
+    assert open_file(path)[0].answer == "72"
+
+
+def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}])
+    before = open_file(path).fingerprint()
+    assert open_file(path).fingerprint() == before
+    write_jsonl(path, [{"prompt": "b"}])
+    assert open_file(path).fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['{"prompt": "a"}', "", '{"question": "b"}'], ["line 3", "'prompt'", "data.prompt_field", "question"]),
+        (['{"promt": "a"}'], ["line 1", "'prompt'", "Did you mean promt"]),
+        (['{"prompt": "a"}', '{"prompt": "b"'], ["line 2", "not JSON"]),
+        (['["prompt"]'], ["line 1", "not a JSON object"]),
+        (['{"prompt": "  "}'], ["line 1", "'prompt'", "empty"]),
+        (['{"prompt": null}'], ["line 1", "'prompt'", "empty"]),
+        (['{"prompt": 7}'], ["line 1", "'prompt'", "a int"]),
+        (['{"prompt": []}'], ["line 1", "'prompt'", "empty"]),
+        (['{"prompt": [{"role": "user"}]}'], ["line 1", "'prompt'", "chat messages"]),
+        ([""], ["no rows"]),
+    ],
+)
+def test_wrong_jsonl_names_file_line_and_field(tmp_path: Path, lines: list[str], words: list[str]) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(InputError) as raised:
+        open_file(path)
+    for word in ["data.jsonl", *words]:
+        assert word in str(raised.value)
+
+
+def test_jsonl_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(InputError, match=r"data\.jsonl, line 1: not JSON"):
+        open_file(path)
+
+
+def test_a_named_answer_field_must_exist(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "solutions": "b"}])
+    with pytest.raises(InputError, match=r"no field 'solution' \(data\.answer_field\)\. Did you mean solutions"):
+        open_file(path, answer_field="solution")
+
+
+def test_a_file_that_does_not_exist_suggests_its_neighbours(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    with pytest.raises(InputError, match=r"trian\.jsonl does not exist\. Did you mean train\.jsonl"):
+        open_file(tmp_path / "trian.jsonl")
+    with pytest.raises(InputError, match="there is no folder"):
+        open_file(tmp_path / "nowhere" / "train.jsonl")
+
+
+def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("prompt\na\n")
+    with pytest.raises(InputError, match="unknown kind of data file"):
+        open_file(tmp_path / "d.csv")
+
+
+def test_parameters_of_a_task_do_not_fit_a_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}])
+    with pytest.raises(InputError, match=r"data\.params \(max_terms\)"):
+        open_file(path, params={"max_terms": 2})
+
+
+def test_no_data_says_what_to_give() -> None:
+    with pytest.raises(InputError, match="--data"):
+        open_prompts(DataConfig())
+
+
+def test_parquet_rows(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    messages = [[{"role": "user", "content": f"q{i}"}] for i in range(5)]
+    table = pyarrow.table({"prompt": messages, "answer": [str(i) for i in range(5)], "level": list(range(5))})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    source = open_file(path, size=4)
+    assert len(source) == 4
+    assert source[3].prompt == messages[3]
+    assert (source[3].answer, source[3].fields, source[3].question) == ("3", {"level": 3}, "q3")
+
+
+def test_wrong_parquet_names_row_and_field(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
+    with pytest.raises(InputError, match=r"d\.parquet, row 1: field 'prompt' is empty"):
+        open_file(path)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(InputError, match="no rows"):
+        open_file(path)
+    path.write_text("not parquet")
+    with pytest.raises(InputError, match=r"d\.parquet is not a parquet file"):
+        open_file(path)
+
+
+# Hugging Face datasets
+
+
+@pytest.fixture(scope="module")
+def saved_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import datasets
+
+    root = tmp_path_factory.mktemp("datasets")
+    rows = {"prompt": ["1+1?", "2+2?", "3+3?"], "answer": ["2", "4", "6"], "level": [1, 2, 3]}
+    splits = {"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(rows).select([2])}
+    datasets.DatasetDict(splits).save_to_disk(root / "splits")
+    splits["train"].save_to_disk(root / "one")
+    return root
+
+
+def test_a_saved_dataset(saved_dataset: Path) -> None:
+    source = open_file(saved_dataset / "splits", split="test")
+    assert [len(source), source[0].prompt, source[0].answer] == [1, "3+3?", "6"]
+    whole = open_file(saved_dataset / "one")
+    assert len(whole) == 3
+    assert whole[1].fields == {"level": 2}
+    assert whole.fingerprint() == open_file(saved_dataset / "one").fingerprint()
+    with pytest.raises(IndexError):
+        whole[3]
+
+
+def test_a_directory_of_data_files_loads_as_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [{"prompt": "a", "answer": "b"}])
+    assert open_file(tmp_path / "data")[0].answer == "b"
+
+
+def test_wrong_splits_and_fields_of_a_dataset(saved_dataset: Path) -> None:
+    with pytest.raises(InputError, match=r"no split 'tset'\. Did you mean test"):
+        open_file(saved_dataset / "splits", split="tset")
+    with pytest.raises(InputError, match=r"no field 'question' \(data\.prompt_field\)"):
+        open_file(saved_dataset / "one", prompt_field="question")
+
+
+def test_a_dataset_out_of_reach_is_said_clearly() -> None:
+    with pytest.raises(InputError, match=r"'openai/gsm8k:main' \(split 'train'\) could not be loaded: .*Hub"):
+        open_prompts(DataConfig(name="openai/gsm8k:main"))
+
+
+def test_prompts_import_nothing_heavy() -> None:
+    code = (
+        "import sys; import rlctl.data.prompts, rlctl.data.order, rlctl.data.chat, rlctl.data.tokenizer;"
+        "import rlctl.envs.worker, rlctl.envs.rewards;"
+        "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'math_verify', 'ray', 'pyarrow'};"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

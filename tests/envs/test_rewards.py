@@ -1,0 +1,255 @@
+"""Rewards end to end: what is configured is checked, tried and scored in the scoring process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
+from rlctl.data.prompts import PromptSource, open_prompts
+from rlctl.envs import scoring_process
+from rlctl.envs.plan import RewardPlan
+from rlctl.envs.rewards import prepare_rewards
+from rlctl.envs.worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.errors import InputError, WaitTimeoutError, WorkerError
+
+
+def gym(task: str, **params: int) -> PromptSource:
+    return open_prompts(DataConfig(name=f"reasoning-gym:{task}", params=params, size=20), seed=3)
+
+
+def jsonl(directory: Path, *records: dict) -> PromptSource:
+    path = directory / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return open_prompts(DataConfig(name=str(path)))
+
+
+def reward(*names: str, extract: str = "auto", timeout_s: float = 60.0) -> RewardConfig:
+    return RewardConfig(terms=tuple(RewardTerm(name=name) for name in names), extract=extract, timeout_s=timeout_s)
+
+
+def score(plan: RewardPlan, source: PromptSource, *completions: str, index: int = 0) -> GroupScores:
+    """Scores `completions` as one group of row `index`."""
+    worker = RewardWorker(plan, fetch=lambda handle: {"handle": list(completions)}[handle])
+    try:
+        (scores,) = worker.score([ScoreRequest(7, source[index], "handle")])
+    finally:
+        worker.close()
+    assert scores.group == 7
+    return scores
+
+
+def user_file(directory: Path, code: str, name: str = "mine.py") -> str:
+    (directory / name).write_text(code)
+    return f"{directory / name}:score"
+
+
+# scoring
+
+
+def test_chain_sum_is_right_when_the_last_number_is() -> None:
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    answer = source[0].answer
+    plan = prepare_rewards(RewardConfig(), source)
+    scores = score(plan, source, f"It is {answer}.", f"{answer} is 100", f"{answer}5", "", "no idea")
+    assert scores.rewards == (1, 0, 0, 0, 0)
+    assert scores.accuracies == scores.rewards
+    assert plan.describe() == [
+        "reward: task",
+        "answer: the last number of the completion (the reference answers are numbers)",
+        "accuracy: task",
+    ]
+
+
+def test_math_verify_runs_in_the_scoring_process(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "Half?", "answer": r"\frac{1}{2}"})
+    plan = prepare_rewards(reward("math-verify"), source)
+    assert plan.notes == ()
+    assert score(plan, source, r"So \boxed{0.5}.", "2").rewards == (1, 0)
+
+
+def test_terms_are_weighted_and_accuracy_is_the_reference_scorer_s(tmp_path: Path) -> None:
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    name = user_file(tmp_path, "def score(completion, answer):\n    return len(completion) / 10\n")
+    terms = (RewardTerm(name="task", weight=2.0), RewardTerm(name=name, weight=-0.5))
+    plan = prepare_rewards(RewardConfig(terms=terms), source)
+    right, wrong = f"= {source[0].answer}", "none"
+    scores = score(plan, source, right, wrong)
+    assert scores.terms == {"task": (1, 0), name: (len(right) / 10, 0.4)}
+    assert scores.rewards == pytest.approx((2 - 0.05 * len(right), -0.2))
+    assert scores.accuracies == (1, 0)
+    assert plan.describe()[0] == f"reward: 2 x task + -0.5 x {name}"
+
+
+def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
+    name = user_file(tmp_path, "def score(completion, answer):\n    return 0.25\n")
+    with_answers = jsonl(tmp_path, {"prompt": "q", "answer": "yes"})
+    scores = score(prepare_rewards(reward(name), with_answers), with_answers, "yes", "no")
+    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), (1, 0), [name])
+    without = jsonl(tmp_path, {"prompt": "q"})
+    plan = prepare_rewards(reward(name), without)
+    assert score(plan, without, "yes").accuracies is None
+    assert "accuracy: none, without reference answers" in plan.describe()
+
+
+def test_several_groups_keep_their_order_and_their_rows() -> None:
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    texts = {"a": [str(source[1].answer), "x"], "b": ["x", "x", str(source[2].answer)]}
+    worker = RewardWorker(prepare_rewards(RewardConfig(), source), fetch=texts.__getitem__)
+    try:
+        worker.setup()
+        for _ in range(2):
+            first, second = worker.score([ScoreRequest(4, source[1], "a"), ScoreRequest(2, source[2], "b")])
+            assert (first.group, first.rewards, second.group, second.rewards) == (4, (1, 0), 2, (0, 0, 1))
+        assert worker.score([]) == []
+    finally:
+        worker.close()
+    worker.close()
+
+
+def test_a_note_says_when_the_reference_answer_itself_is_not_found_right(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "Capital of France?", "answer": "Paris"})
+    plan = prepare_rewards(reward("exact-match", extract="last-number"), source)
+    assert len(plan.notes) == 1
+    assert "exact-match gives the reference answer" in plan.notes[0]
+    assert plan.notes[0] in plan.describe()
+
+
+# what the user can get wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("exact_match", ["'exact_match'", "Did you mean exact-match"]),
+        ("bleu", ["'bleu'", "path/to/file.py:function"]),
+        ("task", ["'task'", "data.jsonl"]),
+        ("reward.py", ["does not name a function"]),
+        ("nowhere/reward.py:score", ["there is no file nowhere/reward.py"]),
+        ("math-verify", ["no", "data.answer_field"]),
+    ],
+)
+def test_wrong_rewards(tmp_path: Path, name: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as raised:
+        prepare_rewards(reward(name), jsonl(tmp_path, {"prompt": "q"}))
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_no_reward_or_one_twice(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    with pytest.raises(InputError, match=r"No reward.*--reward"):
+        prepare_rewards(RewardConfig(), source)
+    with pytest.raises(InputError, match="'exact-match' is given twice"):
+        prepare_rewards(reward("exact-match", "exact-match"), source)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def scores(completion, answer): return 1", ["no function 'score'", "Did you mean scores"]),
+        ("score = 3", ["no function 'score'", "It has none"]),
+        ("def score(completion)\n    return 1", ["mine.py, line 1", "expected ':'"]),
+        ("import json\nimport no_such_package", ["ModuleNotFoundError", "mine.py, line 2"]),
+        ("raise SystemExit(3)", ["SystemExit", "mine.py, line 1"]),
+        ("def score(completion, level): return 1", ["needs level", "data.jsonl, line 1"]),
+        ("def score(completion, /): return 1", ["positional-only"]),
+        ("def score(completion, answer):\n    return helper(answer)\ndef helper(a):\n    return a[0] / 0", [
+            "raised TypeError", "data.jsonl, line 1", "mine.py, line 4, in helper: return a[0] / 0"]),
+        ("def score(completion, answer): return 'good'", ["returned 'good'", "data.jsonl, line 1", "number"]),
+        ("def score(completion, answer): return None", ["returned None"]),
+        ("def score(completion, answer): return float('nan')", ["returned nan", "finite"]),
+        ("async def score(completion, answer): return 1.0", ["coroutine"]),
+    ],
+)  # fmt: skip
+def test_wrong_functions_are_refused_before_the_run(tmp_path: Path, code: str, words: list[str]) -> None:
+    name = user_file(tmp_path, code)
+    with pytest.raises(InputError) as raised:
+        prepare_rewards(reward(name), jsonl(tmp_path, {"prompt": "q", "answer": "a"}))
+    for word in ["mine.py", *words]:
+        assert word in str(raised.value)
+
+
+def test_a_misspelt_file_suggests_its_neighbour(tmp_path: Path) -> None:
+    user_file(tmp_path, "def score(completion): return 1", "reward.py")
+    with pytest.raises(InputError, match=r"Did you mean reward\.py"):
+        prepare_rewards(reward(f"{tmp_path}/rewrad.py:score"), jsonl(tmp_path, {"prompt": "q"}))
+
+
+def test_a_function_gets_the_row_and_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "helper_of_mine.py").write_text("FACTOR = 10\n")
+    user_file(
+        tmp_path,
+        "from helper_of_mine import FACTOR\nimport numpy\n"
+        "def score(completion: str, answer, prompt: str, **row) -> float:\n"
+        "    print('noise on stdout')\n"
+        "    return numpy.float32(FACTOR * row['level'] + (prompt == 'q?') + len(answer) + len(completion))\n",
+    )
+    monkeypatch.chdir(tmp_path)
+    source = jsonl(tmp_path, {"prompt": [{"role": "user", "content": "q?"}], "answer": ["a", "b"], "level": 3})
+    plan = prepare_rewards(reward("mine.py:score"), source)
+    monkeypatch.chdir("/")
+    assert score(plan, source, "abcd").rewards == (37,)
+
+
+def test_a_function_that_raises_in_the_run_names_the_row(tmp_path: Path) -> None:
+    code = "def score(completion, answer):\n    assert completion != 'bad', 'cannot read this'\n    return 1\n"
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"}, {"prompt": "r", "answer": "b"})
+    plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
+    with pytest.raises(InputError, match=r"AssertionError: cannot read this \(scoring .*line 2; mine\.py, line 2"):
+        score(plan, source, "good", "bad", index=1)
+
+
+# scorers that hang or die
+
+
+def test_a_function_out_of_time_is_named_with_its_row(tmp_path: Path) -> None:
+    code = (
+        "import time\ndef score(completion, answer):\n    time.sleep(60 if completion == 'slow' else 0)\n    return 1\n"
+    )
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    plan = prepare_rewards(reward(user_file(tmp_path, code), timeout_s=2.0), source)
+    with pytest.raises(
+        WaitTimeoutError, match=r"reward\.timeout_s = 2 s: scorer .*mine\.py:score was at .*line 1.*1 of"
+    ):
+        score(plan, source, "quick", "slow")
+
+
+def test_a_function_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    code = "import os\ndef score(completion, answer):\n    return os._exit(9) if completion == 'end' else 1\n"
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
+    with pytest.raises(WorkerError, match=r"mine\.py:score ended its process \(exit code 9\) while scoring .*line 1"):
+        score(plan, source, "end")
+
+
+def test_a_completion_that_a_parser_gets_lost_in_counts_as_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """countdown's own scorer evaluates the expression; this one does not end within the age of the universe."""
+    monkeypatch.setattr(scoring_process, "BUILT_IN_LIMIT_S", 3.0)
+    source = gym("countdown")
+    plan = prepare_rewards(RewardConfig(), source)
+    right = source[0].answer
+    scores = score(plan, source, right, "9**9**9**9", right)
+    assert scores.accuracies == (1, 0, 1)
+    assert scores.failures == 1
+    assert "scorer task failed on a completion of reasoning-gym:countdown, question 0" in caplog.text
+
+
+def test_close_leaves_no_process_behind() -> None:
+    process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), gym("gcd")))
+    process.start()
+    pid = process._process.pid
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_plan_travels_to_the_worker() -> None:
+    plan = prepare_rewards(RewardConfig(), gym("gcd"))
+    assert pickle.loads(pickle.dumps(plan)) == plan

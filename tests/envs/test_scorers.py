@@ -1,0 +1,130 @@
+"""Each scorer by itself, on real tasks and answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlctl.config.schema import DataConfig
+from rlctl.data.gym import GymPrompts, open_gym
+from rlctl.data.prompts import PromptRow
+from rlctl.envs.extraction import choose_extraction
+from rlctl.envs.scorers import ExactMatch, MathVerify, TaskScorer
+
+
+def gym(task: str, **params: int) -> GymPrompts:
+    return open_gym(f"reasoning-gym:{task}", DataConfig(params=params, size=20), seed=3)
+
+
+def task_scorer(source: GymPrompts) -> TaskScorer:
+    return TaskScorer(source.task, choose_extraction(source)[0])
+
+
+def row(answer: object) -> PromptRow:
+    return PromptRow(0, "d.jsonl, line 1", "q", answer)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "chain_sum",
+        "basic_arithmetic",
+        "gcd",
+        "gsm_symbolic",
+        "decimal_arithmetic",
+        "countdown",
+        "caesar_cipher",
+        "mini_sudoku",
+        "leg_counting",
+        "number_format",
+    ],
+)
+def test_a_task_finds_its_own_answers_right(task: str) -> None:
+    source = gym(task)
+    scorer = task_scorer(source)
+    for index in range(5):
+        assert scorer(str(source[index].answer), source[index]) == 1
+        assert scorer("I do not know", source[index]) < 0.1
+        assert scorer("", source[index]) == 0
+
+
+def test_a_number_among_words_is_found() -> None:
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    scorer, answer = task_scorer(source), source[0].answer
+    assert scorer(f"First 12, so it is {answer}.", source[0]) == 1
+    assert scorer(f"{answer}, or 100?", source[0]) == 0
+
+
+def test_part_credit_for_containing_the_reference_is_kept_for_texts() -> None:
+    import reasoning_gym
+
+    source = gym("caesar_cipher")
+    longer = source[0].answer + " AND MORE"
+    theirs = reasoning_gym.create_dataset("caesar_cipher", seed=3, size=20)
+    expected = theirs.score_answer(longer, theirs[0])
+    assert 0 < expected < 1
+    assert task_scorer(source)(longer, source[0]) == expected
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "gcd"])
+def test_part_credit_for_containing_the_reference_is_dropped_for_numbers(task: str) -> None:
+    source = gym(task)
+    assert task_scorer(source)(f"{source[0].answer}7", source[0]) == 0
+
+
+def test_other_part_credit_for_numbers_is_kept() -> None:
+    """rectangle_count gives part of the credit to a number that is near."""
+    source = gym("rectangle_count")
+    assert 0 < task_scorer(source)(str(int(source[0].answer) + 1), source[0]) < 1
+
+
+def test_a_task_without_reference_answers_scores_by_its_own_rules() -> None:
+    source = gym("graph_color", num_colors=3)
+    example = json.dumps(source[0].fields["metadata"]["possible_answer"])
+    assert task_scorer(source)(example, source[0]) == 1
+    assert task_scorer(source)("{}", source[0]) < 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "score"),
+    [
+        ("Paris", "I think:\n  Paris ", 1),
+        ("New York", "New  York", 1),
+        ("Paris", "paris", 0),
+        ("Paris", "Paris, France", 0),
+        ("42.0", "42", 1),
+        (42, "042.00", 1),
+        ("1,000", "1000", 1),
+        ("42", "43", 0),
+        ("42", "", 0),
+    ],
+)
+def test_exact_match(answer: object, completion: str, score: float) -> None:
+    assert ExactMatch("last-line")(completion, row(answer)) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "score"),
+    [
+        (r"\frac{1}{2}", r"So \boxed{0.5}.", 1),
+        (r"\frac{1}{2}", "The answer is $1/2$.", 1),
+        (r"$\frac{1}{2}$", r"\boxed{\frac{2}{4}}", 1),
+        (r"\boxed{7}", "It is 7", 1),
+        (12, "= 12", 1),
+        (r"\frac{1}{2}", r"\boxed{\frac{2}{3}}", 0),
+        (r"\frac{1}{2}", r"\boxed{\frac{", 0),
+        (r"\frac{1}{2}", "", 0),
+        (r"\{1, 2\}", r"$\{2, 1\}$", 1),
+        (r"\{1, 2\}", r"$\{2\}$", 0),
+        (r"x^2 + 2x + 1", r"$(x + 1)^2$", 1),
+    ],
+)
+def test_math_verify_compares_expressions_not_texts(answer: object, completion: str, score: float) -> None:
+    assert MathVerify(None)(completion, row(answer)) == score
+
+
+def test_math_verify_keeps_to_the_extraction_that_is_asked_for() -> None:
+    scorer = MathVerify("answer-tag")
+    assert scorer(r"<answer>\frac{2}{4}</answer> or \boxed{3}", row("1/2")) == 1
+    assert scorer(r"\boxed{1/2}", row("1/2")) == 0
