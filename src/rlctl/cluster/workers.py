@@ -55,7 +55,7 @@ class _Host:
         return os.getpid()
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        return self._logged(getattr(self.worker, method), *args, **kwargs)
+        return self._logged(lambda: getattr(self.worker, method)(*args, **kwargs))
 
     def stop(self) -> None:
         if self.worker is not None and hasattr(self.worker, "close"):

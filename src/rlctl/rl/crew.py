@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.vllm.args import EngineSpec
-from rlctl.cluster.objects import put
+from rlctl.cluster.objects import fetch, put
 from rlctl.cluster.placement import Placement, free_port
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.envs.plan import RewardPlan
 
 POLICY_WORKER = "rlctl.refit.policy:RefitPolicyWorker"
 ENGINE_WORKER = "rlctl.backends.vllm.engine:VllmEngine"
@@ -27,8 +27,8 @@ class CrewSpec:
     engine: EngineSpec
     engines: int
     engine_tp: int
-    reward: dict[str, Any] | None
-    """Arguments of the scorer; None: no scorer."""
+    reward: RewardPlan | None
+    """What scores; None: no scorer."""
     start_timeout_s: float
     step_timeout_s: float
 
@@ -62,6 +62,8 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
         setup, start = crew.policy.submit("setup"), crew.engines.submit("start")
         crew.policy.wait("setup", setup, spec.start_timeout_s)
         crew.engines.wait("start", start, spec.start_timeout_s)
+        if crew.reward is not None:
+            crew.reward.call("setup", timeout_s=spec.start_timeout_s)
         yield crew
         for group in groups:
             group.stop()
@@ -104,7 +106,7 @@ def _reward(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[Wo
     if spec.reward is None:
         return None
     # No device of its own, and none visible: scorers run user code.
-    worker = WorkerSpec(spec.reward, (placement.bundles[0],), {"CUDA_VISIBLE_DEVICES": ""})
+    worker = WorkerSpec({"plan": spec.reward, "fetch": fetch}, (placement.bundles[0],), {"CUDA_VISIBLE_DEVICES": ""})
     return _start(spec, "reward", REWARD_WORKER, [worker], placement, log_dir, groups)
 
 

@@ -114,7 +114,7 @@ class Job:
             engine=engine,
             engines=plan.generation.engines,
             engine_tp=plan.generation.tp,
-            reward={"plan": self.rewards},
+            reward=self.rewards,
             start_timeout_s=config.cluster.start_timeout_s,
             step_timeout_s=config.cluster.step_timeout_s,
         )

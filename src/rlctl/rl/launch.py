@@ -105,7 +105,7 @@ def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
             display.say(f"note: {note}")
     display.say(f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)")
     for line in job.rewards.describe():
-        display.say(f"reward: {line}")
+        display.say(line)
     display.say(f"plan: {job.plan.name()}")
 
 
@@ -123,7 +123,8 @@ class DryRun:
     def text(self) -> str:
         width = max(len(key) for key, _ in self.resolved.leaves())
         lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
-        return "\n".join([*lines, "", plan_text(self.plan), *(f"note: {note}" for note in self.notes)])
+        plan = plan_text(self.plan, self.resolved.config.model.name or "")
+        return "\n".join([*lines, "", plan, *(f"note: {note}" for note in self.notes)])
 
 
 def dry_run(resolved: Resolved) -> DryRun:
