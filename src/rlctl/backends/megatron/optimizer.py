@@ -90,6 +90,8 @@ def take_step(optimizer: Any, lr: float) -> StepOutcome:
     """One step at learning rate `lr`; none at all when the gradient is not finite (the state stays as it was)."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+        # Megatron excludes biases and norms from weight decay by this factor, and leaves applying it to the scheduler.
+        group["weight_decay"] = optimizer.config.weight_decay * group.get("wd_mult", 1.0)
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if overflow or not math.isfinite(norm):

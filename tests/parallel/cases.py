@@ -1,0 +1,202 @@
+"""What runs inside the pool's processes: a policy on the reference's weights and batch, two optimizer steps, its pieces back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from parallel.reference import Optim, advantage, facts, prompt_tokens, token_loss
+from torch import Tensor
+
+from rlctl.backends.base import LossOutput, MinibatchResult, ParallelSpec, PolicySpec, RolloutRow, TokenBatch
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.packing import BatchPlan, plan_batch
+from rlctl.config.schema import OptimizerConfig
+from rlctl.data.rollouts import RolloutColumns
+
+WEIGHT = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the parity matrix."""
+
+    kind: str = "llama"
+    parallel: ParallelSpec = ParallelSpec()
+    packing: bool = True
+    share_prompts: bool = True
+    micro_batch_tokens: int = 64
+    temperature: float = 1.0
+    chunk: int = 1024
+    recompute: str = "none"
+    megatron: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Piece:
+    """One rank's part of the outcome."""
+
+    results: list[MinibatchResult | None]
+    logprobs: dict[tuple[int, int], Tensor]
+    grads: list[tuple[str, Tensor, int, int, int | None]]
+    """name, local tensor, part, parts, split axis (None: whole)"""
+    params: list[tuple[str, Tensor, int, int, int | None]]
+
+
+class Loss:
+    """`reference.token_loss` behind the seam."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        loss = token_loss(batch.logprobs_T, batch.rollout_logprobs_T, batch.advantages_T, batch.token_weights_T)
+        sums = {"tokens": torch.tensor(float(batch.tokens)), "entropy": batch.entropy_T.sum()}
+        return LossOutput(loss, sums, {"top": batch.logprobs_T.abs().max()})
+
+
+def spec_of(case: Case) -> PolicySpec:
+    o = Optim()
+    optimizer = OptimizerConfig(
+        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, clip_grad=o.clip
+    )  # fmt: skip
+    return PolicySpec(
+        facts(case.kind), case.parallel, optimizer=optimizer, temperature=case.temperature, threads=1,
+        logprob_chunk_tokens=case.chunk, recompute=case.recompute, megatron=case.megatron, ddp=case.ddp,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
+    rows = [
+        RolloutRow(group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT)
+        for group, c in batch.items()
+        for row in range(c.rollouts)
+    ]
+    return plan_batch(
+        [rows], batch, dp=case.parallel.dp, micro_batch_tokens=case.micro_batch_tokens, packing=case.packing,
+        share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
+    )  # fmt: skip
+
+
+def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> MegatronWorker:
+    """A worker in the pool's process group, on the reference's weights."""
+    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", 0, spec_of(case))
+    worker.build()
+    if weights is not None:
+        fill(worker, weights)
+    return worker
+
+
+def run_case(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> Piece:
+    worker = make_worker(rank, case, weights)
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    worker.logprobs("old_logprobs")
+    logprobs = column_by_rollout(worker, shard, "old_logprobs")
+    results, grads = [], []
+    for step in range(2):
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        if step == 0:
+            grads = list(pieces(worker, "grad"))
+    return Piece(results, logprobs, grads, list(pieces(worker, "data")))
+
+
+def run_checkpoint(
+    rank: int, before: Case, after: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """(results, params) of the second step: uninterrupted, and after save, rebuild as `after`, load."""
+    worker = make_worker(rank, before, weights)
+    worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
+    worker.train_minibatch(0, Loss(), Optim().lr)
+    worker.save(directory)
+    straight = worker.train_minibatch(0, Loss(), Optim().lr)
+    kept = list(pieces(worker, "data"))
+    worker = make_worker(rank, after, None)
+    worker.load(directory)
+    worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
+    resumed = worker.train_minibatch(0, Loss(), Optim().lr)
+    return [straight], kept, [resumed], list(pieces(worker, "data"))
+
+
+def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[tuple[int, int], Tensor]:
+    out = {}
+    for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True):
+        for index, rollout in enumerate(micro):
+            if column in row.columns_C:
+                out[rollout.group, rollout.row] = row.columns_C[column][row.columns_C["rollout"] == index]
+    return out
+
+
+def fill(worker: MegatronWorker, weights: dict[str, Tensor]) -> None:
+    for name, tensor, part, parts, axis in pieces(worker, "live"):
+        tensor.copy_(take(weights[name], name, part, parts, axis))
+    worker.weights_changed()
+
+
+def take(whole: Tensor, name: str, part: int, parts: int, axis: int | None) -> Tensor:
+    if axis is None:
+        return whole
+    if "linear_fc1" in name:  # gate and up are split each
+        return torch.cat([half.chunk(parts)[part] for half in whole.chunk(2)])
+    return whole.chunk(parts, axis)[part]
+
+
+def join(parts: list[Tensor], name: str, axis: int | None) -> Tensor:
+    if axis is None or len(parts) == 1:
+        return parts[0]
+    if "linear_fc1" in name:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([*(h[0] for h in halves), *(h[1] for h in halves)])
+    return torch.cat(parts, axis)
+
+
+def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int, int, int | None]]:
+    """(global name, tensor, part, parts, split axis) of this rank's parameters, gradients, or live storage."""
+    from megatron.core import parallel_state as ps
+
+    worker._gather_parameters()
+    for chunk in worker.chunks:
+        model = chunk.module
+        named = list(model.named_parameters())
+        if what != "grad":
+            named += [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]
+        for name, param in named:
+            expert = "local_experts" in name
+            split = getattr(param, "tensor_model_parallel", False)
+            size = ps.get_expert_tensor_parallel_world_size() if expert else ps.get_tensor_model_parallel_world_size()
+            rank = ps.get_expert_tensor_parallel_rank() if expert else ps.get_tensor_model_parallel_rank()
+            value = param.main_grad if what == "grad" else param.data
+            value = value if what == "live" else value.detach().clone()
+            name = global_name(model, name)
+            # The second copy of tied embeddings on the last pipeline stage
+            name = name if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings) else "embedding.word_embeddings.weight"
+            yield name, value, rank if split else 0, size if split else 1, param.partition_dim if split and size > 1 else None
+
+
+def global_name(model: Any, name: str) -> str:
+    """Layer numbers offset by pipeline stage, expert numbers by expert rank."""
+    from megatron.core import parallel_state as ps
+
+    parts = name.removeprefix("module.").split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        local = model.config.num_moe_experts // model.config.expert_model_parallel_size
+        parts[at] = str(int(parts[at]) + local * ps.get_expert_model_parallel_rank())
+    return ".".join(parts)
+
+
+def assemble(ranks: list[list[tuple[str, Tensor, int, int, int | None]]]) -> tuple[dict[str, Tensor], float]:
+    """Whole tensors from all ranks' pieces, and the largest difference between replicas."""
+    shards: dict[str, tuple[list[Tensor | None], int | None]] = {}
+    spread = 0.0
+    for rank in ranks:
+        for name, tensor, part, parts, axis in rank:
+            slots = shards.setdefault(name, ([None] * parts, axis))[0]
+            if slots[part] is not None:
+                spread = max(spread, (slots[part] - tensor).abs().max().item())  # type: ignore[operator]
+            slots[part] = tensor
+    whole = {name: join([p for p in parts if p is not None], name, axis) for name, (parts, axis) in shards.items()}
+    return whole, spread

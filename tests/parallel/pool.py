@@ -1,0 +1,89 @@
+"""A pool of processes that stay up for the test session, one policy rank each; cases are messages to them."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.multiprocessing as mp
+
+START_TIMEOUT_S = 180.0
+CASE_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Pool:
+    """`world_size` processes joined in one gloo group. `run(function, *args)` calls function(rank, *args) on all."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self._collect(START_TIMEOUT_S)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned; AssertionError with the traceback of the first rank that raised."""
+        for connection in self.connections:
+            connection.send((function, args))
+        return self._collect(CASE_TIMEOUT_S)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        answers = []
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(timeout_s):
+                raise AssertionError(f"rank {rank} did not answer in {timeout_s:.0f} s")
+            answers.append(connection.recv())
+        failed = [text for ok, text in answers if not ok]
+        if failed:
+            raise AssertionError("a rank raised:\n" + "\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    import datetime
+
+    import torch
+
+    torch.set_num_threads(1)
+    from rlctl.backends.megatron import cpu
+
+    cpu.install()
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    connection.send((True, None))
+    while (message := connection.recv()) is not None:
+        function, args = message
+        try:
+            connection.send((True, function(rank, *args)))
+        except BaseException:
+            connection.send((False, f"[rank {rank}] {traceback.format_exc()}"))
+    torch.distributed.destroy_process_group()

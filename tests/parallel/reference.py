@@ -1,0 +1,239 @@
+"""The independent implementation that policies are compared with: transformers and torch AdamW, a rollout at a time.
+
+Also the map from transformers' weights to Megatron's, written out tensor by tensor (whole model: TP, PP and EP 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts, RopeFacts
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB, EPS = 64, 4, 4, 2, 128, 256, 1e-6
+EXPERTS = 4
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Optim:
+    """Adam with an epsilon so large that updates depend on the size of gradients, and a clip that bites."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-2
+    weight_decay: float = 0.1
+    clip: float = 0.05
+
+
+@dataclass
+class Reference:
+    """What transformers and torch make of a batch in two optimizer steps."""
+
+    logprobs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (group, row) -> chosen tokens
+    entropy: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)  # of the first step, before clipping, by Megatron's names
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)  # after two steps
+
+
+def facts(kind: str) -> ModelFacts:
+    """The same tiny model as `hf_model(kind)`."""
+    family, _, variant = kind.partition("-")
+    common = dict(
+        layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=16, intermediate=FFN, vocab=VOCAB,
+        max_length=512, norm_eps=EPS, rope=RopeFacts(theta=10000.0), tied_embeddings=variant == "tied",
+    )  # fmt: skip
+    if family == "qwen2":
+        common |= {"qkv_bias": True}
+    if family in ("qwen3", "qwen3moe"):
+        common |= {"head_dim": 32, "qk_norm": True}
+    if family == "qwen3moe":
+        common |= {"moe": MoeFacts(EXPERTS, 2, FFN // 2)}
+    if family == "deepseek":
+        moe = MoeFacts(
+            EXPERTS, 2, FFN // 2, shared_expert_intermediate=FFN // 2, dense_layers=(0,), score="sigmoid", expert_bias=True, scaling=2.5
+        )
+        common |= {"kv_heads": HEADS, "head_dim": 24, "moe": moe, "mla": MlaFacts(32, 32, 16, 8, 16)}
+    return ModelFacts(family, **common)
+
+
+def hf_model(kind: str, seed: int = 0) -> Any:
+    """A random transformers model with norms and biases that matter; float32."""
+    import transformers as T
+
+    family, _, variant = kind.partition("-")
+    torch.manual_seed(seed)
+    base = dict(
+        hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, vocab_size=VOCAB, max_position_embeddings=512, rms_norm_eps=EPS,
+        tie_word_embeddings=variant == "tied", rope_parameters=ROPE, attn_implementation="eager", initializer_range=0.1,
+    )  # fmt: skip
+    if family == "llama":
+        model = T.LlamaForCausalLM(T.LlamaConfig(**base))
+    elif family == "qwen2":
+        model = T.Qwen2ForCausalLM(T.Qwen2Config(**base))
+    elif family == "qwen3":
+        model = T.Qwen3ForCausalLM(T.Qwen3Config(**base, head_dim=32))
+    elif family == "qwen3moe":
+        moe = dict(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=FFN // 2, norm_topk_prob=True)
+        model = T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**base, head_dim=32, mlp_only_layers=[], decoder_sparse_step=1, **moe))
+    else:
+        model = T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**(base | _deepseek())))
+    with torch.no_grad():
+        for name, param in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name or name.endswith(".bias") or "e_score_correction_bias" in name:
+                param.add_(torch.randn_like(param) * 0.1)
+    return model.float().eval()
+
+
+def _deepseek() -> dict[str, Any]:
+    return dict(
+        num_key_value_heads=HEADS, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+        moe_intermediate_size=FFN // 2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
+        rope_interleave=True,
+    )  # fmt: skip
+
+
+def make_batch(groups: int = 4, generations: int = 3, seed: int = 3) -> dict[int, RolloutColumns]:
+    """Groups of rollouts of uneven lengths; one with a token in the completion that the policy did not choose."""
+    rng = np.random.default_rng(seed)
+    batch = {}
+    for group in range(groups):
+        prompt = rng.integers(0, VOCAB, 4 + 3 * group)
+        completions = [rng.integers(0, VOCAB, int(rng.integers(2, 9))) for _ in range(generations)]
+        tokens = np.concatenate([np.concatenate([prompt, completion]) for completion in completions])
+        mask = np.concatenate([np.arange(len(prompt) + len(c)) >= len(prompt) for c in completions])
+        if group == 1:
+            mask[len(prompt) + 1] = False
+        offsets = np.cumsum([0, *(len(prompt) + len(c) for c in completions)])
+        logprobs = np.where(mask, rng.normal(-5.5, 0.3, len(tokens)), 0)
+        batch[group] = RolloutColumns(
+            tokens.astype(np.int32), offsets.astype(np.int32), mask, logprobs.astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+        )
+    return batch
+
+
+def advantage(group: int, row: int) -> float:
+    return (row - 1) * 0.7 + 0.2 * group
+
+
+def prompt_tokens(columns: RolloutColumns) -> int:
+    return int(np.argmax(columns.loss_mask_T))
+
+
+def token_loss(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
+    """A policy-gradient loss with a term that is not linear in the log-prob."""
+    return (weights * (-advantages * logprobs + 0.05 * (logprobs - rollout_logprobs) ** 2)).sum()
+
+
+def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, temperature: float = 1.0) -> Reference:
+    """Two optimizer steps on the whole batch."""
+    model, optim, out = hf_model(kind), Optim(), Reference()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decay, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    for step in range(2):
+        adam.zero_grad()
+        total = 0.0
+        for group, columns in batch.items():
+            for row in range(columns.rollouts):
+                logprobs, entropy = _chosen(model, columns, row, temperature)
+                if step == 0:
+                    out.logprobs[group, row], out.entropy[group, row] = logprobs.detach(), entropy.detach()
+                loss = token_loss(logprobs, _engine(columns, row), torch.tensor(advantage(group, row)), torch.tensor(weight))
+                loss.backward()
+                total += float(loss)
+        if step == 0:
+            out.grads = megatron_weights(kind, {n: p.grad.clone() for n, p in model.named_parameters()} | _tied(model))
+        out.losses.append(total)
+        out.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)))
+        adam.step()
+    out.params = megatron_weights(kind, model.state_dict())
+    return out
+
+
+def _tied(model: Any) -> dict[str, Tensor]:
+    return {"lm_head.weight": model.model.embed_tokens.weight.grad} if model.config.tie_word_embeddings else {}
+
+
+def _chosen(model: Any, columns: RolloutColumns, row: int, temperature: float) -> tuple[Tensor, Tensor]:
+    tokens = torch.from_numpy(columns.tokens_T[columns.slice(row)].astype(np.int64))
+    mask = torch.from_numpy(columns.loss_mask_T[columns.slice(row)])[1:]
+    table = torch.log_softmax(model(tokens[None]).logits[0, :-1] / temperature, -1)
+    logprobs = table.gather(1, tokens[1:, None])[:, 0]
+    return logprobs[mask], -(table.exp() * table).sum(-1)[mask]
+
+
+def _engine(columns: RolloutColumns, row: int) -> Tensor:
+    span = columns.slice(row)
+    return torch.from_numpy(columns.logprobs_T[span][columns.loss_mask_T[span]])
+
+
+def megatron_weights(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Megatron's local-spec names with global layer and expert numbers, from transformers' names."""
+    f = facts(kind)
+    out = {
+        "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": weights["model.norm.weight"],
+    }
+    if not f.tied_embeddings:
+        out["output_layer.weight"] = weights["lm_head.weight"]
+    for i in range(f.layers):
+        theirs = {n.removeprefix(f"model.layers.{i}."): w for n, w in weights.items() if n.startswith(f"model.layers.{i}.")}
+        layer = {
+            "input_layernorm.weight": theirs["input_layernorm.weight"],
+            "pre_mlp_layernorm.weight": theirs["post_attention_layernorm.weight"],
+            **(_mla(theirs) if f.mla else _attention(f, theirs)),
+            **(_experts(theirs) if f.is_moe_layer(i) else _mlp("mlp", "mlp", theirs)),
+        }
+        out |= {f"decoder.layers.{i}.{name}": weight for name, weight in layer.items()}
+    return {name: weight.detach().clone() for name, weight in out.items()}
+
+
+def _attention(f: ModelFacts, w: dict[str, Tensor]) -> dict[str, Tensor]:
+    def joined(kind: str) -> Tensor:
+        parts = [w[f"self_attn.{n}_proj.{kind}"] for n in "qkv"]
+        return torch.cat([p.reshape(f.kv_heads, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
+
+    out = {"self_attention.linear_qkv.weight": joined("weight"), "self_attention.linear_proj.weight": w["self_attn.o_proj.weight"]}
+    if f.qkv_bias:
+        out["self_attention.linear_qkv.bias"] = joined("bias")
+    if f.qk_norm:
+        out |= {f"self_attention.{n}_layernorm.weight": w[f"self_attn.{n}_norm.weight"] for n in "qk"}
+    return out
+
+
+def _mla(w: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = {
+        "q_a_proj": "linear_q_down_proj", "q_a_layernorm": "q_layernorm", "q_b_proj": "linear_q_up_proj",
+        "kv_a_proj_with_mqa": "linear_kv_down_proj", "kv_a_layernorm": "kv_layernorm", "kv_b_proj": "linear_kv_up_proj",
+        "o_proj": "linear_proj",
+    }  # fmt: skip
+    return {f"self_attention.{ours}.weight": w[f"self_attn.{theirs}.weight"] for theirs, ours in names.items()}
+
+
+def _mlp(theirs: str, ours: str, w: dict[str, Tensor]) -> dict[str, Tensor]:
+    fc1 = torch.cat([w[f"{theirs}.gate_proj.weight"], w[f"{theirs}.up_proj.weight"]])
+    return {f"{ours}.linear_fc1.weight": fc1, f"{ours}.linear_fc2.weight": w[f"{theirs}.down_proj.weight"]}
+
+
+def _experts(w: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = {"mlp.router.weight": w["mlp.gate.weight"]}
+    if "mlp.gate.e_score_correction_bias" in w:
+        out["mlp.router.expert_bias"] = w["mlp.gate.e_score_correction_bias"]
+    for e in range(EXPERTS):
+        out[f"mlp.experts.local_experts.{e}.linear_fc1.weight"] = w["mlp.experts.gate_up_proj"][e]
+        out[f"mlp.experts.local_experts.{e}.linear_fc2.weight"] = w["mlp.experts.down_proj"][e]
+    if "mlp.shared_experts.gate_proj.weight" in w:
+        out |= _mlp("mlp.shared_experts", "mlp.shared_experts", w)
+    return out

@@ -1,0 +1,107 @@
+"""A policy under any parallelism is the same model: against transformers and torch AdamW, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from parallel.cases import WEIGHT, Case, assemble, run_case
+from parallel.pool import Pool
+from parallel.reference import Optim, Reference, hf_model, make_batch, megatron_weights, run_reference
+
+from rlctl.backends.base import ParallelSpec, only_result
+
+Pools = Callable[[int], Pool]
+
+
+@cache
+def reference(kind: str, temperature: float) -> Reference:
+    return run_reference(kind, make_batch(), WEIGHT, temperature)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
+
+
+def check(pools: Pools, case: Case) -> None:
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ranks = pools(case.parallel.world_size).run(run_case, case, weights, make_batch())
+    expected = reference(case.kind, case.temperature)
+    logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
+    assert logprobs.keys() == expected.logprobs.keys()
+    for key, value in expected.logprobs.items():
+        assert close(logprobs[key], value, 1e-5), key
+    for step in range(2):
+        result = only_result([rank.results[step] for rank in ranks])
+        assert abs(result.loss - expected.losses[step]) <= 1e-6 * max(1, abs(expected.losses[step]))
+        assert abs(result.grad_norm - expected.norms[step]) <= 1e-5 * expected.norms[step]
+        assert not result.skipped
+        assert result.sums["tokens"] == sum(len(value) for value in expected.logprobs.values())
+    first = only_result([rank.results[0] for rank in ranks])
+    assert abs(first.sums["entropy"] / sum(float(e.sum()) for e in expected.entropy.values()) - 1) < 1e-5
+    assert abs(first.maxima["top"] - max(float(v.abs().max()) for v in expected.logprobs.values())) < 1e-4
+    params, spread = assemble([rank.params for rank in ranks])
+    assert spread == 0
+    assert params.keys() == expected.params.keys()
+    for name, value in expected.params.items():
+        assert close(params[name], value, 1e-6), (name, (params[name] - value).abs().max())
+    if case.parallel.dp * case.parallel.cp == 1:  # the distributed optimizer leaves each rank only its part of the sum
+        grads, _ = assemble([rank.grads for rank in ranks])
+        unclip = (first.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
+        for name, value in expected.grads.items():
+            assert close(grads[name] * unclip, value, 2e-6), (name, (grads[name] * unclip - value).abs().max())
+
+
+ALONE = {
+    "packed": Case(),
+    "not-shared": Case(share_prompts=False),
+    "not-packed": Case(packing=False),
+    "one-row": Case(micro_batch_tokens=512),
+    "chunks": Case(chunk=7, temperature=0.7),
+    "tied": Case("llama-tied", temperature=1.3),
+    "qwen2": Case("qwen2"),
+    "qwen3": Case("qwen3"),
+    "qwen3moe": Case("qwen3moe"),
+    "deepseek": Case("deepseek"),
+    "recompute-full": Case(recompute="full"),
+    "recompute-selective": Case(recompute="selective"),
+}
+
+
+@pytest.mark.parametrize("case", ALONE.values(), ids=ALONE.keys())
+def test_one_process_equals_transformers(pools: Pools, case: Case) -> None:
+    check(pools, case)
+
+
+PAIRS = {
+    "tp2-sp": Case(parallel=ParallelSpec(tp=2)),
+    "tp2": Case("llama-tied", ParallelSpec(tp=2, sp=False), share_prompts=False),
+    "dp2": Case(parallel=ParallelSpec(dp=2)),
+    "dp2-uneven": Case("llama-tied", ParallelSpec(dp=2), packing=False, share_prompts=False),
+    "dp2-overlap": Case(
+        parallel=ParallelSpec(dp=2), ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
+    ),
+    "tp2-chunks": Case("qwen3", ParallelSpec(tp=2), chunk=5),
+    "pp2": Case(parallel=ParallelSpec(pp=2)),
+    "pp2-tied": Case("llama-tied", ParallelSpec(pp=2), packing=False),
+    "pp2-one-micro-batch": Case("qwen3", ParallelSpec(pp=2), micro_batch_tokens=512),
+    "vpp2": Case("qwen2", ParallelSpec(pp=2, vpp=2), packing=False),
+    "cp2": Case(parallel=ParallelSpec(cp=2)),
+    "cp2-qwen3": Case("qwen3", ParallelSpec(cp=2), share_prompts=False),
+    "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+    "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
+    "moe-tp2-etp1": Case("qwen3moe", ParallelSpec(tp=2, ep=2, etp=1)),
+    "moe-pp2": Case("qwen3moe", ParallelSpec(pp=2)),
+    "mla-tp2": Case("deepseek", ParallelSpec(tp=2)),
+    "mla-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
+    "mla-cp2": Case("deepseek", ParallelSpec(cp=2)),
+    "mla-pp2": Case("deepseek", ParallelSpec(pp=2)),
+    "recompute": Case(parallel=ParallelSpec(tp=2), recompute="full"),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS.keys())
+def test_two_processes_equal_transformers(pools: Pools, case: Case) -> None:
+    check(pools, case)
