@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from rlctl.backends.fingerprints import combine, fingerprint
+from rlctl.checkpoints.fingerprints import combine, fingerprint
 from rlctl.backends.vllm.segment import Segment, SegmentAddress
 from rlctl.errors import WorkerError
 from rlctl.refit.records import SourceSetup, TableRow, staging_world
@@ -118,12 +119,37 @@ class RefitSource:
         return sums
 
     def refit_perturb(self, seed: int, scale: float) -> None:
-        """Change every parameter by noise that replicas share: for tests of a refit, never in a run."""
+        """Change every element by noise that replicas share: for tests of a refit, never in a run."""
+        world = self.refit_world(self._state().setup)
+        held = {p.param: f"{p.tensor}{p.tensor_box}" for p in world.layout(self.rank).pieces}
         for name, parameter in self.parameters().items():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{name}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{held.get(name, name)}".encode()))
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             with torch.no_grad():
                 parameter.add_((scale * noise).to(parameter))
+
+    def refit_values(self, tensor: str) -> list[tuple[list[tuple[int, int, int]], np.ndarray]]:
+        """This rank's boxes of one tensor: (start, count, step) of each dimension, and the values as float32."""
+        return [
+            ([tuple(span) for span in copy.tensor_box], transformed(values, copy).float().cpu().numpy())
+            for copy, values in self._boxes()
+            if copy.tensor == tensor
+        ]
+
+    def refit_copy_gb_per_s(self, size: int) -> float | None:
+        """Speed of copying `size` bytes within memory on this rank: what a colocated refit can at most reach.
+
+        Best of three, into pages that exist; None on ranks other than 0.
+        """
+        if self.rank != 0:
+            return None
+        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        best = float("inf")
+        for _ in range(3):
+            begun = time.perf_counter()
+            target.copy_(source)
+            best = min(best, time.perf_counter() - begun)
+        return size / 1e9 / best
 
     def refit_close(self) -> None:
         """Let go of the staging memory."""

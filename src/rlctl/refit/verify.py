@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rlctl.backends.fingerprints import combine
+from rlctl.checkpoints.fingerprints import combine
 from rlctl.backends.vllm.live import Reading
 from rlctl.errors import VerificationError
 

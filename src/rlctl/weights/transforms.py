@@ -25,6 +25,12 @@ class Transform:
         """Elements per axis that share one further value; () where elements are independent."""
         return ()
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the params that reading the tensor back takes besides the data."""
+        back = self.inverse()
+        return back.inputs if back is not None else ()
+
     def inverse(self) -> Transform | None:
         """The step back; None: information is lost."""
         return None

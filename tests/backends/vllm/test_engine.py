@@ -12,7 +12,7 @@ import pytest
 
 from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import HostedEngine, start_engine
-from rlctl.backends.fingerprints import fingerprint
+from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.backends.vllm.messages import GroupRequest, Sampling, rollouts_of
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 

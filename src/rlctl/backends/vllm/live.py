@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from rlctl.backends.fingerprints import fingerprint
+from rlctl.checkpoints.fingerprints import fingerprint
 
 # Columns of a prepacked matrix that are read back at once.
 READ_COLUMNS = 256
@@ -194,3 +195,19 @@ def _read_packed(site: Site) -> Iterator[Reading]:
     for part, value in zip(site.parts, sums, strict=True):
         extent = (part.rows, site.columns)
         yield Reading(part.tensor, part.shape, part.start, extent, value & ((1 << 64) - 1), f"{site.path} (repacked)")
+
+
+def values(sites_: list[Site], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+    """Every copy of `tensor` that the engine computes with: (site, start of the box, values as float32)."""
+    for site in sites_:
+        for part in site.parts:
+            if part.tensor != tensor:
+                continue
+            if not site.packed or site.lookup:
+                stored = getattr(site.module, site.parameter).data[part.row : part.row + part.rows]
+                yield f"{site.path}.{site.parameter}", part.start, stored.float().cpu().numpy()
+            if site.packed:
+                dtype = getattr(site.module, site.parameter).dtype
+                product = site.module.cpu_linear(torch.eye(site.columns, dtype=dtype), None, None)
+                box = product[:, part.row : part.row + part.rows].t()
+                yield f"{site.path} (repacked)", part.start, box.float().numpy()

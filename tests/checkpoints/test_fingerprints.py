@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from rlctl.backends.fingerprints import combine, fingerprint
+from rlctl.checkpoints.fingerprints import combine, fingerprint
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_interleaved_boxes_add_up() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_tensor(40, 64)
     whole = fingerprint(tensor, tensor.shape)
-    monkeypatch.setattr("rlctl.backends.fingerprints.CHUNK", 128)
+    monkeypatch.setattr("rlctl.checkpoints.fingerprints.CHUNK", 128)
     assert fingerprint(tensor, tensor.shape) == whole
 
 

@@ -1,0 +1,165 @@
+"""A Hugging Face model directory as a source of weights: its configuration, checked against its tensors, as a layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.safetensors import SafetensorsDirectory, StoredTensor
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
+from rlctl.weights.plan import SingleWorld, World, receive_plan
+from rlctl.weights.transforms import Dequantize, Stored, Transform
+
+if TYPE_CHECKING:
+    import torch
+
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+SCALE = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A directory whose tensors are those that its configuration calls for."""
+
+    directory: Path
+    config: dict[str, Any]
+    facts: ModelFacts
+    files: SafetensorsDirectory
+    layout: Layout
+    extra: tuple[str, ...]
+    """Tensors that the family does not have (rotary tables of old files, a tied head)."""
+
+    @property
+    def world(self) -> World:
+        return SingleWorld(self.layout)
+
+    @property
+    def dtype(self) -> str:
+        """The floating dtype of most elements; bfloat16 for block-scaled float8."""
+        named = next((d for d in self.files.dtypes if d in FLOATS), "bfloat16")
+        return "bfloat16" if next(iter(self.files.dtypes), "") not in FLOATS else named
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` as a dict; InputError where there is none."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise InputError(f"{directory} has no config.json.", "Name a Hugging Face model directory.")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON ({error}).") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path} holds no JSON object.")
+    return config
+
+
+def open_model(directory: Path) -> HuggingFaceModel:
+    """Open a model directory and check configuration against tensors.
+
+    Raises:
+        InputError: an unknown architecture, missing or damaged files, a tensor that is missing or has another shape or
+            dtype than the configuration implies.
+    """
+    config = read_config(directory)
+    facts = facts_from_hf_config(config)
+    files = SafetensorsDirectory.open(directory)
+    wanted = weights_of(facts).tensors
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    params: dict[str, ParamSpec] = {}
+    pieces: list[Piece] = []
+    for name, shape in wanted.items():
+        stored = _checked(directory, name, shape, files)
+        params[name] = ParamSpec(stored.shape, stored.dtype)
+        box = whole(shape)
+        transforms = _readers(stored, files, block)
+        for transform in transforms:
+            params.update({n: ParamSpec(files.tensors[n].shape, files.tensors[n].dtype) for n in transform.reads})
+        pieces.append(Piece(name, box, name, box, tuple(range(len(shape))), transforms))
+    extra = tuple(sorted(set(files.tensors) - set(params)))
+    _refuse_extra(directory, facts, extra)
+    return HuggingFaceModel(directory, config, facts, files, Layout(0, params, tuple(pieces)), extra)
+
+
+def _checked(directory: Path, name: str, shape: tuple[int, ...], files: SafetensorsDirectory) -> StoredTensor:
+    stored = files.tensors.get(name)
+    if stored is None:
+        raise InputError(
+            f"{directory}: tensor {name} is missing.", "The configuration calls for it; is a shard absent?"
+        )
+    if stored.shape != shape:
+        raise InputError(
+            f"{directory}: tensor {name} has shape {list(stored.shape)}, but config.json implies {list(shape)}."
+        )
+    if stored.dtype not in FLOATS and stored.dtype != "float8_e4m3fn":
+        raise InputError(f"{directory}: tensor {name} has dtype {stored.dtype}, which is no weight format rlctl reads.")
+    return stored
+
+
+def _readers(stored: StoredTensor, files: SafetensorsDirectory, block: list[int] | None) -> tuple[Transform, ...]:
+    """Block-scaled float8 (`X.weight` beside `X.weight_scale_inv`) is read through its scales."""
+    if stored.dtype in FLOATS:
+        return ()
+    scale = files.tensors.get(stored.name + SCALE)
+    if scale is None:
+        raise InputError(f"{stored.file.name}: tensor {stored.name} is float8, but {stored.name}{SCALE} is missing.")
+    size = tuple(block or (128, 128))
+    expected = tuple(-(-n // b) for n, b in zip(stored.shape, size, strict=True))
+    if scale.shape != expected:
+        raise InputError(f"{stored.file.name}: {scale.name} has shape {list(scale.shape)}, expected {list(expected)}.")
+    return (Stored(Dequantize(scale.name, size)),)
+
+
+def _refuse_extra(directory: Path, facts: ModelFacts, extra: tuple[str, ...]) -> None:
+    """Tensors that would be dropped silently are refused; known duplicates and tables are not."""
+    known = (".rotary_emb.inv_freq", SCALE)
+    lost = [n for n in extra if not n.endswith(known) and not (n == "lm_head.weight" and facts.tied_embeddings)]
+    if lost:
+        names = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+        raise InputError(
+            f"{directory}: {names} is no tensor of a {facts.family} with this config.json.",
+            "The configuration contradicts the weights; converting would drop them.",
+        )
+
+
+def load_rank(directory: Path, world: World, rank: int, params: dict[str, torch.Tensor]) -> int:
+    """Stream a model directory into the live params of one rank; returns bytes read.
+
+    `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
+    (proven beforehand). Each rank reads only what it holds.
+
+    Raises:
+        InputError: as `open_model`, or a param of the layout that the engine does not have, or of another shape.
+    """
+    from rlctl.checkpoints.tensors import execute, fill
+
+    model = open_model(directory)
+    plan = receive_plan(model.world, world, rank).prove()
+    check_params(plan.layout, params)
+    fill(plan.fills, params, plan.layout.params)
+    read = 0
+    for copy in sorted(plan.copies, key=lambda c: (model.files.tensors[c.source_param].file, c.source_param)):
+        execute(copy, model.files.read(copy.source_param), params[copy.destination_param], model.files.read)
+        model.files.drop(copy.source_param)
+        read += copy.elements * params[copy.destination_param].element_size()
+    return read
+
+
+def check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:
+    """Raise InputError unless the engine's params are the layout's, name by name and shape by shape."""
+    for name, spec in layout.params.items():
+        if name not in params:
+            raise InputError(f"The engine has no parameter {name}, which the layout expects.")
+        shape, expected = tuple(params[name].shape), spec.memory_shape or spec.shape
+        if shape != expected:
+            raise InputError(f"{name} has shape {list(shape)} in the engine, but {list(expected)} in the layout.")
+        if not params[name].is_contiguous():
+            raise InputError(f"{name} is not stored contiguously.")
+    extra = sorted(set(params) - set(layout.params))
+    if extra:
+        raise InputError(f"The engine's parameter {extra[0]} is in no layout: it would keep its random values.")
