@@ -30,7 +30,7 @@ from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.cluster import GIB, make_cluster
 from rlctl.planner.constants import BOUNDS, DEFAULTS, Constants
 from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
-from rlctl.planner.plan import make_plan
+from rlctl.planner.plan import Plan, make_plan
 from rlctl.planner.workload import Workload
 
 FITTED = (
@@ -305,6 +305,9 @@ def show_bounds(rows: list[Row], every: bool) -> None:
         limit = bound_of(row)
         if limit is None:
             continue
+        if not row.workload.rollouts:  # supervised rows pad to the longest of a micro-batch, whose length is not published
+            row = replace(row, workload=replace(row.workload, max_length=int(0.4 * row.workload.max_length)))
+            row = replace(row, training=replace(row.training, micro_batch_tokens=int(0.4 * row.training.micro_batch_tokens)))
         seconds = seconds_of(row)["total"]
         total, below = total + 1, below + (seconds <= limit)
         if every or seconds > limit:
@@ -414,15 +417,37 @@ def show_choices(rows: list[Row]) -> None:
         if row.published("train_s") is None or row.fields["train_backend"] != "megatron":
             continue
         began = time.perf_counter()
-        plan = make_plan(row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes)
+        plan = make_plan(
+            row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes, prefer_runnable=False
+        )
         took = time.perf_counter() - began
         published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))
         verdict = "no worse" if plan.total_s <= published["total"] * 1.01 else "WORSE"
         print(
             f"   {row.name} published {row.training.name()}: {published['total']:.0f} s; own {plan.name()}: {plan.total_s:.0f} s, {verdict} ({took:.2f} s to plan)"
         )
+        print(f"       {difference(row, plan)}")
         for rejected in plan.rejected[:2]:
             print(f"       {rejected.plan}: {rejected.why}")
+
+
+def difference(row: Row, plan: Plan) -> str:
+    """Why the own layout of the policy differs from the published one: both under the same model."""
+    if plan.training.name() == replace(row.training, grouped_experts=True).name():
+        return "the same layout of the policy"
+    both = []
+    for choice in (row.training, plan.training):
+        chosen = replace(choice, grouped_experts=True)
+        time_ = timing.training_time(row.facts, chosen, row.workload, row.cluster)
+        forward = timing.logprobs_time(row.facts, chosen, row.workload, row.cluster)
+        memory = mem.training_memory(
+            row.facts, chosen, row.workload, row.cluster, DEFAULTS.engine_asleep_bytes, time_.micro_batches
+        )
+        both.append(
+            f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
+            f"{1e3 * time_.forward.tensor:.0f} ms a micro-batch), log-probs {forward:.1f} s, {memory.total / GIB:.0f} GiB"
+        )
+    return "published " + "; own ".join(both)
 
 
 def show_speed() -> None:

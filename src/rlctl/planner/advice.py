@@ -10,10 +10,11 @@ from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.planner import search
 from rlctl.planner.cluster import ClusterFacts, cpu_device
 from rlctl.planner.plan import Rejected, _plans
-from rlctl.planner.rules import Problem, generation_problems, training_problems
+from rlctl.planner.rules import Problem, generation_problems, lone_problem, training_problems
 from rlctl.planner.search import Request
 
 LARGEST_NODES = 4096
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
@@ -41,10 +42,11 @@ def _broken_pin(request: Request) -> ConfigError | None:
         section, _, name = key.partition(".")
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):
             continue
-        problem = _alone(request, key)
+        known = name in SIZES
+        problem = (lone_problem(request.facts, key, value) if known else None) or _alone(request, key)
         if problem is not None:
             others = [v for v in _values(request, name, value) if _alone(request, key, v) is None]
-            nearest = min(others, key=lambda v: abs(v - value), default=None)
+            nearest = min(others, key=lambda v: (abs(v - value), v), default=None)
             hint = f"The nearest value that works is {key}={nearest}." if nearest is not None else None
             return ConfigError(f"{key} = {value}: {problem.message}.", hint)
     return None

@@ -24,7 +24,7 @@ def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
     ]
     if plan.generation is not None:
         lines += ["generation", *_generation(plan, constants), "refit", *_refit(plan, constants)]
-    return "\n".join(line if line[0] != " " else line for line in lines)
+    return "\n".join(lines)
 
 
 def _model(plan: Plan) -> list[str]:

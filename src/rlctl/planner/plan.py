@@ -135,13 +135,15 @@ def make_plan(
     precision: str | None = None,
     gradient_bytes: int = 4,
     top: int = 5,
+    prefer_runnable: bool = True,
 ) -> Plan:
     """The best plan for a model on a cluster.
 
     `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
     given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. Raises ConfigError for a
     pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing fits, naming the smallest
-    machine that would do and the cheapest change that would make this one do.
+    machine that would do and the cheapest change that would make this one do. A plan that `train` can run comes before
+    a faster one that it cannot, unless `prefer_runnable` is off.
     """
     pins = {key: value for key, value in (pins or {}).items() if value is not None}
     precision = precision or ("float32" if cluster.is_cpu else "bf16")
@@ -152,7 +154,10 @@ def make_plan(
         from rlctl.planner.advice import no_plan
 
         raise no_plan(request, rejected)
+    if prefer_runnable:
+        plans.sort(key=lambda plan: not plan.runnable)
     best = plans[0]
+    plans = list({plan.name(): plan for plan in [*sorted(plans[1:], key=_score, reverse=True), best]}.values())[::-1]
     others = [Rejected(p.name(), _slower(p, best)) for p in plans[1 : top + 1]]
     from rlctl.planner.reasons import reasons_for
 
@@ -166,6 +171,11 @@ def make_plan(
 
 def _slower(plan: Plan, best: Plan) -> str:
     ratio = plan.total_s / best.total_s - 1
+    if best.runnable and not plan.runnable and ratio < 0.005:
+        gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
+        return f"{gain}, but `train` cannot run it yet: {plan.not_runnable_because[0]}"
+    if ratio < -0.005:
+        return f"{-100 * ratio:.0f}% faster, but less simple"
     if ratio < 0.005:
         return "as fast, but less simple"
     return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s a step)"
@@ -218,18 +228,22 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if not request.workload.rollouts:
         return [_assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
-    for training in trainings[:KEEP]:
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, True, "megatron")):
         asleep = _policy_asleep(request, training.choice)
         left = request.budget
         if cluster.is_cpu:
             left -= training.peak.total * max(1, training.choice.world_size // cluster.nodes)
         engines = search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
-        for engine in engines[:KEEP]:
-            if _refit_fits(request, training.choice, engine, log):
+        for engine in _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1):
+            if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
                 plans.append(_assemble(request, training, engine.choice, True))
-                if len(plans) > 3 * KEEP:
-                    break
     return sorted(plans, key=_score)
+
+
+def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool]) -> list[Any]:
+    """The best candidates, and the best of those that can be run."""
+    best, able = candidates[:KEEP], [c for c in candidates if runnable(c)][:KEEP]
+    return best + [c for c in able if c not in best]
 
 
 def _split(request: Request, log: _RejectionLog) -> list[Plan]:
@@ -283,6 +297,20 @@ def _refit_fits(
         return True
     why = f"{memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} in refit: policy and engine weights at once"
     log.add("training")(choice, f"with {engine.choice.name()}: {why}")
+    return False
+
+
+def _host_fits(
+    request: Request, training: search.TrainingCandidate, engine: search.GenerationCandidate, log: _RejectionLog
+) -> bool:
+    """What is offloaded between the phases fits the host memory of a node."""
+    if request.cluster.is_cpu:
+        return True
+    need = mem.host_memory(request.facts, training.choice, request.cluster, True, engine.weights)
+    have = request.cluster.device.host_memory
+    if need <= have:
+        return True
+    log.add("training")(training.choice, f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state")
     return False
 
 

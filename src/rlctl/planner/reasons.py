@@ -32,9 +32,9 @@ def _given(plan: Plan, key: str) -> str | None:
 def _why_not(rejected: list[Rejected], plan: Plan, size: str) -> str | None:
     """Why a layout without `size` (`tp`, `pp`) was rejected for memory."""
     for other in rejected:
-        if other.plan.startswith("training") and f"{size.upper()}{getattr(plan.training, size)}" not in other.plan:
-            if "GiB" in other.why:
-                return f"{other.plan.removeprefix('training ')} does not fit: {other.why}"
+        differs = other.plan.startswith("training") and f"{size.upper()}{getattr(plan.training, size)}" not in other.plan
+        if differs and "GiB" in other.why:
+            return f"{other.plan.removeprefix('training ')} does not fit: {other.why}"
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
@@ -118,6 +118,19 @@ def _expert_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]
             Problem("training.etp", f"expert width {facts.moe.expert_intermediate} does not split over {choice.etp}")
         )
     return found
+
+
+def lone_problem(facts: ModelFacts, key: str, value: int) -> Problem | None:
+    """The rule that one size breaks whatever the others are; None: none."""
+    section, _, name = key.partition(".")
+    if section == "generation":
+        found = generation_problems(facts, replace(GenerationChoice(), **{name: value}), Workload(), 1 << 30)
+    else:
+        choice = replace(TrainingChoice(), **{name: value}, sequence_parallel=name == "tp" and value > 1)
+        found = [*_tensor_problems(facts, choice), *_pipeline_problems(facts, choice)]
+        found += _expert_problems(facts, choice) if name in ("ep", "etp") and value > 1 else []
+        found = [problem for problem in found if name != "vpp" or "need" not in problem.message]
+    return next((problem for problem in found if problem.key == key), None)
 
 
 def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: Workload, devices: int) -> list[Problem]:

@@ -1,0 +1,164 @@
+"""Memory against sums done by hand and against published profiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.cluster import GIB, make_cluster
+from rlctl.planner.constants import DEFAULTS
+from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.memory import activation_bytes, layer_activation_bytes, logit_bytes, state_bytes, training_memory
+from rlctl.planner.parameters import count
+from rlctl.planner.stages import rank_parameters, stage_layers, stages
+from rlctl.planner.workload import Workload
+
+
+def model(name: str) -> ModelFacts:
+    facts = lookup(name)
+    assert facts is not None
+    return facts
+
+
+LLAMA_8B, MOE_30B, DEEPSEEK = model("Llama-3.1-8B"), model("Qwen3-30B-A3B"), model("DeepSeek-V3")
+
+
+def test_states_of_a_dense_model_follow_the_distributed_optimizer() -> None:
+    """2 bytes of weight and 4 of gradient a parameter on each rank, 12 of optimizer state over the data ranks."""
+    parameters = count(LLAMA_8B).total
+    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, 1)[0], TrainingChoice(dp=8))
+    assert states == pytest.approx(
+        {"weights": 2 * parameters, "gradients": 4 * parameters, "optimizer": 1.5 * parameters}
+    )
+
+
+def test_float32_needs_no_master_weights() -> None:
+    parameters = count(LLAMA_8B).total
+    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, 1)[0], TrainingChoice(dp=2, precision="float32"))
+    assert states["optimizer"] == pytest.approx(4 * parameters)
+
+
+@pytest.mark.parametrize("facts", [LLAMA_8B, MOE_30B, DEEPSEEK], ids=lambda f: f.family)
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 1), (2, 1, 8), (1, 8, 4), (4, 4, 2)])
+def test_parameters_of_all_ranks_add_up(facts: ModelFacts, tp: int, pp: int, ep: int) -> None:
+    """What is split is held once in all, what is replicated once a tensor rank."""
+    ep = ep if facts.moe else 1
+    choice = TrainingChoice(tp=tp, pp=pp, ep=ep)
+    ranks = [rank_parameters(facts, stage, choice) for stage in stages(facts, pp)]
+    whole = replace(facts, mtp_layers=0)
+    with_mtp = count(facts).total + (count(facts).mtp if facts.mtp_layers else 0)
+    held = sum(tp * rank.dense + ep * rank.experts for rank in ranks)
+    assert held == pytest.approx(with_mtp if facts.mtp_layers else count(whole).total, rel=0.03)
+    assert held >= 0.99 * count(whole).total
+
+
+def test_tied_embeddings_are_held_twice_under_pipeline_parallelism_only() -> None:
+    facts = model("Llama-3.2-1B")
+    alone = sum(rank_parameters(facts, s, TrainingChoice()).total for s in stages(facts, 1))
+    split = sum(rank_parameters(facts, s, TrainingChoice(pp=2)).total for s in stages(facts, 2))
+    assert split - alone == pytest.approx(facts.vocab * facts.hidden)
+
+
+def test_activations_of_a_layer_are_the_sum_of_what_each_operation_keeps() -> None:
+    """Llama 8B, bf16: 4 hidden-sized tensors, q, k, v, attention output, gate, up and their product."""
+    h, ffn = 4096, 14336
+    expected = 2 * (4 * h + (4096 + 2 * 1024) + 4096 + 3 * ffn)
+    assert layer_activation_bytes(LLAMA_8B, TrainingChoice(), False, DEFAULTS) == expected
+
+
+def test_sequence_parallelism_splits_what_tensor_parallelism_does_not() -> None:
+    without = layer_activation_bytes(LLAMA_8B, TrainingChoice(tp=4), False, DEFAULTS)
+    with_it = layer_activation_bytes(LLAMA_8B, TrainingChoice(tp=4, sequence_parallel=True), False, DEFAULTS)
+    assert without - with_it == pytest.approx(2 * 4 * 4096 * 3 / 4)
+
+
+def test_recompute_modes_are_ordered() -> None:
+    stage = stages(LLAMA_8B, 1)[0]
+    sizes = [
+        activation_bytes(LLAMA_8B, stage, TrainingChoice(recompute=mode), 8) for mode in ("none", "selective", "full")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < 0.15 * sizes[0]
+
+
+def test_full_recompute_keeps_one_input_a_layer_and_one_whole_layer() -> None:
+    stage = stages(LLAMA_8B, 1)[0]
+    size = activation_bytes(LLAMA_8B, stage, TrainingChoice(recompute="full", micro_batch_tokens=1000), 1)
+    layer = layer_activation_bytes(LLAMA_8B, TrainingChoice(), False, DEFAULTS)
+    assert size == pytest.approx(1000 * (32 * 2 * 4096 + layer))
+
+
+def test_first_stage_of_a_pipeline_holds_as_many_micro_batches_as_stages() -> None:
+    first = stages(LLAMA_8B, 4)[0]
+    four = activation_bytes(LLAMA_8B, first, TrainingChoice(pp=4), 16)
+    alone = activation_bytes(LLAMA_8B, first, TrainingChoice(pp=4), 1)
+    assert four == pytest.approx(4 * alone)
+
+
+def test_context_parallelism_divides_activations_and_logits() -> None:
+    workload, cluster = Workload(max_length=32768), make_cluster("h100")
+    one = training_memory(LLAMA_8B, TrainingChoice(dp=8, micro_batch_tokens=32768), workload, cluster, 0.0, 4)
+    four = training_memory(LLAMA_8B, TrainingChoice(cp=4, dp=2, micro_batch_tokens=32768), workload, cluster, 0.0, 4)
+    assert four.parts["activations"] == pytest.approx(one.parts["activations"] / 4)
+    assert four.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
+
+
+def test_logits_are_split_over_the_vocabulary_and_limited_by_the_chunk() -> None:
+    assert logit_bytes(LLAMA_8B, TrainingChoice(tp=2), 4096, True) == 1024 * 128256 / 2 * (2 + 4 + 4)
+    assert logit_bytes(LLAMA_8B, TrainingChoice(logit_tokens=None), 4096, False) == 4096 * 128256 * (2 + 4)
+
+
+def test_layers_that_do_not_divide_shorten_the_end_stages() -> None:
+    assert stage_layers(61, 8) == [8, 8, 8, 8, 8, 8, 8, 5] or sum(stage_layers(61, 8) or []) == 61
+    assert stage_layers(61, 16) is not None
+    assert stage_layers(5, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "gib"),
+    [("Llama-3.1-8B", 1, 14.99), ("Qwen3-32B", 1, 61.03), ("Qwen3-32B", 2, 30.59), ("Qwen3-0.6B", 1, 1.12)],
+)
+def test_engine_weights_match_vllm_s_published_profile(name: str, tp: int, gib: float) -> None:
+    assert weight_bytes(model(name), GenerationChoice(tp=tp)) / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("Llama-3.1-8B", 1.89), ("Qwen3-14B", 2.21)])
+def test_engine_activations_match_vllm_s_published_profile(name: str, gib: float) -> None:
+    parts = overhead_bytes(model(name), GenerationChoice(max_concurrent=1024))
+    assert parts["activations"] / GIB == pytest.approx(gib, rel=0.08)
+
+
+def test_kv_heads_are_repeated_beyond_their_number() -> None:
+    """Llama 8B has 8 KV heads: 16 ranks hold one each, as 8 do."""
+    workload, cluster = Workload(), make_cluster("h100", 2)
+    tokens = [plan_kv(LLAMA_8B, GenerationChoice(tp=tp, memory_fraction=0.5), workload, cluster) for tp in (8, 16)]
+    per_token = [size / count_ for size, count_ in tokens]
+    assert per_token[0] == pytest.approx(per_token[1], rel=1e-3)
+
+
+def test_latent_kv_of_mla_is_on_every_rank() -> None:
+    workload, cluster = Workload(), make_cluster("h200", 4)
+    one, two = (plan_kv(DEEPSEEK, GenerationChoice(tp=tp, memory_fraction=0.9), workload, cluster) for tp in (16, 32))
+    assert one[0] / one[1] == pytest.approx(two[0] / two[1], rel=1e-3)
+    assert one[0] / one[1] == pytest.approx(61 * 576 * 2, rel=1e-3)
+
+
+def test_a_longer_tail_takes_longer_than_the_mean_says() -> None:
+    """The same mean with a higher limit: the last rollout ends later."""
+    cluster = make_cluster("h100")
+    short, long = (Workload(64, 32, limit, mean_new_tokens=400) for limit in (2048, 16384))
+    engine = GenerationChoice(8, kv_cache_tokens=250_000)
+    seconds = [generation_time(LLAMA_8B, engine, workload, cluster).total for workload in (short, long)]
+    assert seconds[1] > 2 * seconds[0]
+
+
+def test_length_distribution_keeps_its_mean_and_limit() -> None:
+    for mean in (100.0, 795.0, 3283.0):
+        lengths = Workload(64, 32, 4096, mean_new_tokens=mean).lengths(1.0)
+        assert sum(share for _, share in lengths.buckets) == pytest.approx(1.0)
+        assert sum(share * length for length, share in lengths.buckets) == pytest.approx(mean, rel=0.01)
+        assert lengths.longest <= lengths.limit

@@ -1,0 +1,349 @@
+"""Plans: what is chosen, pinned, refused and said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from rlctl.config.schema import ClusterConfig, RlctlConfig
+from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
+from rlctl.planner.explain import explain
+from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
+from rlctl.planner.plan import Plan, make_plan, refuse_unrunnable
+from rlctl.planner.render import compare_text, plan_json, plan_text
+from rlctl.planner.rules import training_problems
+from rlctl.planner.workload import Workload
+from rlctl.telemetry.phases import Phase
+
+CPU = ClusterFacts(cpu_device(2, 24 * GIB), 1, 0)
+
+
+def model(name: str) -> ModelFacts:
+    facts = lookup(name)
+    assert facts is not None
+    return facts
+
+
+def plan(name: str, gpu: str = "h100", nodes: int = 1, per_node: int | None = None, **workload: object) -> Plan:
+    return make_plan(model(name), make_cluster(gpu, nodes, per_node), Workload(**workload))
+
+
+def test_a_plan_that_runs_comes_before_a_faster_one_that_does_not() -> None:
+    facts, cluster, workload = model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=795)
+    fastest = make_plan(facts, cluster, workload, prefer_runnable=False)
+    made = make_plan(facts, cluster, workload)
+    assert not fastest.runnable
+    assert made.runnable
+    assert fastest.total_s <= made.total_s
+    assert any("cannot run it yet" in other.why for other in made.rejected)
+
+
+def test_gradients_in_bf16_leave_room_for_no_recompute() -> None:
+    """The published NeMo-RL run of this model on a node: data parallel only, nothing recomputed."""
+    workload = Workload(64, 32, mean_new_tokens=795)
+    made = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), workload, gradient_bytes=2)
+    assert (made.training.dp, made.training.recompute) == (8, "none")
+
+
+def test_70b_needs_model_parallelism() -> None:
+    made = plan("Llama-3.1-70B", nodes=8)
+    assert made.training.tp * made.training.pp >= 4
+    assert made.training.world_size == 64
+
+
+def test_moe_spreads_its_experts_or_its_layers() -> None:
+    made = plan("Qwen3-235B-A22B", nodes=16)
+    assert made.training.ep * made.training.pp >= 16
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "a100", "b200", "gb200", "l40s"])
+def test_memory_of_every_phase_fits_the_device(gpu: str) -> None:
+    made = plan("Qwen3-4B", gpu)
+    assert all(memory.total <= made.cluster.device.memory for memory in made.memory.values())
+    assert made.host_memory <= made.cluster.device.host_memory
+
+
+def test_seconds_add_up_to_the_total() -> None:
+    data = plan_json(plan("Llama-3.1-8B"))
+    seconds = data["seconds"]
+    assert set(seconds) == {*(str(phase) for phase in Phase), "total"}
+    assert sum(seconds[phase] for phase in Phase) == pytest.approx(seconds["total"], abs=0.01)
+
+
+def test_every_value_has_a_reason() -> None:
+    made = plan("Llama-3.1-70B", nodes=8)
+    told = " ".join(reason.value for reason in made.reasons)
+    for key in made.config_values():
+        if key != "training.backend":
+            assert key.replace("generation.max_batched_tokens", "generation.tp") in told, key
+    assert all(reason.rule for reason in made.reasons)
+    assert made.rejected
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        ({"training.tp": 4, "training.pp": 4, "generation.tp": 4}, {"tp": 4, "pp": 4, "dp": 4}),
+        ({"training.cp": 2}, {"cp": 2}),
+        ({"training.recompute": "full"}, {"recompute": "full"}),
+        ({"training.optimizer_offload": True}, {"optimizer_offload": True}),
+        ({"training.micro_batch_tokens": 8192}, {"micro_batch_tokens": 8192}),
+        ({"training.vpp": 2, "training.pp": 2}, {"vpp": 2, "pp": 2}),
+    ],
+)
+def test_pins_are_kept_and_the_rest_is_planned_around_them(
+    pins: dict[str, object], expected: dict[str, object]
+) -> None:
+    made = make_plan(model("Llama-3.1-70B"), make_cluster("h100", 8), Workload(), pins)
+    assert {key: getattr(made.training, key) for key in expected} == expected
+    assert made.training.world_size == 64
+
+
+def test_generation_pins_are_kept() -> None:
+    pins = {
+        "generation.tp": 2,
+        "generation.engines": 3,
+        "generation.memory_fraction": 0.5,
+        "generation.max_concurrent": 99,
+    }
+    made = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), Workload(), pins)
+    assert made.generation is not None
+    assert (made.generation.tp, made.generation.engines, made.generation.memory_fraction) == (2, 3, 0.5)
+    assert made.generation.max_concurrent == 99
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "nearest", "limit"),
+    [
+        ("Llama-3.1-70B", "training.tp", 3, 2, "64 attention heads"),
+        ("Llama-3.1-70B", "training.pp", 200, 16, "80 layers"),
+        ("Qwen3-30B-A3B", "training.ep", 24, 16, "128 experts"),
+        ("Llama-3.1-8B", "generation.tp", 5, 4, "32 attention heads"),
+        ("Llama-3.1-8B", "training.micro_batch_tokens", 100, 4096, "one rollout of 4096 tokens"),
+        ("Llama-3.1-8B", "training.ep", 2, 1, "a model with experts"),
+    ],
+)
+def test_impossible_pins_name_the_limit_and_the_nearest_value(
+    name: str, key: str, value: int, nearest: int, limit: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(model(name), make_cluster("h100", 2), Workload(), {key: value})
+    assert f"{key} = {value}" in caught.value.message
+    assert limit in caught.value.message
+    assert caught.value.hint is not None
+    assert f"{key}={nearest}" in caught.value.hint
+
+
+def test_what_does_not_fit_names_the_smallest_machine_and_a_change() -> None:
+    with pytest.raises(NoPlanError) as caught:
+        plan("Llama-3.1-70B", per_node=1)
+    assert caught.value.exit_code == 4
+    assert "GiB" in caught.value.message
+    assert caught.value.hint is not None
+    assert "1 x 8 H100" in caught.value.hint
+
+
+def test_the_smallest_machine_named_really_fits() -> None:
+    plan("Llama-3.1-70B", per_node=8)
+
+
+def test_a_change_that_is_named_really_helps() -> None:
+    pins = {"training.optimizer_offload": False}
+    with pytest.raises(NoPlanError, match=r"training\.optimizer_offload=true|optimizer_offload=False a plan fits"):
+        make_plan(model("Llama-3.1-8B"), make_cluster("h100", 1, 1), Workload(), pins)
+    assert make_plan(
+        model("Llama-3.1-8B"), make_cluster("h100", 1, 1), Workload(), {"training.optimizer_offload": True}
+    )
+
+
+def test_ten_thousand_gpus_and_671b_in_under_two_seconds() -> None:
+    workload = Workload(512, 32, 16384, mean_new_tokens=4000)
+    spent = []
+    for _ in range(2):
+        began = time.process_time()
+        made = make_plan(model("DeepSeek-V3"), make_cluster("h100", 1250), workload)
+        spent.append(time.process_time() - began)
+    assert made.cluster.gpus == 10_000
+    print(f"{min(spent):.2f} s")
+
+
+def test_laptop_plan_is_runnable_and_uses_the_cores() -> None:
+    made = make_plan(model("SmolLM2-135M"), CPU, Workload(8, 4, 128, max_new_tokens=16))
+    values = made.config_values()
+    assert made.runnable
+    assert values["training.tp"] * values["training.dp"] * values["training.threads"] == 2
+    assert values["generation.threads"] == 2
+    assert values["generation.kv_cache_bytes"] >= 128 * 30 * 2 * 3 * 64 * 4
+    assert made.training.precision == "float32"
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 1), (3, 1)])
+def test_cpu_layouts_can_be_pinned(tp: int, dp: int) -> None:
+    made = make_plan(model("SmolLM2-135M"), CPU, Workload(8, 4, 128), {"training.tp": tp, "training.dp": dp})
+    assert (made.training.tp, made.training.dp) == (tp, dp)
+    assert made.training.threads is not None
+    assert made.training.threads >= 1
+
+
+def test_a_cpu_without_memory_is_refused() -> None:
+    with pytest.raises(NoPlanError):
+        make_plan(model("Llama-3.1-8B"), CPU, Workload(8, 4, 128))
+
+
+@pytest.mark.parametrize(
+    ("pins", "key"),
+    [
+        ({"training.pp": 2}, "training.pp = 2"),
+        ({"training.cp": 2, "training.micro_batch_tokens": 8192}, "training.cp = 2"),
+        ({"training.pp": 2, "training.vpp": 2}, "training.vpp = 2"),
+        ({"training.recompute": "selective"}, "training.recompute = selective"),
+        ({"training.optimizer_offload": True}, "training.optimizer_offload = True"),
+        ({"generation.pp": 2}, "generation.pp = 2"),
+        ({"generation.colocated": False}, "generation.colocated = false"),
+    ],
+)
+def test_what_train_cannot_run_is_named_by_key(pins: dict[str, object], key: str) -> None:
+    made = make_plan(model("Llama-3.1-8B"), make_cluster("h100", 2), Workload(), pins)
+    assert not made.runnable
+    assert any(why.startswith(key) for why in made.not_runnable_because)
+    with pytest.raises(ConfigError, match=key.split(" ")[0]):
+        refuse_unrunnable(made)
+
+
+def test_experts_are_not_runnable_yet_and_say_so() -> None:
+    made = plan("Qwen3-30B-A3B")
+    assert not made.runnable
+
+
+def test_goal_safe_leaves_more_memory_than_fast() -> None:
+    fast, safe = (plan("Llama-3.1-8B", goal=goal) for goal in ("fast", "safe"))
+    assert safe.memory["training"].total <= 0.82 * safe.cluster.device.memory
+    assert fast.total_s <= safe.total_s
+
+
+def test_batches_smaller_than_the_ranks_are_refused_by_rule() -> None:
+    facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
+    problems = training_problems(facts, TrainingChoice(dp=8), Workload(2, 2), cluster, 8)
+    assert [problem.key for problem in problems] == ["training.dp"]
+
+
+def test_interleaved_stages_must_divide_the_layers() -> None:
+    facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
+    choice = TrainingChoice(pp=8, vpp=3)
+    assert [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)] == ["training.vpp"]
+
+
+def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
+    facts, cluster = model("Qwen3-30B-A3B"), make_cluster("h100")
+    choice = TrainingChoice(tp=2, dp=4)
+    assert "training.sequence_parallel" in [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)]
+
+
+def test_unknown_gpu_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="h100"):
+        device_named("h10")
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA GB200", "gb200"),
+        ("Tesla T4", None),
+    ],
+)
+def test_drivers_names_are_recognised(reported: str, name: str | None) -> None:
+    assert match_device(reported) == name
+
+
+def test_json_holds_what_programs_read() -> None:
+    data = json.loads(json.dumps(plan_json(plan("Llama-3.1-8B"))))
+    for key in (
+        "fits",
+        "runnable",
+        "not_runnable_because",
+        "colocated",
+        "host_memory_gib",
+        "tokens_per_s_per_gpu",
+        "mfu",
+    ):
+        assert key in data
+    assert {
+        "backend",
+        "tp",
+        "pp",
+        "vpp",
+        "cp",
+        "ep",
+        "etp",
+        "dp",
+        "sequence_parallel",
+        "micro_batch_tokens",
+        "recompute",
+    } <= set(data["training"])
+    assert {"engines", "tp", "pp", "dp", "ep", "memory_fraction"} <= set(data["generation"])
+    for parts in data["memory_gib"].values():
+        assert sum(value for name, value in parts.items() if name != "total") == pytest.approx(parts["total"], abs=0.05)
+
+
+def test_texts_name_model_machine_and_numbers() -> None:
+    made = plan("Llama-3.1-8B")
+    text = plan_text(made, "meta-llama/Llama-3.1-8B")
+    assert "8.0B" in text
+    assert "H100" in text
+    assert "8.030B parameters" in explain(made)
+    other = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), Workload(), {"training.tp": 4})
+    assert any(line.startswith("* training.tp") for line in compare_text(made, other, ("a", "b")).splitlines())
+
+
+def test_configuration_keys_become_pins_and_plan_values_valid_keys() -> None:
+    config = RlctlConfig.model_validate(
+        {
+            "training": {"tp": 2},
+            "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100"},
+            "generation": {"max_new_tokens": 2048},
+        }
+    )
+    assert pins_from_config(config) == {"training.tp": 2}
+    made = plan_from_config(config, model("Llama-3.1-8B"))
+    assert made.training.tp == 2
+    for key, value in made.config_values().items():
+        section, name = key.split(".")
+        changed = config.model_dump() | {section: config.model_dump()[section] | {name: value}}
+        RlctlConfig.model_validate(changed)
+
+
+def test_a_gpu_preset_on_a_machine_without_is_the_machine_s_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    config = RlctlConfig(cluster=ClusterConfig(nodes=1, gpus_per_node=8))
+    with pytest.raises(MachineError):
+        cluster_from_config(config)
+    assert cluster_from_config(config, assume="h100").gpus == 8
+    assert cluster_from_config(RlctlConfig(cluster=ClusterConfig(gpu="cpu"))).is_cpu
+
+
+def test_planning_imports_no_engine() -> None:
+    code = (
+        "import sys; from rlctl.models.catalog import lookup; from rlctl.planner.cluster import make_cluster;"
+        "from rlctl.planner.plan import make_plan; from rlctl.planner.workload import Workload;"
+        "make_plan(lookup('Qwen3-8B'), make_cluster('h100'), Workload());"
+        "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_plan_is_the_same_when_made_again() -> None:
+    first, second = (plan("Qwen3-32B", nodes=4) for _ in range(2))
+    assert plan_json(first) == plan_json(second)
+    assert replace(first, pins={}) == replace(second, pins={})
