@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from rlctl.backends.megatron.weights import policy_world
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.refit.records import SourceSetup
 from rlctl.refit.source import RefitSource
-from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan import World
 
 
-class RefitPolicyWorker(RefitSource, MegatronWorker):
-    """One rank of a Megatron policy, host of the source side of a refit."""
-
-    def parameters(self):
-        """This rank's parameters by name, the live memory."""
-        return MegatronWorker.parameters(self)
+class RefitPolicyWorker(MegatronWorker, RefitSource):
+    """One rank of a Megatron policy that can send its weights."""
 
     def refit_world(self, setup: SourceSetup) -> World:
-        return MegatronWorld(setup.facts, setup.parallel)
+        return policy_world(self.spec, self.layer_spec)
+
+    def close(self) -> None:
+        """Lets go of staging memory and leaves the process group."""
+        self.refit_close()
+        super().close()

@@ -69,7 +69,7 @@ class RefitSession:
         """`shapes` are those of the published tensors; by default what the model's family says."""
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
         self.setup = SourceSetup(
-            facts, parallel, dtype, table_of(shapes or _published_shapes(facts, dtype), dtype), None
+            facts, parallel, dtype, table_of(shapes or _published_shapes(facts), dtype), None
         )
         self.refits = 0
         self.last_comparison: Comparison | None = None
@@ -184,7 +184,7 @@ def _fields(setup: SourceSetup) -> dict[str, Any]:
     return {name: getattr(setup, name) for name in asdict(setup)}
 
 
-def _published_shapes(facts: ModelFacts, dtype: str) -> dict[str, tuple[int, ...]]:
-    from rlctl.weights.hf import layout
+def _published_shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    from rlctl.models.registry import weights_of
 
-    return {name: spec.shape for name, spec in layout(facts, dtype).params.items()}
+    return dict(weights_of(facts).tensors)

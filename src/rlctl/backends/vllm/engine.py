@@ -229,6 +229,11 @@ class VllmEngine:
         with self._lock:
             return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
 
+    def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+        """Every copy of one published tensor in the engine's workers: (site, start of its box, values)."""
+        with self._lock:
+            return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
+
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every vLLM worker."""
         try:

@@ -136,6 +136,10 @@ class RlctlWorkerExtension:
         wanted = found if tensors is None else [s for s in found if any(p.tensor in set(tensors) for p in s.parts)]
         return list(live.read(wanted))
 
+    def rlctl_values(self, tensor: str) -> list[tuple[str, tuple[int, ...], Any]]:
+        """Every copy of one published tensor in this worker: (site, start of its box, values)."""
+        return list(live.values(live.sites(self.model_runner.get_model())[0], tensor))
+
     def rlctl_restart_update(self) -> None:
         """Forget an update that was begun and never finished."""
         self._weight_update_active = False

@@ -1,0 +1,98 @@
+"""`rlctl refit-test`: transfer weights between the engines and verify every tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+
+if TYPE_CHECKING:
+    from rlctl.refit.selftest import SelfTest
+
+app = command_app()
+EXIT_MISMATCH = 5
+
+
+@app.command(
+    "refit-test",
+    epilog=examples(
+        "rlctl refit-test --preset laptop",
+        "rlctl refit-test --model ./my-model --tp 2 --repeat 3",
+        "rlctl refit-test --model ./my-model --receive loader --json",
+    ),
+)
+def refit_test(
+    model: options.Model = None,
+    preset: options.Preset = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel size of training.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", help="Data parallel size of training.")] = None,
+    generation_tp: Annotated[
+        int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")
+    ] = None,
+    mover: Annotated[Literal["shared-memory"], typer.Option("--mover", help="What carries the bytes.")] = "shared-memory",
+    receive: Annotated[
+        Literal["auto", "loader", "direct"],
+        typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
+    ] = "auto",
+    repeat: Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")] = 2,
+    gpu: options.Gpu = None,
+    ray_address: options.RayAddress = None,
+    json_: options.Json = False,
+) -> None:
+    """Transfer weights between the engines and verify every tensor.
+
+    Starts the training and the generation engine, refits at least twice with perturbed weights in between, reads
+    every tensor back from what the engine computes with, and compares log-probs of greedy and sampled tokens. Exit
+    code 5 names what differs.
+    """
+    from rlctl.checkpoints.source import read_object, resolve_model
+    from rlctl.errors import InputError
+    from rlctl.models.registry import facts_from_hf_config
+    from rlctl.planner.from_config import cluster_from_config
+    from rlctl.rl.refit_test import RefitTestJob, run_refit_test
+
+    sizes = {"training.tp": tp, "training.dp": dp, "generation.tp": generation_tp}
+    sets = [*(set_ or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
+    resolved = options.resolve_config(
+        preset=preset, config=config, set_=sets, model=model, gpu=gpu, ray_address=ray_address
+    ).config
+    if not resolved.model.name:
+        raise InputError("No model to test.", "Give --model, or start from --preset laptop.")
+    source = resolve_model(resolved.model.name, resolved.model.revision, tell=message)
+    facts = facts_from_hf_config(read_object(source.directory, "config.json", ""))
+    device = "cpu" if cluster_from_config(resolved).is_cpu else "cuda"
+    test = run_refit_test(RefitTestJob(resolved, source, facts, device, receive, repeat), message)
+    print_json(test.to_json()) if json_ else print("\n".join(text_of(test)))
+    if not test.passed:
+        raise typer.Exit(EXIT_MISMATCH)
+
+
+def text_of(test: SelfTest) -> list[str]:
+    """The result for a reader at the terminal."""
+    found = test.to_json()
+    lines = [
+        f"refit of {found['model']}: {found['tensors']} tensors, {found['payload_bytes'] / 1e6:.0f} MB, "
+        f"{found['mover']}, {found['receive']} path",
+        "",
+        f"{'phase':<14}{'first':>10}{'warm':>10}",
+    ]
+    for phase, value in found["seconds"].items():
+        lines.append(f"{phase:<14}{found['seconds_first'].get(phase, 0.0):>9.3f}s{value:>9.3f}s")
+    share = found["fraction_of_limit"]
+    lines += [
+        "",
+        f"{found['gb_per_s']:.2f} GB/s, {share:.0%} of copying within memory ({found['limit_gb_per_s']:.1f} GB/s); "
+        f"staging memory {found['staging_peak_bytes'] / 1e6:.0f} MB; comparing every tensor took "
+        f"{found['verify_seconds']:.2f} s",
+        f"log-probs, engine against policy: mean {found['logprobs']['mean_abs']:.1e}, max "
+        f"{found['logprobs']['max_abs']:.1e}, KL {found['logprobs']['kl']:.1e} "
+        f"(with the weights changed and not yet transferred: max {found['logprobs_before']['max_abs']:.1e})",
+        "",
+    ]
+    lines += [f"WRONG  {problem}" for problem in test.problems] or ["every tensor equal"]
+    return lines

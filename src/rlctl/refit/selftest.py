@@ -1,0 +1,199 @@
+"""The refit self-test: at least two refits with perturbed weights between them, every tensor and log-probs compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.backends.vllm.messages import GroupRequest, GroupResult, Sampling
+from rlctl.refit.diagnose import assemble, guess
+from rlctl.refit.records import RefitReport
+from rlctl.refit.session import RefitSession
+from rlctl.refit.verify import Comparison
+
+PERTURBATION = 0.02
+EXPLAINED = 8  # tensors whose values are looked at to guess a cause
+COPY_BYTES_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """Engine against policy over the tokens that the engine chose."""
+
+    tokens: int
+    mean_abs: float
+    max_abs: float
+    kl: float
+    """Estimate of KL(engine || policy), mean of exp(d) - 1 - d."""
+
+    def joined(self, other: LogprobDifference) -> LogprobDifference:
+        tokens = self.tokens + other.tokens
+
+        def mean(a: float, b: float) -> float:
+            return (a * self.tokens + b * other.tokens) / max(tokens, 1)
+
+        return LogprobDifference(
+            tokens,
+            mean(self.mean_abs, other.mean_abs),
+            max(self.max_abs, other.max_abs),
+            mean(self.kl, other.kl),
+        )
+
+
+@dataclass
+class SelfTest:
+    """What the self-test found; `to_json` is the documented object."""
+
+    model: str
+    mover: str
+    receive: str
+    logprob_limit: float
+    reports: list[RefitReport] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    causes: dict[str, str] = field(default_factory=dict)
+    after: LogprobDifference | None = None
+    """Right after refits, on prompts that the engine had cached under the weights before."""
+    stale: LogprobDifference | None = None
+    """With perturbed weights and no refit yet: shows that the comparison can fail."""
+    limit_gb_per_s: float = 0.0
+
+    @property
+    def mismatched(self) -> list[str]:
+        return sorted({name for one in self.comparisons for name in one.mismatched})
+
+    @property
+    def missing(self) -> list[str]:
+        return sorted({name for one in self.comparisons for name in one.missing})
+
+    @property
+    def extra(self) -> list[str]:
+        return sorted({name for one in self.comparisons for name in one.extra})
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what is wrong; empty: the test passed."""
+        lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
+        lines += [f"{name} is missing in the engine" for name in self.missing]
+        lines += [f"{name} is in the engine alone" for name in self.extra]
+        if self.after is None or self.after.max_abs > self.logprob_limit:
+            found = "were not compared" if self.after is None else f"differ by up to {self.after.max_abs:.2e}"
+            hint = "" if self.mismatched else " though every tensor is equal: stale prefix cache, or a wrong layout"
+            lines.append(f"log-probs {found} (limit {self.logprob_limit:.0e}){hint}")
+        return lines
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.comparisons) and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        warm = self.reports[-1]
+        speed = warm.gb_per_s
+        return {
+            "model": self.model,
+            "mover": self.mover,
+            "receive": self.receive,
+            "refits": len(self.reports),
+            "tensors": max(one.tensors for one in self.comparisons),
+            "mismatched": [{"name": n, "cause": self.causes.get(n, "not looked into")} for n in self.mismatched],
+            "missing": self.missing,
+            "extra": self.extra,
+            "payload_bytes": warm.bytes,
+            "staging_peak_bytes": max(report.staging_bytes for report in self.reports),
+            "seconds": seconds_json(warm),
+            "seconds_first": seconds_json(self.reports[0]),
+            "gb_per_s": speed,
+            "limit_gb_per_s": self.limit_gb_per_s,
+            "fraction_of_limit": speed / self.limit_gb_per_s if self.limit_gb_per_s else None,
+            "logprobs": {
+                key: getattr(self.after, key) if self.after else None for key in ("mean_abs", "max_abs", "kl")
+            },
+            "logprobs_before": {key: getattr(self.stale, key) for key in ("mean_abs", "max_abs", "kl")}
+            if self.stale
+            else None,
+            "verify_seconds": self.reports[0].verify_s,
+            "reasons": warm.reasons,
+            "passed": self.passed,
+        }
+
+
+def seconds_json(report: RefitReport) -> dict[str, float]:
+    """Seconds by phase, and their total."""
+    return {phase.value: value for phase, value in report.seconds.items()} | {"total": sum(report.seconds.values())}
+
+
+Compare = Callable[[list[GroupResult]], LogprobDifference]
+
+
+def run(
+    session: RefitSession,
+    *,
+    model: str,
+    prompts: list[tuple[int, ...]],
+    compare_logprobs: Compare,
+    repeat: int,
+    logprob_limit: float,
+    timeout_s: float,
+    new_tokens: int = 16,
+    tell: Callable[[str], None] = lambda _: None,
+) -> SelfTest:
+    """Refit `repeat` times (at least twice) and compare everything each time.
+
+    `compare_logprobs` gives the policy's opinion of what the engine generated.
+    """
+    test = SelfTest(model, "shared-memory", session.receive, logprob_limit)
+    size = min(session.payload_bytes, COPY_BYTES_LIMIT)
+    test.limit_gb_per_s = session.policy.call("refit_copy_gb_per_s", size, timeout_s=timeout_s)[0]
+    for version in range(1, max(2, repeat) + 1):
+        if version > 1:
+            session.policy.call("refit_perturb", version, PERTURBATION, timeout_s=timeout_s)
+            # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
+            test.stale = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
+        before = _held(session) if version > 1 else {}
+        report = session.refit(version, verify=False)
+        test.reports.append(report)
+        test.receive = report.receive
+        tell(f"refit {version}: {sum(report.seconds.values()):.3f} s")
+        for comparison in session.compare():
+            test.comparisons.append(comparison)
+            for name in comparison.mismatched[: EXPLAINED - len(test.causes)]:
+                test.causes.setdefault(name, _cause(session, name, before.get(name)))
+        difference = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
+        test.after = difference if test.after is None else test.after.joined(difference)
+        tell(f"refit {version}: {test.comparisons[-1].tensors} tensors, log-probs within {difference.max_abs:.1e}")
+    return test
+
+
+def _generate(
+    session: RefitSession, prompts: list[tuple[int, ...]], version: int, new_tokens: int, timeout_s: float
+) -> list[GroupResult]:
+    """Greedy and sampled completions of each prompt, from the first engine."""
+    results = []
+    for offset, temperature in ((0, 0.0), (len(prompts), 1.0)):
+        asked = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
+        sampling = Sampling(new_tokens, temperature=temperature)
+        results += session.engines.call("generate", asked, sampling, timeout_s, timeout_s=timeout_s + 30)[0]
+    return results
+
+
+def _held(session: RefitSession) -> dict[str, int]:
+    """Fingerprint of the first copy of each tensor in the engine, to recognise stale ones."""
+    return {reading.tensor: reading.value for reading in session.engines.call("readings")[0]}
+
+
+def _cause(session: RefitSession, name: str, before: int | None) -> str:
+    """Fetch both sides' values of one tensor and guess."""
+    row = next(row for row in session.setup.table if row.name == name)
+    expected = assemble(row.shape, [box for rank in session.policy.call("refit_values", name) for box in rank])
+    now = {reading.value for reading in session.engines.call("readings", [name])[0] if reading.tensor == name}
+    if before is not None and before in now:
+        return "stale: still the weights from before the refit"
+    by_site: dict[str, list] = {}
+    for site, start, values in session.engines.call("values", name)[0]:
+        box = [(first, count, 1) for first, count in zip(start, values.shape, strict=True)]
+        by_site.setdefault(site, []).append((box, values))
+    for site, boxes in by_site.items():
+        found = assemble(row.shape, boxes)
+        if not (found == expected).all():
+            return guess(expected, found) + (f" in {site}" if len(by_site) > 1 else "")
+    return "replicas differ"

@@ -1,0 +1,126 @@
+"""The refit self-test on real processes: a Megatron policy and a vLLM engine, as a training run would start them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.backends.base import ParallelSpec, PolicySpec, RolloutRow, only_result
+from rlctl.backends.packing import plan_batch
+from rlctl.backends.vllm.args import Device, engine_spec, resolve_dtype
+from rlctl.backends.vllm.messages import GroupResult
+from rlctl.checkpoints.source import ModelSource
+from rlctl.cluster.objects import fetch
+from rlctl.cluster.session import ray_session
+from rlctl.cluster.workers import WorkerGroup
+from rlctl.config.schema import RlctlConfig
+from rlctl.models.facts import ModelFacts
+from rlctl.refit import selftest
+from rlctl.refit.session import Receive, RefitSession
+from rlctl.rl.crew import CrewSpec, start_crew
+from rlctl.weights.megatron_parallel import MegatronParallel
+
+# Both engines compute in this precision; the limit leaves two orders of magnitude above what equal weights give.
+LOGPROB_LIMIT = {"float32": 1e-3, "bfloat16": 0.3}
+MAX_LENGTH = 256
+MAX_NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class RefitTestJob:
+    """What to test."""
+
+    config: RlctlConfig
+    source: ModelSource
+    facts: ModelFacts
+    device: Device
+    receive: Receive = "auto"
+    repeat: int = 2
+
+    @property
+    def parallel(self) -> ParallelSpec:
+        return ParallelSpec(tp=self.config.training.tp or 1, dp=self.config.training.dp or 1)
+
+    @property
+    def dtype(self) -> str:
+        return resolve_dtype(self.config.model.dtype, self.device)
+
+    def crew(self) -> CrewSpec:
+        config = self.config
+        policy = PolicySpec(
+            facts=self.facts,
+            parallel=self.parallel,
+            dtype=self.dtype,
+            device=self.device,
+            threads=config.training.threads,
+            timeout_s=config.refit.timeout_s,
+        )
+        tp = config.generation.tp or 1
+        engine = engine_spec(
+            config, self.facts, self.source.directory, device=self.device, max_length=self.max_length, tp=tp
+        )
+        start, step = config.cluster.start_timeout_s, config.cluster.step_timeout_s
+        return CrewSpec(policy, engine, config.generation.engines or 1, tp, None, start, step)
+
+    @property
+    def max_length(self) -> int:
+        return min(self.config.model.max_length or MAX_LENGTH, self.facts.max_length)
+
+
+def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
+    """Prompts of fixed tokens, long enough for the engine to cache their prefixes."""
+    longest = max(1, length - MAX_NEW_TOKENS - 1)
+    return [tuple((7 * i + 13 * j) % vocabulary for j in range(min(longest, 40 + 11 * i))) for i in range(4)]
+
+
+def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
+    """Start both engines, test, and stop them."""
+    p = job.parallel
+    with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):
+        tell("starting the policy and the engine")
+        with start_crew(job.crew(), Path(logs)) as crew:
+            crew.policy.call("load_hf", job.source.directory)
+            session = RefitSession(
+                crew.policy,
+                crew.engines,
+                job.facts,
+                parallel=MegatronParallel(tp=p.tp, dp=p.dp),
+                settings=job.config.refit,
+                dtype=job.dtype,
+                receive=job.receive,
+            )
+            session.open()
+            try:
+                return selftest.run(
+                    session,
+                    model=job.source.label,
+                    prompts=test_prompts(job.facts.vocab, job.max_length),
+                    compare_logprobs=lambda results: policy_difference(crew.policy, p, results),
+                    repeat=job.repeat,
+                    logprob_limit=LOGPROB_LIMIT[job.dtype],
+                    timeout_s=job.config.refit.timeout_s,
+                    new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
+                    tell=tell,
+                )
+            finally:
+                session.close()
+
+
+def policy_difference(
+    policy: WorkerGroup, parallel: ParallelSpec, results: list[GroupResult]
+) -> selftest.LogprobDifference:
+    """The engine's log-probs of its own tokens against the policy's, by the policy's own forward pass."""
+    rows = [
+        RolloutRow(r.group, row, r.prompt_tokens, r.prompt_tokens + count, 0.0, 1.0)
+        for r in results
+        for row, count in enumerate(r.response_tokens)
+    ]
+    longest = max(row.tokens for row in rows)
+    plan = plan_batch([rows], {r.group: r.columns for r in results}, dp=parallel.dp, micro_batch_tokens=2 * longest)
+    shards = [(plan.shards[parallel.data_rank(rank)], fetch) for rank in range(len(policy))]
+    policy.call_each("load_batch", shards)
+    stats = only_result(policy.call("logprobs", "old_logprobs"))
+    tokens = max(stats.tokens, 1)
+    return selftest.LogprobDifference(stats.tokens, stats.abs_sum / tokens, stats.abs_max, stats.k3_sum / tokens)
