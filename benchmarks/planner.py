@@ -39,6 +39,13 @@ FITTED = (
 )  # fmt: skip
 
 
+def for_row(row: Row, constants: Constants) -> Constants:
+    """Megatron-Bridge's performance tables run with balanced routing forced and a fused cross-entropy."""
+    if row.fields["kind"] != "pretrain":
+        return constants
+    return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0)
+
+
 @dataclass(frozen=True)
 class Fit:
     """Whether a published layout fits, by phase."""
@@ -56,6 +63,7 @@ class Fit:
 def fit_of(row: Row, constants: Constants = DEFAULTS) -> Fit:
     """The memory of a published layout against the device. Where a pretraining table does not state recomputation, the
     least that fits is taken."""
+    constants = for_row(row, constants)
     device = row.cluster.device.memory
     asleep = constants.engine_asleep_bytes if row.colocated and row.generation else 0.0
     number, _ = timing.micro_batches(row.training, row.workload, constants)
@@ -85,6 +93,7 @@ def generation_fit(row: Row, generation: GenerationChoice, constants: Constants)
 
 def seconds_of(row: Row, constants: Constants = DEFAULTS) -> dict[str, float]:
     """Predicted seconds of the published layout by phase, with `total`."""
+    constants = for_row(row, constants)
     choice = replace(row.training, recompute=fit_of(row, constants).recompute)
     seconds = {
         "training": timing.training_time(row.facts, choice, row.workload, row.cluster, row.colocated, constants).total

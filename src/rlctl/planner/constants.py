@@ -93,6 +93,8 @@ class Constants:
     """What a sleeping vLLM engine keeps: context, CUDA graphs, NCCL."""
     cpu_process_bytes: float = 1.1 * GIB
     """Resident size of a Python process with torch and Megatron or vLLM loaded."""
+    logit_copy_bytes: float = 4.0
+    """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
     staging_bytes: float = 1.0 * GIB
     """Bucket of gathered tensors that a refit holds on each side."""
 

@@ -129,10 +129,12 @@ def activation_bytes(
     return tokens * (inputs * in_flight + max(dense if stage.dense_layers else 0.0, moe if stage.moe_layers else 0.0))
 
 
-def logit_bytes(facts: ModelFacts, choice: TrainingChoice, tokens: float, gradient: bool) -> float:
+def logit_bytes(
+    facts: ModelFacts, choice: TrainingChoice, tokens: float, gradient: bool, constants: Constants = DEFAULTS
+) -> float:
     """Vocabulary-parallel logits: output in the training dtype, its float32 copy, and their gradient."""
     present = min(tokens, choice.logit_tokens or tokens)
-    per_entry = element_bytes(choice) + 4 + (4 if gradient else 0)
+    per_entry = element_bytes(choice) + constants.logit_copy_bytes * (2 if gradient else 1)
     return present * facts.vocab / choice.tp * per_entry
 
 
@@ -160,7 +162,7 @@ def training_memory(
     for stage in candidates:
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
-        parts["logits"] = logit_bytes(facts, choice, tokens, True) if stage.head else 0.0
+        parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
         dynamic = parts["activations"] + parts["logits"]
         parts["fragmentation"] = constants.fragmentation * dynamic
         parts["runtime"] = runtime_bytes(cluster, choice, constants)
@@ -190,7 +192,7 @@ def logprobs_memory(
             "gradients": states["gradients"],
             "optimizer": states["optimizer"],
             "activations": tokens * layer,
-            "logits": logit_bytes(facts, choice, tokens, False),
+            "logits": logit_bytes(facts, choice, tokens, False, constants),
             "runtime": runtime_bytes(cluster, choice, constants),
             "engine asleep": asleep,
         }
