@@ -200,3 +200,9 @@ def assemble(ranks: list[list[tuple[str, Tensor, int, int, int | None]]]) -> tup
             slots[part] = tensor
     whole = {name: join([p for p in parts if p is not None], name, axis) for name, (parts, axis) in shards.items()}
     return whole, spread
+
+
+def run_load_hf(rank: int, case: Case, directory: Path) -> list[tuple[str, Tensor, int, int, int | None]]:
+    worker = make_worker(rank, case, None)
+    worker.load_hf(directory)
+    return list(pieces(worker, "data"))

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from rlctl.backends.base import (
     TokenLoss,
 )
 from rlctl.backends.megatron import cpu
+from rlctl.backends.megatron.weights import weight_world
+from rlctl.checkpoints.huggingface import load_rank
 from rlctl.errors import InputError
 
 
@@ -100,13 +102,42 @@ class MegatronWorker:
     # --- weights -------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters by Megatron's names; views of the live weights."""
+        """This rank's parameters and persistent buffers by Megatron's names; views of the live weights.
+
+        Layers are counted within the pipeline stage, over the whole model where a rank has several chunks of it.
+        """
         self._gather_parameters()
-        return {
-            name.removeprefix("module."): param.data
-            for chunk in self.chunks
-            for name, param in chunk.module.named_parameters()
-        }
+        return {name: value.data for name, value in self._named()}
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for chunk in self.chunks:
+            core = chunk.module
+            while hasattr(core, "module"):
+                core = core.module
+            values = [*core.named_parameters(), *((n, b) for n, b in core.named_buffers() if n.endswith("expert_bias"))]
+            for name, value in values:
+                parts = name.split(".")
+                if len(self.chunks) > 1 and parts[:2] == ["decoder", "layers"]:
+                    parts[2] = str(core.decoder.layers[int(parts[2])].layer_number - 1)
+                yield ".".join(parts), value
+
+    def load_hf(self, directory: Path | str) -> None:
+        """Fills the weights from a Hugging Face directory; the optimizer starts afresh."""
+        from rlctl.backends.megatron.weights import load_hf, policy_world
+
+        load_hf(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, self.parameters())
+        self.weights_changed()
+
+    @property
+    def layer_spec(self) -> Literal["local", "te"]:
+        """Whose layers the policy is made of: Megatron's own, or TransformerEngine's."""
+        return "te" if self.config.transformer_impl == "transformer_engine" else "local"
+
+    @torch.no_grad()
+    def load_hf(self, directory: Path | str) -> None:
+        """Fills the weights from a Hugging Face directory, each rank reading its own part; the optimizer starts afresh."""
+        load_rank(Path(directory), weight_world(self.spec), self.rank, self.parameters())
+        self.weights_changed()
 
     def hold_reference(self) -> None:
         """Keeps a frozen copy of the current weights as the reference policy."""
@@ -132,7 +163,7 @@ class MegatronWorker:
         if self._reference is None:
             raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
         live = self.parameters()
-        named = {n.removeprefix("module."): p for chunk in self.chunks for n, p in chunk.module.named_parameters()}
+        named = dict(self._named())
         try:
             for name, param in named.items():
                 param.data = self._reference[name]

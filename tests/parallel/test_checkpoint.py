@@ -1,0 +1,59 @@
+"""A saved policy goes on as if nothing had happened: bitwise under the same parallelism, within rounding under another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from parallel.cases import Case, assemble, run_checkpoint
+from parallel.pool import Pool
+from parallel.reference import hf_model, make_batch, megatron_weights
+
+from rlctl.backends.base import ParallelSpec, only_result
+
+Pools = Callable[[int], Pool]
+SAME = {
+    "alone": Case(),
+    "tied-tp2": Case("llama-tied", ParallelSpec(tp=2)),
+    "dp2": Case(parallel=ParallelSpec(dp=2)),
+    "pp2": Case(parallel=ParallelSpec(pp=2)),
+    "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+}
+CHANGED = {
+    "tp2-to-dp2": (Case(parallel=ParallelSpec(tp=2)), Case(parallel=ParallelSpec(dp=2))),
+    "tp2-to-pp2": (Case("llama-tied", ParallelSpec(tp=2)), Case("llama-tied", ParallelSpec(pp=2))),
+    "dp2-to-cp2": (Case(parallel=ParallelSpec(dp=2)), Case(parallel=ParallelSpec(cp=2))),
+    "pp2-to-vpp2": (Case(parallel=ParallelSpec(pp=2)), Case(parallel=ParallelSpec(pp=2, vpp=2), packing=False)),
+    "ep2-to-tp2": (Case("qwen3moe", ParallelSpec(dp=2, ep=2)), Case("qwen3moe", ParallelSpec(tp=2))),
+    "tp2-to-ep2": (Case("deepseek", ParallelSpec(tp=2)), Case("deepseek", ParallelSpec(dp=2, ep=2))),
+}
+
+
+def run(pools: Pools, before: Case, after: Case, directory: Path) -> tuple:
+    directory.mkdir()
+    weights = megatron_weights(before.kind, hf_model(before.kind).state_dict())
+    pool = pools(before.parallel.world_size)
+    ranks = pool.run(run_checkpoint, before, after, weights, make_batch(), directory)
+    straight, resumed = (only_result([result for rank in ranks for result in rank[i]]) for i in (0, 2))
+    kept, loaded = (assemble([rank[i] for rank in ranks])[0] for i in (1, 3))
+    return straight, resumed, kept, loaded
+
+
+@pytest.mark.parametrize("case", SAME.values(), ids=SAME.keys())
+def test_same_parallelism_is_bitwise(pools: Pools, case: Case, tmp_path: Path) -> None:
+    straight, resumed, kept, loaded = run(pools, case, case, tmp_path / "policy")
+    assert straight == resumed
+    for name, value in kept.items():
+        assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGED.values(), ids=CHANGED.keys())
+def test_other_parallelism_is_within_rounding(pools: Pools, before: Case, after: Case, tmp_path: Path) -> None:
+    straight, resumed, kept, loaded = run(pools, before, after, tmp_path / "policy")
+    assert abs(straight.loss - resumed.loss) < 1e-6
+    assert abs(straight.grad_norm / resumed.grad_norm - 1) < 1e-5
+    assert kept.keys() == loaded.keys()
+    for name, value in kept.items():
+        assert (loaded[name] - value).abs().max() < 1e-6, name

@@ -1,0 +1,33 @@
+"""Loading a Hugging Face directory gives every rank the weights that the hand-written map gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from parallel.cases import Case, assemble, run_load_hf
+from parallel.pool import Pool
+from parallel.reference import hf_model, megatron_weights
+
+from rlctl.backends.base import ParallelSpec
+
+CASES = {
+    "alone": Case(),
+    "tied-tp2": Case("llama-tied", ParallelSpec(tp=2)),
+    "tied-pp2": Case("llama-tied", ParallelSpec(pp=2)),
+    "vpp2": Case(parallel=ParallelSpec(pp=2, vpp=2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_load_hf(pools: Callable[[int], Pool], case: Case, tmp_path: Path) -> None:
+    model = hf_model(case.kind)
+    model.save_pretrained(tmp_path)
+    params, spread = assemble(pools(case.parallel.world_size).run(run_load_hf, case, tmp_path))
+    expected = megatron_weights(case.kind, model.state_dict())
+    assert spread == 0
+    assert params.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(params[name], value), name
