@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rlctl import __version__
 from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.vllm.args import engine_spec, resolve_dtype
 from rlctl.checkpoints.source import ModelSource, resolve_model
 from rlctl.config.load import Resolved
@@ -81,8 +82,7 @@ class Job:
 
     @property
     def megatron_parallel(self) -> MegatronParallel:
-        p = self.parallel
-        return MegatronParallel(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, ep=p.ep, etp=p.etp or p.tp, dp=p.dp)
+        return megatron_parallel(self.parallel)
 
     def crew_spec(self) -> CrewSpec:
         """What to start."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlctl.backends.base import ParallelSpec, PolicySpec
-from rlctl.weights.megatron import MegatronParallel, MegatronWorld
+from rlctl.weights.megatron import MegatronParallel, MegatronWorld, Spec
 
 
 def megatron_parallel(parallel: ParallelSpec) -> MegatronParallel:
@@ -11,7 +11,7 @@ def megatron_parallel(parallel: ParallelSpec) -> MegatronParallel:
     return MegatronParallel(
         tp=parallel.tp,
         pp=parallel.pp,
-        vpp=parallel.vpp,
+        vpp=parallel.vpp if parallel.vpp > 1 else None,
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp or parallel.tp,
@@ -19,6 +19,6 @@ def megatron_parallel(parallel: ParallelSpec) -> MegatronParallel:
     )
 
 
-def weight_world(spec: PolicySpec) -> MegatronWorld:
-    """The layouts of all ranks of a policy."""
-    return MegatronWorld(spec.facts, megatron_parallel(spec.parallel), dtype=spec.dtype)
+def policy_world(spec: PolicySpec, layer_spec: Spec) -> MegatronWorld:
+    """The layouts of all ranks of a policy whose layers are of `layer_spec`."""
+    return MegatronWorld(spec.facts, megatron_parallel(spec.parallel), layer_spec, spec.dtype)

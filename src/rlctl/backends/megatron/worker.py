@@ -21,7 +21,7 @@ from rlctl.backends.base import (
     TokenLoss,
 )
 from rlctl.backends.megatron import cpu
-from rlctl.backends.megatron.weights import weight_world
+from rlctl.backends.megatron.weights import policy_world
 from rlctl.checkpoints.huggingface import load_rank
 from rlctl.errors import InputError
 
@@ -121,13 +121,6 @@ class MegatronWorker:
                     parts[2] = str(core.decoder.layers[int(parts[2])].layer_number - 1)
                 yield ".".join(parts), value
 
-    def load_hf(self, directory: Path | str) -> None:
-        """Fills the weights from a Hugging Face directory; the optimizer starts afresh."""
-        from rlctl.backends.megatron.weights import load_hf, policy_world
-
-        load_hf(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, self.parameters())
-        self.weights_changed()
-
     @property
     def layer_spec(self) -> Literal["local", "te"]:
         """Whose layers the policy is made of: Megatron's own, or TransformerEngine's."""
@@ -136,7 +129,7 @@ class MegatronWorker:
     @torch.no_grad()
     def load_hf(self, directory: Path | str) -> None:
         """Fills the weights from a Hugging Face directory, each rank reading its own part; the optimizer starts afresh."""
-        load_rank(Path(directory), weight_world(self.spec), self.rank, self.parameters())
+        load_rank(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, self.parameters())
         self.weights_changed()
 
     def hold_reference(self) -> None:
