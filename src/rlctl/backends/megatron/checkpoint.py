@@ -99,20 +99,28 @@ def _set_random_state(states: dict[str, Any]) -> None:
 
 
 def _fit_optimizers(saved: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """With expert parallelism dense and expert parameters have an optimizer each, else there is one for both."""
-    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    saved_parts = [value for key, value in sorted(saved.items(), key=str) if isinstance(key, int)]
-    if count == 1 and saved_parts:
-        return _merge(saved, saved_parts)
-    return saved
+    """The saved state as `optimizer` expects it: with expert parallelism dense and expert parameters have an optimizer each
+    (numbered parts), else there is one for both. Tensors are already in the places asked for; param groups are not."""
+    targets = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = [value for key, value in sorted(saved.items(), key=str) if isinstance(key, int)]
+    common = {key: value for key, value in saved.items() if not isinstance(key, int)}
+    holders = [part for part in (common, *parts) if "optimizer" in part]
+    groups = [group for holder in holders for group in holder["optimizer"]["param_groups"]]
+    shared = {key: value for holder in reversed(holders) for key, value in holder.items() if key != "param_state"}
+    if len(targets) == 1:
+        return shared | common | {"optimizer": {"param_groups": _fit_groups(groups, targets[0])}}
+    return {
+        number: shared | part | {"optimizer": {"param_groups": _fit_groups(groups, target)}}
+        for number, (part, target) in enumerate(zip(parts, targets, strict=True))
+    }
 
 
-def _merge(saved: dict[Any, Any], parts: list[dict[str, Any]]) -> dict[Any, Any]:
-    """One optimizer's state from that of several: their param groups one behind the other."""
-    merged = {key: value for key, value in saved.items() if not isinstance(key, int)}
-    groups = [group for part in parts if "optimizer" in part for group in part["optimizer"]["param_groups"]]
-    merged["optimizer"] = {"param_groups": groups}
-    for part in parts:
-        for key, value in part.items():
-            merged.setdefault(key, value)
-    return merged
+def _fit_groups(saved: list[dict[str, Any]], target: Any) -> list[dict[str, Any]]:
+    """For each param group of `target` the saved one of the same decay, preferring the same kind of parameters."""
+    fitted = []
+    for own in target.optimizer.param_groups:
+        alike = [group for group in saved if group.get("wd_mult") == own.get("wd_mult")] or saved
+        kind = own.get("is_expert_parallel")
+        chosen = next((group for group in alike if group.get("is_expert_parallel") == kind), alike[0])
+        fitted.append(chosen | {"is_expert_parallel": kind})
+    return fitted
