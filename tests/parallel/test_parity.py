@@ -105,3 +105,35 @@ PAIRS = {
 @pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS.keys())
 def test_two_processes_equal_transformers(pools: Pools, case: Case) -> None:
     check(pools, case)
+
+
+FOURS = {
+    "tp2-pp2": Case("llama-tied", ParallelSpec(tp=2, pp=2)),
+    "tp2-dp2-overlap": Case(
+        parallel=ParallelSpec(tp=2, dp=2), ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
+    ),
+    "tp2-cp2": Case("qwen3", ParallelSpec(tp=2, cp=2), share_prompts=False),
+    "pp2-cp2": Case("qwen2", ParallelSpec(pp=2, cp=2)),
+    "pp2-dp2": Case("llama-tied", ParallelSpec(pp=2, dp=2), packing=False),
+    "vpp2-tp2": Case(parallel=ParallelSpec(pp=2, vpp=2, tp=2), packing=False),
+    "cp2-dp2": Case("llama-tied", ParallelSpec(cp=2, dp=2), recompute="full"),
+    "ep2-tp2-etp1": Case("qwen3moe", ParallelSpec(tp=2, dp=2, ep=2, etp=1)),
+    "ep2-tp2-etp2": Case("qwen3moe", ParallelSpec(tp=2, dp=2, ep=2, etp=2), packing=False),
+    "ep2-pp2": Case("qwen3moe", ParallelSpec(pp=2, dp=2, ep=2)),
+    "ep2-cp2": Case("qwen3moe", ParallelSpec(cp=2, dp=2, ep=2)),
+    "ep2-dp2": Case("qwen3moe", ParallelSpec(dp=4, ep=2)),
+    "mla-ep2-tp2": Case("deepseek", ParallelSpec(tp=2, dp=2, ep=2, etp=1)),
+    "mla-pp2-cp2": Case("deepseek", ParallelSpec(pp=2, cp=2), share_prompts=False),
+}
+QUICK_FOURS = ("tp2-pp2", "tp2-cp2", "vpp2-tp2", "ep2-tp2-etp2", "mla-ep2-tp2", "pp2-dp2")
+
+
+@pytest.mark.parametrize("name", QUICK_FOURS)
+def test_four_processes_equal_transformers(pools: Pools, name: str) -> None:
+    check(pools, FOURS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(FOURS) - set(QUICK_FOURS)))
+def test_more_of_four_processes_equal_transformers(pools: Pools, name: str) -> None:
+    check(pools, FOURS[name])
