@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -88,6 +89,40 @@ def show(
         print_json(resolved.to_json() if origin else resolved.config.model_dump(mode="json"))
         return
     typer.echo(origin_yaml(dict(resolved.leaves()), resolved.origin if origin else {}), nl=False)
+
+
+@app.command(
+    "import",
+    epilog=examples(
+        "rlctl config import grpo_math_8B_megatron.yaml > mine.yaml", "rlctl config import recipe.yaml --report --json"
+    ),
+)
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A NeMo-RL recipe.")],
+    report: Annotated[bool, typer.Option("--report", help="Say what became of every key instead.")] = False,
+    json_: options.Json = False,
+) -> None:
+    """Write a NeMo-RL recipe as rlctl configuration; what rlctl cannot run yet is said on stderr.
+
+    `--config FILE` of the other commands reads such a recipe directly.
+    """
+    from rlctl.config.load import resolve
+    from rlctl.config.nemo_rl import import_recipe
+
+    recipe = import_recipe(file)
+    resolved = resolve(files=[file], environment={})
+    if json_:
+        entries = [vars(entry) | {"value": entry.value} for entry in recipe.entries]
+        print_json({"values": recipe.values, "keys": entries, "unsupported": recipe.unsupported})
+        return
+    if report:
+        typer.echo("\n".join(f"{e.status:<15} {e.key} = {e.value}: {e.note}" for e in recipe.entries))
+        return
+    chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default"}
+    typer.echo(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}), nl=False)
+    for label, lines in (("runs differently", recipe.changed), ("cannot be run yet", recipe.unsupported)):
+        for line in lines:
+            message(f"{label}: {line}")
 
 
 def key_line(key: str, field: FieldInfo) -> str:

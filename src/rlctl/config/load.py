@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
+from rlctl.config.nemo_rl import Import, import_recipe
+from rlctl.config.nemo_rl_file import is_nemo_rl
 from rlctl.config.presets import preset_chain
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import parse_value, read_mapping
@@ -64,11 +66,24 @@ class Resolved:
 
     config: RlctlConfig
     origin: dict[str, str]
+    unsupported: tuple[str, ...] = ()
+    """What an imported recipe asks for and rlctl cannot run yet, a line each."""
+    changed: tuple[str, ...] = ()
+    """What of an imported recipe runs, but not exactly as written, a line each."""
 
     def with_values(self, values: Mapping[str, Any], origin: str = "planner") -> Resolved:
         """The same configuration with `values` (by dotted key) put in and marked as coming from `origin`."""
         leaves = {key: Value(key, leaf, self.origin[key]) for key, leaf in self.leaves() if self.origin[key] != DEFAULT}
-        return build(leaves | {key: Value(key, value, origin) for key, value in values.items()})
+        built = build(leaves | {key: Value(key, value, origin) for key, value in values.items()})
+        return replace(built, unsupported=self.unsupported, changed=self.changed)
+
+    def require_supported(self) -> None:
+        """Raises ConfigError where an imported recipe asks for what rlctl cannot run yet."""
+        if self.unsupported:
+            raise ConfigError(
+                "The recipe cannot be run yet:\n" + "\n".join(self.unsupported),
+                "`rlctl config import FILE` writes what can be run as rlctl's own YAML.",
+            )
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Every key with its value, in the schema's order; the keys of open mappings one by one."""
@@ -95,13 +110,26 @@ def resolve(
     if preset is not None:
         for part in preset_chain(preset):
             merge(merged, flatten(part.values, PRESET + part.name))
+    imports: list[Import] = []
     for path in files:
-        merge(merged, flatten(read_mapping(Path(path), "--config"), f"file {path}"))
+        values = read_mapping(Path(path), "--config")
+        if is_nemo_rl(values):
+            imports.append(import_recipe(Path(path)))
+            merge(merged, imported_values(imports[-1]))
+        else:
+            merge(merged, flatten(values, f"file {path}"))
     merge(merged, environment_values(os.environ if environment is None else environment))
     merge(merged, flag_values(flags or {}))
     for text in sets:
         merge(merged, set_values(text))
-    return build(merged)
+    unsupported = tuple(line for recipe in imports for line in recipe.unsupported)
+    return replace(build(merged), unsupported=unsupported, changed=tuple(line for r in imports for line in r.changed))
+
+
+def imported_values(recipe: Import) -> Iterator[Value]:
+    """The values of a NeMo-RL recipe, each with the recipe's own key as its origin."""
+    for key, value in recipe.values.items():
+        yield Value(key, value, f"file {recipe.path}, {recipe.source[key]}")
 
 
 def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterator[Value]:

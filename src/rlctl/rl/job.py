@@ -139,6 +139,7 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet.
     """
+    resolved.require_supported()
     config = resolved.config
     if not config.model.name:
         raise InputError("No model: model.name is not set.", "Give --model, or start from --preset laptop.")

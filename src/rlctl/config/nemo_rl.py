@@ -1,0 +1,111 @@
+"""NeMo-RL recipes as rlctl configuration: every key is mapped, reported with the reason, or refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlctl.config.nemo_rl_file import read_recipe
+from rlctl.errors import ConfigError
+
+Status = Literal["mapped", "not applicable", "changed", "not yet"]
+"""`changed`: runs, but not exactly as written; `not yet`: rlctl cannot run it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one key of the recipe."""
+
+    key: str
+    value: Any
+    status: Status
+    note: str
+    """The rlctl key, or the reason."""
+
+
+@dataclass
+class Import:
+    """A recipe in rlctl's words. `values` by dotted key."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    source: dict[str, str] = field(default_factory=dict)
+    """The recipe's key of each value."""
+
+    @property
+    def unsupported(self) -> list[str]:
+        """What rlctl cannot run yet, a line each."""
+        return [f"{entry.key} = {entry.value}: {entry.note}" for entry in self.entries if entry.status == "not yet"]
+
+    @property
+    def changed(self) -> list[str]:
+        """What runs, but not exactly as written."""
+        return [f"{entry.key} = {entry.value}: {entry.note}" for entry in self.entries if entry.status == "changed"]
+
+    def set(self, key: str, value: Any, source: str) -> None:
+        self.values[key], self.source[key] = value, source
+
+
+def import_recipe(path: Path) -> Import:
+    """Reads and maps a recipe. Raises ConfigError for what cannot be read, and for all keys that nobody knows."""
+    from rlctl.config.nemo_rl_table import RENAMED, RULES, finish
+
+    recipe = read_recipe(path)
+    result = Import(path)
+    leaves = dict(_leaves(recipe))
+    leaves = {_renamed(key, RENAMED, result, value): value for key, value in leaves.items()}
+    unknown = []
+    for key, value in leaves.items():
+        rule = find_rule(key, RULES)
+        if rule is None:
+            unknown.append(key)
+            continue
+        rule(result, key, value, leaves)
+    if unknown:
+        raise ConfigError("\n".join(_unknown(key, RULES) for key in unknown), f"in the NeMo-RL recipe {path}.")
+    finish(result, leaves)
+    result.entries.sort(key=lambda entry: list(leaves).index(entry.key) if entry.key in leaves else len(leaves))
+    return result
+
+
+Rule = Callable[[Import, str, Any, Mapping[str, Any]], None]
+
+
+def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """The rule of a key: its own, else that of the nearest section written with `.*`."""
+    if key in rules:
+        return rules[key]
+    parts = key.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        rule = rules.get(".".join(parts[:count]) + ".*")
+        if rule is not None:
+            return rule
+    return None
+
+
+def _renamed(key: str, renamed: Mapping[str, str], result: Import, value: Any) -> str:
+    for old, new in renamed.items():
+        if key == old or key.startswith(f"{old}."):
+            now = new + key.removeprefix(old)
+            result.entries.append(Entry(key, value, "mapped", f"read as {now}, its name today"))
+            return now
+    return key
+
+
+def _unknown(key: str, rules: Mapping[str, Rule]) -> str:
+    close = difflib.get_close_matches(key, rules, 1, 0.6)
+    return f"unknown key `{key}`" + (f"; did you mean `{close[0]}`?" if close else ".")
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves by dotted key; an empty mapping is a leaf."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value

@@ -1,0 +1,252 @@
+"""What can become of a key of a NeMo-RL recipe: rules that the table of keys is made of.
+
+A rule sees the whole recipe, so that a key can depend on another (Megatron wins over DTensor when both are on).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.nemo_rl import Entry, Import, Rule
+from rlctl.errors import ConfigError
+
+MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+
+DATASETS = {
+    "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer"),
+    "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
+    "DAPOMath17K": ("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth"),
+}
+BOXED = "\n\nReason step by step and put the final answer in \\boxed{}."
+
+
+def megatron_on(leaves: Mapping[str, Any]) -> bool:
+    """Megatron trains, also when DTensor is on too."""
+    return leaves.get(f"{MEGATRON}.enabled") is True
+
+
+def to(key: str, convert: Mapping[Any, Any] | None = None) -> Rule:
+    """Becomes `key`, through `convert` where given; None leaves the key unset."""
+
+    def rule(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        if convert is not None:
+            if value not in convert:
+                result.entries.append(Entry(name, value, "not yet", f"rlctl knows {', '.join(map(str, convert))}"))
+                return
+            value_ = convert[value]
+        else:
+            value_ = value
+        if value_ is None:
+            result.entries.append(Entry(name, value, "not applicable", f"{key} stays at its default"))
+            return
+        result.set(key, value_, name)
+        result.entries.append(Entry(name, value, "mapped", f"{key}: {value_}"))
+
+    return rule
+
+
+def without(reason: str) -> Rule:
+    """Has no counterpart, for `reason`."""
+
+    def rule(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        result.entries.append(Entry(name, value, "not applicable", reason))
+
+    return rule
+
+
+def only(*accepted: Any, why: str) -> Rule:
+    """Runs with one of `accepted`; anything else cannot be run yet."""
+
+    def rule(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        fine = value in accepted or (value in ({}, []) and None in accepted)
+        note = "what rlctl does" if fine else why
+        result.entries.append(Entry(name, value, "not applicable" if fine else "not yet", note))
+
+    return rule
+
+
+def differs(*same: Any, why: str) -> Rule:
+    """Runs in any case; unless the value is one of `same`, not exactly as written."""
+
+    def rule(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        fine = value in same
+        note = "what rlctl does" if fine else why
+        result.entries.append(Entry(name, value, "not applicable" if fine else "changed", note))
+
+    return rule
+
+
+def when_megatron(rule: Rule) -> Rule:
+    """Applies where Megatron trains."""
+
+    def chosen(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        if megatron_on(leaves):
+            rule(result, name, value, leaves)
+        else:
+            without("policy.megatron_cfg is off")(result, name, value, leaves)
+
+    return chosen
+
+
+def when_dtensor(rule: Rule) -> Rule:
+    """Applies where DTensor trains: on, and Megatron off."""
+
+    def chosen(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        if megatron_on(leaves):
+            without("Megatron trains: it wins when both are on")(result, name, value, leaves)
+        else:
+            rule(result, name, value, leaves)
+
+    return chosen
+
+
+def with_experts(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """A key for models with experts, which are known by expert parallelism here."""
+    if int(leaves.get(f"{MEGATRON}.expert_model_parallel_size") or 1) > 1:
+        result.entries.append(Entry(name, value, "not yet", "models with experts are planned, but not trained yet"))
+    else:
+        without("for models with experts")(result, name, value, leaves)
+
+
+def batches(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """`train_global_batch_size` rollouts an optimizer step."""
+    rollouts = int(leaves.get("grpo.num_prompts_per_step", 1)) * int(leaves.get("grpo.num_generations_per_prompt", 1))
+    if not value or rollouts % int(value):
+        raise ConfigError(f"`{name}` = {value} does not divide the {rollouts} rollouts of a step.")
+    result.set("grpo.optimizer_steps", rollouts // int(value), name)
+    result.entries.append(
+        Entry(name, value, "mapped", f"grpo.optimizer_steps: {rollouts // int(value)} of {rollouts} rollouts")
+    )
+
+
+def correction(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    cap = leaves.get("loss_fn.truncated_importance_sampling_ratio")
+    result.set("grpo.importance_correction", "truncated" if value else "off", name)
+    if not value:
+        result.entries.append(Entry(name, value, "mapped", "grpo.importance_correction: off"))
+    elif cap is not None:
+        result.set("grpo.importance_cap", cap, name)
+        result.entries.append(Entry(name, value, "mapped", f"grpo.importance_correction: truncated at {cap}"))
+    else:
+        result.entries.append(
+            Entry(name, value, "changed", "grpo.importance_correction: truncated at 2; NeMo-RL does not truncate here")
+        )
+
+
+def average_in_collective(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """Megatron refuses it together with a loss normalised by tokens; rlctl's weights carry the normalisation."""
+    status = "changed" if value else "not applicable"
+    note = "off: gradients are summed, and the loss carries its normalisation; Megatron refuses both together"
+    result.entries.append(Entry(name, value, status, note if value else "what rlctl does"))
+
+
+def sequence_parallel(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    if int(leaves.get(f"{MEGATRON}.tensor_model_parallel_size") or 1) == 1:
+        without("there is no tensor parallelism")(result, name, value, leaves)
+    else:
+        to("training.sequence_parallel")(result, name, value, leaves)
+
+
+def decay_steps(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    constant = leaves.get(f"{MEGATRON}.scheduler.lr_decay_style", "constant") == "constant"
+    if constant or value in (None, leaves.get("grpo.max_num_steps")):
+        without("the learning rate decays over grpo.steps, if at all")(result, name, value, leaves)
+    else:
+        result.entries.append(Entry(name, value, "changed", "the learning rate decays over grpo.steps"))
+
+
+def weight_decay_ends(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    same = value in (None, leaves.get(f"{MEGATRON}.optimizer.weight_decay"))
+    result.entries.append(
+        Entry(
+            name,
+            value,
+            "not applicable" if same else "not yet",
+            "optimizer.weight_decay" if same else "weight decay is constant",
+        )
+    )
+
+
+def betas(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    result.set("optimizer.beta1", value[0], name)
+    result.set("optimizer.beta2", value[1], name)
+    result.entries.append(Entry(name, value, "mapped", "optimizer.beta1 and optimizer.beta2"))
+
+
+def tokenizer(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    if value in (None, leaves.get("policy.model_name")):
+        without("the model's own")(result, name, value, leaves)
+    else:
+        to("model.tokenizer")(result, name, value, leaves)
+
+
+def row_tokens(section: str) -> Rule:
+    def rule(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        if leaves.get(f"{section}.enabled") is True:
+            to("training.micro_batch_tokens")(result, name, value, leaves)
+        else:
+            without(f"{section} is off")(result, name, value, leaves)
+
+    return rule
+
+
+def expert_engines(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    tp = int(leaves.get(f"{VLLM}.tensor_parallel_size") or 1)
+    if value in (None, 1):
+        to("generation.ep")(result, name, value, leaves)
+        return
+    result.set("generation.ep", int(value), name)
+    result.set("generation.dp", max(1, int(value) // tp), name)
+    result.entries.append(
+        Entry(name, value, "mapped", f"generation.ep: {value}, generation.dp: {max(1, int(value) // tp)}")
+    )
+
+
+def dataset(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    section = name.rpartition(".")[0]
+    if value == "ResponseDataset":
+        path = leaves.get(f"{section}.train_data_path") or leaves.get(f"{section}.data_path")
+        found = (path, leaves.get(f"{section}.input_key", "input"), leaves.get(f"{section}.output_key", "output"))
+    else:
+        found = DATASETS.get(value)
+    if not found or not found[0]:
+        result.entries.append(Entry(name, value, "not yet", f"rlctl knows {', '.join(DATASETS)} and ResponseDataset"))
+        return
+    for key, item in zip(("data.name", "data.prompt_field", "data.answer_field"), found, strict=True):
+        result.set(key, item, name)
+    result.entries.append(Entry(name, value, "mapped", f"data.name: {found[0]}, fields {found[1]} and {found[2]}"))
+
+
+def prompt_file(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """A template around the question; rlctl puts one text behind it."""
+    if value is None:
+        without("no template")(result, name, value, leaves)
+        return
+    path = next((p for p in (Path(value), *(up / value for up in result.path.resolve().parents)) if p.is_file()), None)
+    if path is None:
+        result.set("data.prompt_suffix", BOXED, name)
+        note = "the file is not here: data.prompt_suffix asks for the final answer in \\boxed{}"
+        result.entries.append(Entry(name, value, "changed", note))
+        return
+    before, *rest = re.split(r"(?<!\{)\{\}(?!\})", path.read_text(), maxsplit=1)
+    after = "".join(rest)
+    text = " ".join(part.strip() for part in (before, after) if part.strip()).replace("{{", "{").replace("}}", "}")
+    result.set("data.prompt_suffix", f"\n\n{text}", name)
+    result.entries.append(
+        Entry(name, value, "changed", "data.prompt_suffix: the template's text stands behind the question")
+    )
+
+
+def checkpoint_period(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    on = leaves.get("checkpointing.enabled") is not False
+    to("run.checkpoint_every")(result, name, value if on else 0, leaves)
+
+
+def checkpoints_on(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    to("run.save_final")(result, name, bool(value), leaves)
+    if not value:
+        result.set("run.checkpoint_every", 0, name)
