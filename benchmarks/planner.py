@@ -1,4 +1,4 @@
-"""Holds the planner against published runs: does it say that they fit, how long it says they take, what it would choose.
+"""Holds the planner against published runs: does it say that they fit, how long they take, what it would choose.
 
     python benchmarks/planner.py [--data benchmarks/data] [--rows] [--fit]
 
@@ -35,7 +35,8 @@ from rlctl.planner.workload import Workload
 
 FITTED = (
     "matmul_efficiency", "fp8_efficiency", "fp4_efficiency", "traffic", "moe_layer_host_s", "expert_host_s",
-    "length_sigma", "decode_step_s", "decode_bandwidth_efficiency", "refit_bytes_per_s", "refit_tensor_s", "refit_fixed_s",
+    "length_sigma", "decode_step_s", "decode_bandwidth_efficiency", "refit_bytes_per_s", "refit_tensor_s",
+    "refit_fixed_s",
 )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def longer(row: Row) -> Row:
 IMPOSSIBLE = (
     # model, gpu, nodes, GPUs a node, length, pins: what it leaves out
     ("meta-llama/Llama-3.1-70B", "h100", 1, 1, 4096, {}),
-    ("meta-llama/Llama-3.1-70B", "h100", 1, 8, 4096, {"training.tp": 1, "training.pp": 1, "training.optimizer_offload": False}),
+    ("meta-llama/Llama-3.1-70B", "h100", 1, 8, 4096, {"training.tp": 1, "training.optimizer_offload": False}),
     ("meta-llama/Llama-3.1-405B", "h100", 1, 8, 4096, {}),
     ("meta-llama/Llama-3.1-405B", "h100", 8, 8, 8192, {"training.optimizer_offload": False}),
     ("deepseek-ai/DeepSeek-V3", "h100", 1, 8, 4096, {}),
@@ -224,7 +225,8 @@ def show_impossible() -> None:
 
 def show_memory_bounds(rows: list[Row]) -> None:
     section(
-        "Memory against CI bounds (GB, maximum over GPUs) and published peaks: predicted must be below, and not far below"
+        "Memory against CI bounds (GB, maximum over GPUs) and published peaks: predicted must be below, and not "
+        "far below"
     )
     for row in rows:
         text = row.fields["ci_gpu_mem_bound_gb"]
@@ -234,13 +236,15 @@ def show_memory_bounds(rows: list[Row]) -> None:
             if row.generation is not None and row.generation.memory_fraction:
                 predicted = max(predicted, row.generation.memory_fraction * row.cluster.device.memory / 1e9)
             print(
-                f"   {row.name} predicted {predicted:5.1f} GB, bound {limit:.0f}: {'below' if predicted < limit else 'ABOVE'} ({predicted / limit:.2f})"
+                f"   {row.name} predicted {predicted:5.1f} GB, bound {limit:.0f}: "
+                f"{'below' if predicted < limit else 'ABOVE'} ({predicted / limit:.2f})"
             )
         notes = row.fields["notes"]
         if "peak" in notes:
             fit = fit_of(row)
             print(
-                f"   {row.name} predicted {fit.training.total / GIB:5.1f} GiB ({fit.training.total / 1e9:.1f} GB); published: {notes[:80]}"
+                f"   {row.name} predicted {fit.training.total / GIB:5.1f} GiB ({fit.training.total / 1e9:.1f} GB); "
+                f"published: {notes[:80]}"
             )
 
 
@@ -261,7 +265,10 @@ def show_vllm_profile(path: Path) -> None:
             )
             choice = replace(choice, memory_fraction=float(line["gpu_memory_utilization"] or 0.9))
             parts = overhead_bytes(facts, choice, constants)
-            text = f"   {line['model']:<22} TP{choice.tp} {line['vllm'][:16]:<16} activations {parts['activations'] / GIB:5.2f} published {line['activation_gib']}"
+            text = (
+                f"   {line['model']:<22} TP{choice.tp} {line['vllm'][:16]:<16} activations "
+                f"{parts['activations'] / GIB:5.2f} published {line['activation_gib']}"
+            )
             errors.append(abs(parts["activations"] / GIB / float(line["activation_gib"]) - 1))
             if line["weights_gib"]:
                 text += f"  weights {weight_bytes(facts, choice) / GIB:6.2f} published {line['weights_gib']}"
@@ -292,11 +299,13 @@ def show_times(rows: list[Row], constants: Constants = DEFAULTS) -> None:
         assert total is not None
         totals.append(abs(seconds["total"] / total - 1))
         print(
-            f"   {row.name} total {seconds['total']:.0f}/{total:.0f} ({100 * (seconds['total'] / total - 1):+.0f}%)  {'  '.join(cells)}"
+            f"   {row.name} total {seconds['total']:.0f}/{total:.0f} "
+            f"({100 * (seconds['total'] / total - 1):+.0f}%)  {'  '.join(cells)}"
         )
     if totals:
         print(
-            f"median error: total {100 * median(totals):.0f}% of {len(totals)}, phases {100 * median(phases):.0f}% of {len(phases)}"
+            f"median error: total {100 * median(totals):.0f}% of {len(totals)}, phases {100 * median(phases):.0f}% "
+            f"of {len(phases)}"
         )
 
 
@@ -314,9 +323,13 @@ def show_bounds(rows: list[Row], every: bool) -> None:
         limit = bound_of(row)
         if limit is None:
             continue
-        if not row.workload.rollouts:  # supervised rows pad to the longest of a micro-batch, whose length is not published
+        if (
+            not row.workload.rollouts
+        ):  # supervised rows pad to the longest of a micro-batch, whose length is not published
             row = replace(row, workload=replace(row.workload, max_length=int(0.4 * row.workload.max_length)))
-            row = replace(row, training=replace(row.training, micro_batch_tokens=int(0.4 * row.training.micro_batch_tokens)))
+            row = replace(
+                row, training=replace(row.training, micro_batch_tokens=int(0.4 * row.training.micro_batch_tokens))
+            )
         seconds = seconds_of(row)["total"]
         total, below = total + 1, below + (seconds <= limit)
         if every or seconds > limit:
@@ -335,7 +348,8 @@ def show_throughput(rows: list[Row], every: bool) -> None:
         errors.setdefault("MoE" if row.facts.moe else "dense", []).append(abs(made / seen - 1))
         if every:
             print(
-                f"   {row.name} {row.training.precision:<5} {made:7.0f} / {seen:7.0f} ({made / seen:.2f})  {row.fields['source'][-28:]}"
+                f"   {row.name} {row.training.precision:<5} {made:7.0f} / {seen:7.0f} ({made / seen:.2f})  "
+                f"{row.fields['source'][-28:]}"
             )
     for kind, values in errors.items():
         print(f"{kind}: median error {100 * median(values):.0f}% of {len(values)} rows")
@@ -410,7 +424,8 @@ def show_fit(rows: list[Row]) -> None:
         error = loss(constants, left)
         outside.append(error)
         print(
-            f"   {group:<44} left out {100 * (math.exp(error) - 1):4.0f}%  with the defaults {100 * (math.exp(loss(DEFAULTS, left)) - 1):4.0f}%"
+            f"   {group:<44} left out {100 * (math.exp(error) - 1):4.0f}%  with the defaults "
+            f"{100 * (math.exp(loss(DEFAULTS, left)) - 1):4.0f}%"
         )
     print(f"median error of a group that was left out: {100 * (math.exp(median(outside)) - 1):.0f}%")
     at_bounds = [n for n in FITTED if getattr(everything, n) in BOUNDS[n]]
@@ -433,7 +448,8 @@ def show_choices(rows: list[Row]) -> None:
         published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))
         verdict = "no worse" if plan.total_s <= published["total"] * 1.01 else "WORSE"
         print(
-            f"   {row.name} published {row.training.name()}: {published['total']:.0f} s; own {plan.name()}: {plan.total_s:.0f} s, {verdict} ({took:.2f} s to plan)"
+            f"   {row.name} published {row.training.name()}: {published['total']:.0f} s; own {plan.name()}: "
+            f"{plan.total_s:.0f} s, {verdict} ({took:.2f} s to plan)"
         )
         print(f"       {difference(row, plan)}")
         for rejected in plan.rejected[:2]:
@@ -454,7 +470,8 @@ def difference(row: Row, plan: Plan) -> str:
         )
         both.append(
             f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
-            f"{1e3 * time_.forward.tensor:.0f} ms a micro-batch), log-probs {forward:.1f} s, {memory.total / GIB:.0f} GiB"
+            f"{1e3 * time_.forward.tensor:.0f} ms a micro-batch), log-probs {forward:.1f} s, "
+            f"{memory.total / GIB:.0f} GiB"
         )
     return "published " + "; own ".join(both)
 

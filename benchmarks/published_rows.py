@@ -50,7 +50,10 @@ class Row:
     @property
     def name(self) -> str:
         model = self.fields["model"].split(" (")[0].rsplit("/", 1)[-1]
-        return f"{self.number:>3} {model[:28]:<28} {self.fields['algorithm'][:5]:<5} {self.cluster.gpus:>4} {self.cluster.device.name:<5}"
+        return (
+            f"{self.number:>3} {model[:28]:<28} {self.fields['algorithm'][:5]:<5} {self.cluster.gpus:>4} "
+            f"{self.cluster.device.name:<5}"
+        )
 
     def published(self, field: str) -> float | None:
         """A number of the row; None: not published."""
@@ -154,7 +157,8 @@ def training_of(fields: dict[str, str], facts: ModelFacts, gpus: int, workload: 
     nemo = "nemo" in fields["source"].lower() or "bridge" in fields["source"]
     fsdp = not megatron or ("FSDP=" in fields["notes"] and "FSDP=0" not in fields["notes"])
     return TrainingChoice(
-        tp=tp, pp=pp, vpp=size(fields, "vpp"), cp=cp, ep=size(fields, "ep") if facts.moe else 1, etp=size(fields, "etp") if facts.moe else 1,
+        tp=tp, pp=pp, vpp=size(fields, "vpp"), cp=cp, ep=size(fields, "ep") if facts.moe else 1,
+        etp=size(fields, "etp") if facts.moe else 1,
         dp=gpus // (tp * pp * cp),
         sequence_parallel=tp > 1 and (fields["sp"] == "True" or facts.moe is not None or fields["kind"] == "pretrain"
                                       or fields["status"] == "published"),

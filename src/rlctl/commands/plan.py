@@ -79,7 +79,8 @@ def plan(
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
         return options.resolve_config(
             preset=over or preset, config=[*(config or []), *(files or [])], set_=[*(set_ or []), *pins, *extra],
-            model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, max_length=length(max_length, max_new_tokens),
+            model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
+            max_length=length(max_length, max_new_tokens),
             max_new_tokens=new_tokens(max_length, max_new_tokens), mean_length=mean_length, prompts=prompts,
             generations=generations, backend=backend,
         )  # fmt: skip

@@ -375,11 +375,12 @@ def _glm_moe(layers: int, hidden: int, ffn: int, moe: MoeFacts, qk_norm: bool) -
 
 _OTHERS = (
     CatalogEntry(
-        ("zai-org/GLM-4.5", "zai-org/GLM-4.6", "zai-org/GLM-4.7", "zai-org/GLM-4.7-355B-A32B", "zai-org/GLM-4.5-355B-A32B"),
+        (*_names("zai-org/GLM-4", ".5", ".6", ".7", ".5-355B-A32B", ".7-355B-A32B"),),
         _glm_moe(92, 5120, 12288, _deepseek_moe(160, 8, 1536, 1536, 3, scaling=2.5), True),
     ),
     CatalogEntry(
-        _names("zai-org/GLM-4.5-Air", "", "-Base"), _glm_moe(46, 4096, 10944, _deepseek_moe(128, 8, 1408, 1408, 1), False)
+        _names("zai-org/GLM-4.5-Air", "", "-Base"),
+        _glm_moe(46, 4096, 10944, _deepseek_moe(128, 8, 1408, 1408, 1), False),
     ),
     CatalogEntry(
         ("zai-org/GLM-Z1-9B-0414", "zai-org/GLM-4-9B-0414"),

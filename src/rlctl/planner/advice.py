@@ -1,4 +1,5 @@
-"""What to say when nothing fits: the rule that a pin breaks, the smallest machine that would do, the cheapest change."""
+"""What to say when nothing fits: the rule that a pin breaks, the smallest machine that would do, the cheapest
+change."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def _values(request: Request, name: str, value: int) -> list[int]:
 
 
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:
-    """The rule that `key` breaks in every layout, with all other pins of its section kept; None: some layout is valid."""
+    """The rule that `key` breaks in every layout, with all other pins of its section kept; None: some layout is
+    valid."""
     pins = dict(request.pins) | ({key: value} if value is not None else {})
     tried = replace(request, pins=pins)
     devices = request.cluster.gpus or 1

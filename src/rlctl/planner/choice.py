@@ -61,7 +61,8 @@ class TrainingChoice:
 
 @dataclass(frozen=True)
 class GenerationChoice:
-    """Layout of the vLLM engines. A replica of `tp` x `pp` devices; `dp` replicas form one engine with shared experts."""
+    """Layout of the vLLM engines. A replica of `tp` x `pp` devices; `dp` replicas form one engine with shared
+    experts."""
 
     engines: int = 1
     tp: int = 1

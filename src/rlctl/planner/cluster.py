@@ -1,7 +1,7 @@
 """The machine that a plan is for: one table of hardware constants, and the facts of a cluster made of such devices.
 
-Rates are peak rates of one device in one direction. Sources: [N] NVIDIA's data sheet of the part, dense figures (half of
-the sparse ones), [D] the data sheet of the DGX or NVL system built from it (network, host memory).
+Rates are peak rates of one device in one direction. Sources: [N] NVIDIA's data sheet of the part, dense figures (half
+of the sparse ones), [D] the data sheet of the DGX or NVL system built from it (network, host memory).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one node's processors where `is_cpu`. Bytes, bytes per second, floating-point operations per second."""
+    """One GPU, or one node's processors where `is_cpu`. Bytes, bytes per second, floating-point operations per
+    second."""
 
     name: str
     memory: float
@@ -82,7 +83,10 @@ DEVICES: dict[str, Device] = {
         _gpu("a100-40gb", 39.4, 312, 312, 1555, 300, network=25 * GB, host_link=25 * GB, host_memory=1000 * GIB,
              source="NVIDIA A100 40GB SXM"),
         # 2.25 PFLOP/s BF16, 4.5 FP8, 9 FP4, 8 TB/s, NVLink 5 1.8 TB/s both ways [N, D]
-        _gpu("b200", 178.4, 2250, 4500, 7700, 900, fp4=9000 * TERA, host_memory=4000 * GIB, source="DGX B200 data sheet"),
+        _gpu("b200", 178.4, 2250, 4500, 7700, 900, fp4=9000 * TERA, host_memory=4000 * GIB, source=(
+            "DGX B200 data "
+            "sheet"
+        )),
         _gpu("b300", 267.7, 2250, 4500, 7700, 900, fp4=13500 * TERA, network=100 * GB, host_memory=4000 * GIB,
              source="DGX B300 data sheet"),
         _gpu("gb200", 184.0, 2450, 4900, 8000, 900, fp4=9800 * TERA, **_NVL72, source="GB200 NVL72 data sheet"),
@@ -99,12 +103,13 @@ DEVICES: dict[str, Device] = {
 def cpu_device(cores: int, memory: float, flops: float | None = None, bandwidth: float | None = None) -> Device:
     """One node's processors as a device.
 
-    Rates are for all cores: 45 GFLOP/s a core in float32 (AVX2 with FMA at about 3 GHz reaches 96 in theory) and 10 GB/s
-    a core up to what two memory channels give, unless measured.
+    Rates are for all cores: 45 GFLOP/s a core in float32 (AVX2 with FMA at about 3 GHz reaches 96 in theory) and 10
+    GB/s a core up to what two memory channels give, unless measured.
     """
     return Device(
         "cpu", memory, flops or cores * 45e9, flops or cores * 45e9, bandwidth or min(10 * cores, 80) * GB,
-        link=3 * GB, link_domain=1, network=1.2 * GB, host_link=8 * GB, gpus_per_node=0, host_memory=memory, cores=cores,
+        link=3 * GB, link_domain=1, network=1.2 * GB, host_link=8 * GB, gpus_per_node=0, host_memory=memory,
+        cores=cores,
         source="default for an AVX2 processor; `rlctl doctor --calibrate` measures it",
     )  # fmt: skip
 
@@ -169,7 +174,8 @@ def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None =
 
 
 def local_cpu() -> Device:
-    """This machine's processors: the cores this process may use and the memory that the machine or its cgroup grants."""
+    """This machine's processors: the cores this process may use and the memory that the machine or its cgroup
+    grants."""
     return cpu_device(len(os.sched_getaffinity(0)), _local_memory())
 
 

@@ -31,8 +31,10 @@ def _model(plan: Plan) -> list[str]:
     parts = count(plan.facts)
     f = plan.facts
     return [
-        f"  {parts.total / 1e9:.3f}B parameters = embedding {parts.embedding / 1e9:.3f} + head {parts.head / 1e9:.3f} + "
-        f"{f.layers} layers {parts.layers / 1e9:.3f} (experts {parts.experts / 1e9:.3f}); {parts.active / 1e9:.3f}B for each token",
+        f"  {parts.total / 1e9:.3f}B parameters = embedding {parts.embedding / 1e9:.3f} + head "
+        f"{parts.head / 1e9:.3f} + "
+        f"{f.layers} layers {parts.layers / 1e9:.3f} (experts {parts.experts / 1e9:.3f}); "
+        f"{parts.active / 1e9:.3f}B for each token",
     ]
 
 
@@ -52,11 +54,15 @@ def _memory(plan: Plan, constants: Constants) -> list[str]:
     element = mem.element_bytes(t)
     return [
         f"  fullest stage: {stage.layers} layers{', embedding' * stage.embedding}{', head' * stage.head}; "
-        f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.tp}), {params.experts / 1e9:.3f}B in experts (EP {t.ep} x ETP {t.etp})",
-        f"  weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x {states['weights'] / params.total:.2f} bytes; "
+        f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.tp}), {params.experts / 1e9:.3f}B in experts "
+        f"(EP {t.ep} x ETP {t.etp})",
+        f"  weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x "
+        f"{states['weights'] / params.total:.2f} bytes; "
         f"gradients {states['gradients'] / GIB:.2f}",
-        f"  optimizer {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / {t.dp * t.cp} ranks + experts / {t.expert_dp})",
-        f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, {stage.layers} layers, "
+        f"  optimizer {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
+        f"{t.dp * t.cp} ranks + experts / {t.expert_dp})",
+        f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, "
+        f"{stage.layers} layers, "
         f"up to {min(stage.in_flight, plan.micro_batches)} micro-batches at once, recompute {t.recompute}",
     ]
 
@@ -70,10 +76,14 @@ def _training(plan: Plan, constants: Constants) -> list[str]:
     passes = {"none": 3.0, "selective": 3.15, "full": 4.0}[t.recompute]
     return [
         f"  {w.tokens(constants.length_sigma):.0f} tokens a step = {w.samples} rollouts x ({w.prompt_tokens} + "
-        f"{w.lengths(constants.length_sigma).mean:.0f}); {number} micro-batches of {tokens:.0f} tokens a rank, {w.optimizer_steps} optimizer steps",
-        f"  forward of a micro-batch {1e3 * f.total:.1f} ms: compute {1e3 * f.compute:.1f} at {rate / 1e12:.2f} TFLOP/s, tensor "
-        f"{1e3 * f.tensor:.1f}, experts {1e3 * f.expert:.1f}, context {1e3 * f.context:.1f}; host at least {1e3 * f.host:.1f}",
-        f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes; bubble {time.bubble:.2f} = (PP - 1) / VPP "
+        f"{w.lengths(constants.length_sigma).mean:.0f}); {number} micro-batches of {tokens:.0f} tokens a rank, "
+        f"{w.optimizer_steps} optimizer steps",
+        f"  forward of a micro-batch {1e3 * f.total:.1f} ms: compute {1e3 * f.compute:.1f} at {rate / 1e12:.2f} "
+        f"TFLOP/s, tensor "
+        f"{1e3 * f.tensor:.1f}, experts {1e3 * f.expert:.1f}, context {1e3 * f.context:.1f}; host at least "
+        f"{1e3 * f.host:.1f}",
+        f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes; bubble "
+        f"{time.bubble:.2f} = (PP - 1) / VPP "
         f"micro-batches; data parallel {time.data:.2f}; update {time.optimizer:.2f}; onload {time.onload:.2f}",
     ]
 
@@ -84,9 +94,12 @@ def _generation(plan: Plan, constants: Constants) -> list[str]:
     time = generation_time(plan.facts, g, plan.workload, plan.cluster, constants)
     lengths = plan.workload.lengths(constants.length_sigma)
     return [
-        f"  weights {weight_bytes(plan.facts, g) / GIB:.2f} GiB, KV {kv_bytes_per_token_on_device(plan.facts, g):.0f} bytes a token a device",
-        f"  lengths: mean {lengths.mean:.0f}, longest {lengths.longest:.0f} of {lengths.limit:.0f} (log-normal, sigma {constants.length_sigma:g})",
-        f"  {time.steps:.0f} decode steps, {1e3 * time.first_step:.1f} ms with {min(g.max_concurrent, plan.workload.samples // g.replicas)} sequences "
+        f"  weights {weight_bytes(plan.facts, g) / GIB:.2f} GiB, KV "
+        f"{kv_bytes_per_token_on_device(plan.facts, g):.0f} bytes a token a device",
+        f"  lengths: mean {lengths.mean:.0f}, longest {lengths.longest:.0f} of {lengths.limit:.0f} (log-normal, "
+        f"sigma {constants.length_sigma:g})",
+        f"  {time.steps:.0f} decode steps, {1e3 * time.first_step:.1f} ms with "
+        f"{min(g.max_concurrent, plan.workload.samples // g.replicas)} sequences "
         f"down to {1e3 * time.last_step:.1f} ms with the last: {time.decode:.1f} s; prefill {time.prefill:.1f} s",
     ]
 

@@ -40,8 +40,8 @@ def element_bytes(choice: TrainingChoice) -> int:
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
     """Weights, gradients and optimizer states of one rank.
 
-    BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by the
-    ranks that hold the same parameter; float32 needs no master: 8.
+    BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
+    the ranks that hold the same parameter; float32 needs no master: 8.
     """
     params = rank_parameters(facts, stage, choice)
     dp = choice.dp * choice.cp
@@ -114,7 +114,8 @@ def _expert_activation_bytes(
 def activation_bytes(
     facts: ModelFacts, stage: Stage, choice: TrainingChoice, micro_batches: int, constants: Constants = DEFAULTS
 ) -> float:
-    """Activations of one rank at the peak of 1F1B (interleaved where vpp > 1) for micro-batches of `micro_batch_tokens`."""
+    """Activations of one rank at the peak of 1F1B (interleaved where vpp > 1) for micro-batches of
+    `micro_batch_tokens`."""
     tokens = choice.micro_batch_tokens / choice.cp
     dense = layer_activation_bytes(facts, choice, False, constants)
     moe = layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0
@@ -206,7 +207,8 @@ def refit_memory(
     engine_weights: float,
     constants: Constants = DEFAULTS,
 ) -> PhaseMemory:
-    """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV cache."""
+    """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV
+    cache."""
     weights = max(state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice.pp))
     return PhaseMemory(
         {

@@ -141,8 +141,8 @@ def make_plan(
 
     `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
     given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. Raises ConfigError for a
-    pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing fits, naming the smallest
-    machine that would do and the cheapest change that would make this one do. A plan that `train` can run comes before
+    pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing fits, naming the
+    smallest machine that would do and the cheapest change that would make this one do. A plan that `train` can run comes before
     a faster one that it cannot, unless `prefer_runnable` is off.
     """
     pins = {key: value for key, value in (pins or {}).items() if value is not None}
@@ -310,7 +310,9 @@ def _host_fits(
     have = request.cluster.device.host_memory
     if need <= have:
         return True
-    log.add("training")(training.choice, f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state")
+    log.add("training")(
+        training.choice, (f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state")
+    )
     return False
 
 

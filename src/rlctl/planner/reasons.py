@@ -32,7 +32,9 @@ def _given(plan: Plan, key: str) -> str | None:
 def _why_not(rejected: list[Rejected], plan: Plan, size: str) -> str | None:
     """Why a layout without `size` (`tp`, `pp`) was rejected for memory."""
     for other in rejected:
-        differs = other.plan.startswith("training") and f"{size.upper()}{getattr(plan.training, size)}" not in other.plan
+        differs = (
+            other.plan.startswith("training") and f"{size.upper()}{getattr(plan.training, size)}" not in other.plan
+        )
         if differs and "GiB" in other.why:
             return f"{other.plan.removeprefix('training ')} does not fit: {other.why}"
     return None
@@ -61,14 +63,20 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
     yield Reason(
         f"training.micro_batch_tokens={t.micro_batch_tokens}",
         _given(plan, "training.micro_batch_tokens")
-        or f"a row holds the longest rollout ({request.workload.max_length} tokens); {plan.micro_batches} micro-batches an optimizer step",
+        or (
+            f"a row holds the longest rollout ({request.workload.max_length} tokens); {plan.micro_batches} "
+            f"micro-batches an optimizer step"
+        ),
     )
     share = HEADROOM[request.workload.goal]
     peak = plan.memory["training"].total / GIB
     yield Reason(
         f"training.recompute={t.recompute}",
         _given(plan, "training.recompute")
-        or f"the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of {plan.cluster.device.memory / GIB:.1f} GiB",
+        or (
+            f"the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of "
+            f"{plan.cluster.device.memory / GIB:.1f} GiB"
+        ),
     )
     yield Reason(
         f"training.optimizer_offload={str(t.optimizer_offload).lower()}",
@@ -93,7 +101,10 @@ def _generation_reasons(plan: Plan, request: Request) -> Iterator[Reason]:
     yield Reason(
         f"generation.tp={g.tp}",
         _given(plan, "generation.tp")
-        or f"fastest for {request.workload.samples // g.replicas} rollouts an engine, the longest about {longest:.0f} tokens",
+        or (
+            f"fastest for {request.workload.samples // g.replicas} rollouts an engine, the longest about "
+            f"{longest:.0f} tokens"
+        ),
     )
     for key in ("pp", "dp", "ep"):
         yield Reason(
@@ -102,7 +113,8 @@ def _generation_reasons(plan: Plan, request: Request) -> Iterator[Reason]:
     if g.memory_fraction is not None:
         yield Reason(
             f"generation.memory_fraction={g.memory_fraction}",
-            _given(plan, "generation.memory_fraction") or "all rollouts of an engine at full length, at most what the sleeping policy leaves",
+            _given(plan, "generation.memory_fraction")
+            or ("all rollouts of an engine at full length, at most what the sleeping policy leaves"),
         )
     yield Reason(
         f"generation.kv_cache_bytes={int(g.kv_cache_bytes)}",

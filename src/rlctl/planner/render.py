@@ -65,14 +65,16 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     lines = [f"{model} ({_billions(plan)}) on {plan.cluster.describe()}", ""]
     lines += [f"  training    {plan.backend}  {plan.training.name()}, {plan.training.precision}"]
     lines += [
-        f"              rows of {plan.training.micro_batch_tokens} tokens, {plan.micro_batches} a rank and optimizer step"
+        f"              rows of {plan.training.micro_batch_tokens} tokens, {plan.micro_batches} a rank and "
+        f"optimizer step"
         f", {plan.workload.optimizer_steps} optimizer step{'s' * (plan.workload.optimizer_steps > 1)}"
     ]
     if plan.generation is not None:
         g = plan.generation
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
         lines += [
-            f"  generation  vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {g.kv_cache_tokens} tokens"
+            f"  generation  vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = "
+            f"{g.kv_cache_tokens} tokens"
         ]
         where = "on the same devices" if plan.colocated else "on devices of their own"
         lines += [f"              at most {g.max_concurrent} sequences a replica, {where}; refit by {plan.mover}"]
@@ -109,7 +111,8 @@ def _memory_table(plan: Plan) -> list[str]:
     rows.append(f"    {'total':<24}" + "".join(f"{plan.memory[phase].total / GIB:>12.2f}" for phase in phases))
     available = plan.cluster.device.memory / GIB
     rows.append(
-        f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:.0f} GiB of {plan.cluster.device.host_memory / GIB:.0f}"
+        f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:.0f} GiB of "
+        f"{plan.cluster.device.host_memory / GIB:.0f}"
     )
     return rows
 

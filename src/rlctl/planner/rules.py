@@ -1,4 +1,5 @@
-"""Validity rules of Megatron-Core and vLLM, checked before anything starts: each names the key and the nearest value."""
+"""Validity rules of Megatron-Core and vLLM, checked before anything starts: each names the key and the nearest
+value."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def _pinned(request: Request, key: str, options: list[int]) -> list[int]:
 
 
 def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
-    """Layouts over `devices` ranks, before rules and memory: sizes only. On a CPU any number of ranks up to the cores."""
+    """Layouts over `devices` ranks, before rules and memory: sizes only. On a CPU any number of ranks up to the
+    cores."""
     if request.cluster.is_cpu:
         yield from _cpu_layouts(request)
         return
@@ -260,7 +261,8 @@ def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationC
 
 
 def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool, asleep: float) -> float:
-    """Share of a device for vLLM: enough for all its rollouts at full length, at most what the sleeping policy leaves."""
+    """Share of a device for vLLM: enough for all its rollouts at full length, at most what the sleeping policy
+    leaves."""
     pinned = request.pin("generation.memory_fraction")
     if pinned is not None:
         return pinned
@@ -269,9 +271,7 @@ def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool,
     if colocated:
         ceiling = min(ceiling, 1 - asleep / memory - 0.04)
     cache = layout.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout)
-    fixed = weight_bytes(request.facts, layout) + sum(
-        overhead_bytes(request.facts, layout, request.constants).values()
-    )
+    fixed = weight_bytes(request.facts, layout) + sum(overhead_bytes(request.facts, layout, request.constants).values())
     wanted = (fixed + cache) / memory + 0.02
     return max(0.2, int(min(ceiling, wanted) * 100) / 100)
 
@@ -342,7 +342,8 @@ def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> Gen
     if size < least or size > free:
         return Problem(
             "generation.kv_cache_bytes",
-            f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; {max(0.0, budget) / GIB:.1f} are left",
+            f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; "
+            f"{max(0.0, budget) / GIB:.1f} are left",
         )
     size = int(size) // 2**20 * 2**20 if size > 2**20 else int(size)
     return replace(layout, kv_cache_bytes=size, kv_cache_tokens=int(size / per_token))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Literal
 
@@ -96,7 +97,7 @@ def _shares(count: int) -> tuple[tuple[float, float], ...]:
         edges.append(1 - rest)
     edges.append(1.0)
     normal = NormalDist()
-    mids = [((low + high) / 2, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    mids = [((low + high) / 2, high - low) for low, high in pairwise(edges)]
     return tuple((normal.inv_cdf(mid), share) for mid, share in mids if share > 0)
 
 
