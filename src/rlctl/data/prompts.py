@@ -109,14 +109,22 @@ def existing_file(name: str) -> Path:
         return path
     if not path.parent.is_dir():
         raise InputError(f"Data file {name} does not exist: there is no folder {path.parent}.", "Check the path.")
-    siblings = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in FILE_SUFFIXES]
-    raise InputError(f"Data file {name} does not exist.", suggest(path.name, siblings) or "Check the path.")
+    raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
     """`Did you mean ...?` for the nearest of `known`, or None when none is near."""
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.55)
     return f"Did you mean {' or '.join(near)}?" if near else None
+
+
+def suggest_file(path: Path, suffixes: Iterable[str]) -> str | None:
+    """`Did you mean ...?` for files beside `path` with a like name; the suffix counts for nothing."""
+    if not path.parent.is_dir():
+        return None
+    siblings = {entry.stem: entry.name for entry in sorted(path.parent.iterdir()) if entry.suffix.lower() in suffixes}
+    near = difflib.get_close_matches(path.stem, siblings, n=3, cutoff=0.55)
+    return f"Did you mean {' or '.join(siblings[stem] for stem in near)}?" if near else None
 
 
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlctl.data.prompts import PromptRow, suggest
+from rlctl.data.prompts import PromptRow, suggest, suggest_file
 from rlctl.errors import InputError
 
 ARGUMENTS = ("completion", "answer", "prompt")
@@ -27,8 +27,7 @@ def split_reference(name: str) -> tuple[Path, str]:
         raise InputError(f"Reward {name!r} does not name a function.", "Write path/to/file.py:function.")
     path = Path(file).expanduser().absolute()
     if not path.is_file():
-        siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise InputError(f"Reward {name!r}: there is no file {file}.", suggest(path.name, siblings))
+        raise InputError(f"Reward {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
     return path, function
 
 
