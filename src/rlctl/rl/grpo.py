@@ -29,6 +29,9 @@ class Scores:
 
     rewards_N: np.ndarray  # float64
     accuracy_N: np.ndarray  # float64, 1 where the reference scorer calls the answer right; NaN: nothing says so
+    terms_N: dict[str, np.ndarray]  # float64, score of each reward term before its weight
+    failures: int
+    """Completions on which a built-in scorer failed, and which count as wrong for it."""
 
 
 class Generator(Protocol):
@@ -103,6 +106,8 @@ def _score_metrics(rollouts: Sequence[Rollout], scores: Scores) -> dict[str, Any
         "reward_mean": float(scores.rewards_N.mean()),
         "reward_std": float(scores.rewards_N.std()),
         "accuracy": None if np.isnan(scores.accuracy_N).any() else float(scores.accuracy_N.mean()),
+        "reward_terms": {name: float(term_N.mean()) for name, term_N in scores.terms_N.items()},
+        "scorer_failures": scores.failures,
         "groups_without_signal": float(np.mean([value == 0 for value in spread])),
         "response_tokens_mean": float(responses_N.mean()),
         "response_tokens_max": int(responses_N.max()),

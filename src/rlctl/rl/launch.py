@@ -99,14 +99,20 @@ def _name(job: Job) -> str:
 def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
     """What is about to happen, in a few lines."""
     display.say(f"run: {run.path}")
-    display.say(f"model: {job.source.label}")
-    for note in (job.source.note, job.prompts.encoder.note):
-        if note:
-            display.say(f"note: {note}")
-    display.say(f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)")
-    for line in job.rewards.describe():
+    for line in _about(job):
         display.say(line)
     display.say(f"plan: {job.plan.name()}")
+
+
+def _about(job: Job) -> list[str]:
+    """Model, data and reward, and what there is to know about them."""
+    notes = [job.source.note, job.prompts.encoder.note, *job.rewards.notes]
+    return [
+        f"model: {job.source.label}",
+        f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
+        *job.rewards.describe(),
+        *(f"note: {note}" for note in notes if note),
+    ]
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class DryRun:
         width = max(len(key) for key, _ in self.resolved.leaves())
         lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
         plan = plan_text(self.plan, self.resolved.config.model.name or "")
-        return "\n".join([*lines, "", plan, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*lines, "", plan, "", *self.notes])
 
 
 def dry_run(resolved: Resolved) -> DryRun:
@@ -139,9 +145,9 @@ def dry_run(resolved: Resolved) -> DryRun:
             raise
         plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
         unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
-        note = f"{error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
+        note = f"note: {error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
         return DryRun(resolved.with_values(plan.config_values()), plan, (note,))
-    return DryRun(job.resolved, job.plan, tuple(note for note in (job.source.note, job.prompts.encoder.note) if note))
+    return DryRun(job.resolved, job.plan, tuple(_about(job)))
 
 
 def _model_is_absent(model: ModelConfig) -> bool:

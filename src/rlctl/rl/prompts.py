@@ -39,6 +39,11 @@ class StepPrompts:
         """Texts that end a completion in this chat format."""
         return tuple(self.encoder.stop)
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion in this chat format, besides the model's own."""
+        return tuple(self.encoder.stop_token_ids)
+
     def _rows(self, step: int) -> list[PromptRow]:
         """The rows of `step`, in the order of its groups."""
         return [self.source[index] for index in self._order.step(step, self.per_step)]

@@ -33,9 +33,12 @@ class WorkerRewards:
         requests = [ScoreRequest(group, rows[group], handle) for group, handle in texts.items()]
         (answers,) = self._group.call("score", requests, timeout_s=self._timeout_s + MARGIN_S)
         scored: dict[int, GroupScores] = {answer.group: answer for answer in answers}
+        places = [(scored[rollout.group], rollout.index) for rollout in rollouts]
         return Scores(
-            np.array([scored[rollout.group].rewards[rollout.index] for rollout in rollouts], dtype=np.float64),
-            np.array([_accuracy(scored[rollout.group], rollout.index) for rollout in rollouts], dtype=np.float64),
+            np.array([one.rewards[index] for one, index in places], dtype=np.float64),
+            np.array([_accuracy(one, index) for one, index in places], dtype=np.float64),
+            {name: np.array([one.terms[name][index] for one, index in places]) for name in answers[0].terms},
+            sum(answer.failures for answer in answers),
         )
 
 

@@ -103,10 +103,11 @@ def _parts(job: Job, crew: Crew, display: Display, resume_from: Checkpoint | Non
         policy.hold_reference()
     if resume_from is not None:
         policy.load(resume_from.policy)
-    sampling = Sampling.from_config(config.generation, stop=job.prompts.stop)
+    prompts = job.prompts
+    sampling = Sampling.from_config(config.generation, stop=prompts.stop, stop_token_ids=prompts.stop_token_ids)
     generator = EngineGenerator(
         crew.engines,
-        job.prompts.tokens,
+        prompts.tokens,
         sampling,
         generations=config.grpo.generations,
         seed=config.run.seed,
@@ -117,7 +118,7 @@ def _parts(job: Job, crew: Crew, display: Display, resume_from: Checkpoint | Non
     )
     session.open()
     try:
-        rewards = WorkerRewards(crew.reward, job.prompts.rows, timeout_s=config.reward.timeout_s)
+        rewards = WorkerRewards(crew.reward, prompts.rows, timeout_s=config.reward.timeout_s)
         yield GrpoParts(generator, rewards, policy, session.refit, GrpoLoss.from_config(config.grpo))
     finally:
         session.close()

@@ -1,0 +1,228 @@
+"""`rlctl train grpo` as a user runs it: the installed command, real engines, a tiny model; killed, stopped and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.telemetry.metrics import read_metrics, without_timing
+from rlctl.telemetry.phases import Phase
+
+STEPS = 4
+LIMIT_S = 400
+TASK = (
+    "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
+    "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
+)  # fmt: skip
+# A reward that a random model earns: answers with an even number of characters.
+REWARD = "def even(completion, answer, prompt, **row):\n    return float(len(completion) % 2 == 0)\n"
+
+
+def command(model: Path, run_dir: Path, *more: str) -> list[str]:
+    (run_dir.parent / "reward.py").write_text(REWARD)
+    return [
+        str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
+        "--reward", f"{run_dir.parent / 'reward.py'}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2",
+        "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
+        "run.checkpoint_every=2", "--set", "training.threads=1", "--set", "generation.threads=1", *more,
+    ]  # fmt: skip
+
+
+def resume(run_dir: Path, *more: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--resume", "--run-dir", str(run_dir), *more]
+
+
+def finish(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], log: Path):
+    """A run in the background; whatever is left of it at the end is killed."""
+    with log.open("w") as out:
+        process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
+    family: list[psutil.Process] = []
+    process.family = lambda: family.extend(process.children(recursive=True)) or family  # type: ignore[attr-defined]
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.extend(process.children(recursive=True))
+        for one in (process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait(30)
+
+
+def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -> None:
+    """Until `steps` lines of metrics are there."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and len(read_metrics(path)) >= steps:
+            return
+        assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
+        time.sleep(0.05)
+    pytest.fail(f"no step {steps} in {LIMIT_S} s:\n{log.read_text()}")
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+
+
+def results(run_dir: Path) -> list[dict]:
+    return [without_timing(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_llama, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = finish(command(tiny_llama, run_dir, "--json"))
+    assert done.returncode == 0, done.stderr
+    return run_dir, done
+
+
+def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
+    run_dir, done = uninterrupted
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    for line in lines:
+        assert {
+            "reward_mean", "reward_std", "response_tokens_mean", "kl", "entropy", "clip_fraction", "grad_norm", "lr",
+            "tokens_per_s", "padding_fraction", "accuracy",
+        } <= set(line)  # fmt: skip
+        assert set(line["seconds"]) == {phase.value for phase in Phase} | {"total"}
+        parts = [value for name, value in line["seconds"].items() if name != "total"]
+        assert sum(parts) == pytest.approx(line["seconds"]["total"], abs=1e-6)
+        assert 0 < line["logprob_diff"]["mean"] <= line["logprob_diff"]["max"] < 1e-4
+        assert line["weight_version"] == line["step"]
+        assert line["grad_norm"] > 0
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == STEPS
+    assert summary["interrupted"] is False
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_2", "step_4"]
+    assert "<svg" in (run_dir / "report.html").read_text()
+    assert list((run_dir / "tensorboard").iterdir())
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    assert {"prompt", "completion", "reward"} <= set(rollouts[0])
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    assert manifest["config"]["grpo.steps"] == {"value": STEPS, "origin": "flag --steps"}
+    assert manifest["config"]["training.tp"]["origin"] == "planner"
+
+
+def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
+    """The weights change: the same prompts would be answered with other probabilities after each step."""
+    lines = results(uninterrupted[0])
+    assert len({line["entropy"] for line in lines}) == STEPS
+    assert all(line["groups_without_signal"] < 1 for line in lines)
+
+
+def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(uninterrupted, tiny_llama, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir), log) as process:
+        wait_for_step(process, run_dir, 3, log)
+        workers = [p for p in process.family() if _worker_name(p, run_dir)]
+        assert {_worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+        wait_until_gone(workers)  # Ray's own agents take a minute more to notice
+    done = finish(resume(run_dir))
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 2" in done.stderr
+    assert results(run_dir) == results(uninterrupted[0])
+
+
+def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir, "--steps", "300", "--set", "run.checkpoint_every=0"), log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        family = process.family()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130, log.read_text()
+        wait_until_gone(family)
+    steps = len(read_metrics(run_dir / "metrics.jsonl"))
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{steps}"]
+    assert "Traceback" not in log.read_text()
+
+    with started(resume(run_dir), log) as process:
+        wait_for_step(process, run_dir, steps + 1, log)
+        engine = next(p for p in process.family() if _worker_name(p, run_dir) == "engine-0")
+        engine.kill()
+        assert process.wait(LIMIT_S) == 1
+        wait_until_gone(process.family())
+    text = log.read_text()
+    assert "engine rank 0" in text
+    assert "died during `generate`" in text or "died during" in text
+    assert f"rlctl train grpo --resume --run-dir {run_dir}" in text
+    assert "Traceback" not in text
+
+
+def _worker_name(process: psutil.Process, run_dir: Path) -> str | None:
+    """Name of the worker whose log the process writes to; None: it is no worker of the run."""
+    with contextlib.suppress(OSError):
+        output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+        if output.parent == run_dir / "logs":
+            return output.stem
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["training.dp=2", "training.tp=2"])
+def test_two_ranks_compute_the_same_run(uninterrupted, tiny_llama, tmp_path, layout):
+    run_dir = tmp_path / "run"
+    done = finish(command(tiny_llama, run_dir, "--set", layout))
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(results(uninterrupted[0]), results(run_dir), strict=True):
+        for name in ("reward_mean", "response_tokens_mean", "entropy", "grad_norm", "loss"):
+            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (("--set", "grpo.stepz=3"), 2, "grpo.steps"),
+        (("--data", "reasoning-gym:chain_sun"), 2, "chain_sum"),
+        (("--data", "missing.jsonl"), 2, "missing.jsonl"),
+        (("--model", "./no-such-model"), 2, "no-such-model"),
+        (("--set", "generation.temperature=0"), 2, "generation.temperature"),
+        (("--gpu", "h100", "--gpus-per-node", "8"), 3, "GPU"),
+        (("--max-length", "100000"), 2, "--max-length"),
+    ],
+)
+def test_wrong_input_is_a_sentence_and_writes_nothing(tiny_llama, tmp_path, more, code, said):
+    done = finish(command(tiny_llama, tmp_path / "run", *more))
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_function_that_raises_ends_the_run_in_its_own_words(tiny_llama, tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = command(tiny_llama, run_dir)
+    (tmp_path / "reward.py").write_text("def even(completion, answer, prompt, **row):\n    return 1 / 0\n")
+    done = finish(arguments)
+    assert done.returncode == 2, done.stderr
+    assert "division by zero" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_llama_8b_on_a_node_needs_no_further_flag_to_be_planned():
+    rlctl = str(Path(sys.executable).with_name("rlctl"))
+    done = finish(
+        [rlctl, "train", "grpo", "--model", "meta-llama/Llama-3.1-8B", "--preset", "1node", "--dry-run", "--json"]
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["plan"]["fits"] is True
+    assert shown["config"]["data.name"]["origin"] == "preset 1node"
