@@ -206,3 +206,68 @@ def run_load_hf(rank: int, case: Case, directory: Path) -> list[tuple[str, Tenso
     worker = make_worker(rank, case, None)
     worker.load_hf(directory)
     return list(pieces(worker, "data"))
+
+
+def run_logprobs(rank: int, case: Case, weights: dict[str, Tensor], batches: list[dict[int, RolloutColumns]]) -> list[dict]:
+    """Log-probs of each batch under the same weights."""
+    worker = make_worker(rank, case, weights)
+    found = []
+    for batch in batches:
+        shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+        worker.load_batch(shard, list)
+        worker.logprobs("old_logprobs")
+        found.append(column_by_rollout(worker, shard, "old_logprobs"))
+    return found
+
+
+def run_tree_limits(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], limits: list[int]
+) -> list[Piece]:
+    """The case with units of up to each of `limits` tokens attended in one masked square."""
+    from rlctl.backends.megatron import attention
+
+    usual, found = attention.TREE_TOKENS, []
+    try:
+        for limit in limits:
+            attention.TREE_TOKENS = limit
+            found.append(run_case(rank, case, weights, batch))
+    finally:
+        attention.TREE_TOKENS = usual
+    return found
+
+
+class BrokenLoss(Loss):
+    """A loss whose gradient is not a number."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        out = super().__call__(batch)
+        return LossOutput(out.loss * float("nan"), out.sums, out.maxima)
+
+
+def run_broken(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+    """(results of a broken step and the one after it, parameters unchanged by the broken one, results without it)."""
+    results = []
+    for losses in ([BrokenLoss(), Loss()], [Loss()]):
+        worker = make_worker(rank, case, weights)
+        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        for number, loss in enumerate(losses):
+            results.append(worker.train_minibatch(0, loss, Optim().lr))
+            if number == 0 and len(losses) == 2:
+                same = all(torch.equal(value, weights[name]) for name, value, *_ in pieces(worker, "data"))
+    return results, same
+
+
+def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+    """Log-probs before training, of the reference after a step, of the policy after it, and whether refit memory stayed put."""
+    worker = make_worker(rank, case, weights)
+    worker.hold_reference()
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    worker.logprobs("old_logprobs")
+    before = column_by_rollout(worker, shard, "old_logprobs")
+    places = {name: value.data_ptr() for name, value in worker.parameters().items()}
+    worker.train_minibatch(0, Loss(), 1e-2)
+    stats = worker.logprobs("reference_logprobs"), worker.logprobs("old_logprobs")
+    moved = {name for name, value in worker.parameters().items() if value.data_ptr() != places[name]}
+    reference, after = (column_by_rollout(worker, shard, c) for c in ("reference_logprobs", "old_logprobs"))
+    return before, reference, after, stats, moved

@@ -15,7 +15,7 @@ import queue
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def install() -> None:
 
 def _import_megatron() -> None:
     """Imports what is patched. 0.19 loads its checkpoint strategies late; importing them now lets them be covered."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _functions_left_uncompiled():
         warnings.simplefilter("ignore")  # says at length that Apex and TransformerEngine are absent
         for name in (
             "models.gpt.gpt_model",
@@ -58,6 +58,22 @@ def _import_megatron() -> None:
         for module in pkgutil.iter_modules(strategies.__path__):
             with contextlib.suppress(ImportError):  # optional storage clients
                 importlib.import_module(f"{strategies.__name__}.{module.name}")
+
+
+@contextlib.contextmanager
+def _functions_left_uncompiled() -> Iterator[None]:
+    """Megatron-Core decorates its fused functions with torch.compile while it is imported; compiling them needs a C++ compiler
+    and a minute on a CPU, and the decorator alone imports the inductor for seconds."""
+    compile_function = torch.compile
+
+    def leave(function: Any = None, **options: Any) -> Any:
+        return (lambda f: f) if function is None else function
+
+    torch.compile = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
 
 
 def _cover_modules() -> None:

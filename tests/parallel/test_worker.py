@@ -1,0 +1,88 @@
+"""What else a policy worker promises: packed rollouts do not see each other, broken steps are skipped, the reference stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from parallel.cases import Case, plan_of, run_broken, run_case, run_logprobs, run_reference_policy, run_tree_limits
+from parallel.pool import Pool
+from parallel.reference import facts, hf_model, make_batch, megatron_weights
+
+from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.errors import InputError
+
+Pools = Callable[[int], Pool]
+
+
+def weights_of(kind: str) -> dict[str, torch.Tensor]:
+    return megatron_weights(kind, hf_model(kind).state_dict())
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_no_rollout_sees_another(pools: Pools, share: bool) -> None:
+    batch = make_batch(seed=11)
+    changed = dict(batch)
+    tokens, last = batch[2].tokens_T.copy(), batch[2].slice(1)
+    tokens[last.stop - 3 : last.stop] = (tokens[last.stop - 3 : last.stop] + 1) % 200  # the end of one completion
+    changed[2] = dataclasses.replace(batch[2], tokens_T=tokens)
+    before, after = pools(1).run(run_logprobs, Case(share_prompts=share, micro_batch_tokens=512), weights_of("llama"), [batch, changed])[0]
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]) == (key != (2, 1)), key
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
+def test_long_units_are_attended_a_completion_at_a_time_with_the_same_outcome(pools: Pools, kind: str) -> None:
+    whole, parts = pools(1).run(run_tree_limits, Case(kind), weights_of(kind), make_batch(), [512, 4])[0]
+    for key, value in whole.logprobs.items():
+        assert torch.allclose(value, parts.logprobs[key], rtol=0, atol=2e-6)
+    for (name, value, *_), (_, other, *_) in zip(whole.params, parts.params, strict=True):
+        assert torch.allclose(value, other, rtol=0, atol=1e-6), name
+
+
+def test_shared_prompts_save_tokens_and_change_nothing_else(pools: Pools) -> None:
+    case = Case(micro_batch_tokens=512)
+    plain = dataclasses.replace(case, share_prompts=False)
+    batch = make_batch()
+    saved = plan_of(plain, batch).stats.tokens - plan_of(case, batch).stats.tokens
+    assert saved == sum((c.rollouts - 1) * int(np.argmax(c.loss_mask_T)) for c in batch.values())
+    shared, alone = (pools(1).run(run_case, each, weights_of("llama"), batch)[0] for each in (case, plain))
+    for (name, value, *_), (_, other, *_) in zip(shared.grads, alone.grads, strict=True):
+        assert torch.allclose(value, other, rtol=0, atol=1e-7), name
+    assert shared.results[0].tokens == alone.results[0].tokens - saved
+
+
+def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:
+    (broken, then, straight), same = pools(1).run(run_broken, Case(), weights_of("llama"), make_batch())[0]
+    assert broken.skipped
+    assert not np.isfinite(broken.grad_norm)
+    assert same
+    assert then == straight
+    assert not then.skipped
+
+
+@pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(dp=2)])
+def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, parallel: ParallelSpec) -> None:
+    case = Case(parallel=parallel)
+    for rank, answer in enumerate(pools(parallel.world_size).run(run_reference_policy, case, weights_of("llama"), make_batch())):
+        before, reference, after, (held, moved_stats), moved = answer
+        assert not moved
+        for key, value in before.items():
+            assert torch.equal(reference[key], value)
+            assert not torch.equal(after[key], value)
+        if rank == parallel.result_rank:
+            assert held.tokens == moved_stats.tokens > 0
+            assert held.abs_sum != moved_stats.abs_sum
+            assert held.abs_max <= held.abs_sum
+        else:
+            assert held is None
+
+
+def test_sizes_must_fit_the_processes() -> None:
+    with pytest.raises(InputError, match="2 ranks, but there are 1 processes"):
+        MegatronWorker(0, 1, "127.0.0.1", 0, PolicySpec(facts("llama"), ParallelSpec(tp=2)))
