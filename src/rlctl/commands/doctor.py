@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +23,10 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 @app.command(
     "doctor",
     epilog=examples(
-        "rlctl doctor", "rlctl doctor --preset 1node --model meta-llama/Llama-3.1-8B", "rlctl doctor --json"
+        "rlctl doctor",
+        "rlctl doctor --preset 1node --model meta-llama/Llama-3.1-8B",
+        "rlctl doctor --json",
+        "rlctl doctor --calibrate",
     ),
 )
 def doctor(
@@ -35,12 +38,18 @@ def doctor(
     ray_address: options.RayAddress = None,
     config: options.Config = None,
     set_: options.Set = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine instead; the planner then uses its own rates.")
+    ] = False,
     json_: options.Json = False,
 ) -> None:
     """Check this machine, line by line, with a fix for each problem; exit 3 when something needed is not fit.
 
     Without a preset it checks for what the laptop preset needs; with one, for what that preset asks for.
     """
+    if calibrate:
+        measure(json_)
+        return
     from rlctl.doctor.examine import examine
 
     resolved = options.resolve_config(
@@ -58,6 +67,21 @@ def doctor(
     if failed:
         raise MachineError(f"not fit: {', '.join(failed)}.")
     message("Everything that is needed is fit.")
+
+
+def measure(json_: bool) -> None:
+    """Measure the machine and keep its profile where the planner looks for it."""
+    from rlctl.checkpoints.places import converted_directory
+    from rlctl.doctor.calibrate import calibrate, profile_text
+    from rlctl.planner.profile import profile_path, save_profile
+
+    profile = calibrate(converted_directory(), tell=lambda part: message(f"measuring {part}"))
+    save_profile(profile, profile_path())
+    if json_:
+        print_json({"profile": vars(profile), "path": str(profile_path())})
+    else:
+        typer.echo(profile_text(profile))
+    message(f"The planner uses these rates from now on; remove {profile_path()} to go back to its table.")
 
 
 def show(check: Check) -> None:

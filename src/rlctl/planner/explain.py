@@ -75,7 +75,8 @@ def _training(plan: Plan, constants: Constants) -> list[str]:
     rate = timing.matmul_rate(facts, t, cluster, tokens / t.cp, constants)
     passes = {"none": 3.0, "selective": 3.15, "full": 4.0}[t.recompute]
     return [
-        f"  {w.tokens(constants.length_sigma):.0f} tokens a step = {w.samples} rollouts x ({w.prompt_tokens} + "
+        f"  {w.tokens(constants.length_sigma):.0f} tokens a step, {w.trained_tokens(constants.length_sigma):.0f} "
+        f"of them trained = {w.samples} rollouts x ({w.prompt_tokens} + "
         f"{w.lengths(constants.length_sigma).mean:.0f}); {number} micro-batches of {tokens:.0f} tokens a rank, "
         f"{w.optimizer_steps} optimizer steps",
         f"  forward of a micro-batch {1e3 * f.total:.1f} ms: compute {1e3 * f.compute:.1f} at {rate / 1e12:.2f} "

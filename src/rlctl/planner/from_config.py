@@ -11,6 +11,7 @@ from rlctl.errors import MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.cluster import ClusterFacts, local_cpu, make_cluster, match_device
 from rlctl.planner.plan import Plan, make_plan
+from rlctl.planner.profile import load_profile, with_profile
 from rlctl.planner.workload import Workload
 
 PINNED = {
@@ -25,7 +26,7 @@ PINNED = {
 }  # fmt: skip
 """Keys that the planner decides where they are unset."""
 
-PROMPT_TOKENS = 256
+PROMPT_TOKENS = 128
 """Prompt length that is reckoned with where the data is not read."""
 
 
@@ -43,7 +44,7 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
     are asked for, `assume` names the type to plan with (None: raises MachineError)."""
     section = config.cluster
     if section.gpu == "cpu" or section.gpus_per_node == 0:
-        return ClusterFacts(local_cpu(), section.nodes or 1, 0)
+        return with_profile(ClusterFacts(local_cpu(), section.nodes or 1, 0), load_profile())
     if section.gpu != "auto":
         return make_cluster(section.gpu, section.nodes, section.gpus_per_node)
     found = local_gpus()
@@ -53,9 +54,10 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
             raise MachineError(
                 f"The planner has no figures for this machine's {found[0]}.", "Give the nearest with --gpu."
             )
-        return make_cluster(name, section.nodes, section.gpus_per_node or len(found))
+        cluster = make_cluster(name, section.nodes, section.gpus_per_node or len(found))
+        return with_profile(cluster, load_profile())
     if section.gpus_per_node is None and section.nodes is None:
-        return ClusterFacts(local_cpu(), 1, 0)
+        return with_profile(ClusterFacts(local_cpu(), 1, 0), load_profile())
     if assume is None:
         raise MachineError(
             f"cluster.gpus_per_node = {section.gpus_per_node}, but this machine has no GPU.",
@@ -67,8 +69,9 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
 def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
     """The workload of a step; `prompt_tokens` is the mean where the data is known."""
     new = config.generation.max_new_tokens
-    prompt = prompt_tokens or min(PROMPT_TOKENS, max(16, (config.model.max_length or 2 * new) - new))
-    length = config.model.max_length or min(facts.max_length, prompt + new)
+    length = config.model.max_length
+    prompt = prompt_tokens or (min(PROMPT_TOKENS, max(16, length - new)) if length else PROMPT_TOKENS)
+    length = length or min(facts.max_length, prompt + new)
     return Workload(
         prompts=config.grpo.prompts,
         generations=config.grpo.generations,
@@ -80,6 +83,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         old_logprobs=config.grpo.recomputes_old_logprobs,
         reference=config.grpo.holds_reference,
         packing=config.training.packing,
+        share_prompts=config.training.share_prompts,
         goal=config.run.goal,
     )
 

@@ -140,10 +140,11 @@ def make_plan(
     """The best plan for a model on a cluster.
 
     `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
-    given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. Raises ConfigError for a
-    pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing fits, naming the
-    smallest machine that would do and the cheapest change that would make this one do. A plan that `train` can run comes before
-    a faster one that it cannot, unless `prefer_runnable` is off.
+    given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. A plan that `train` can
+    run comes before a faster one that it cannot, unless `prefer_runnable` is off.
+
+    Raises ConfigError for a pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing
+    fits, naming the smallest machine that would do and the cheapest change that would make this one do.
     """
     pins = {key: value for key, value in (pins or {}).items() if value is not None}
     precision = precision or ("float32" if cluster.is_cpu else "bf16")

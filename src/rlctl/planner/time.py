@@ -62,9 +62,8 @@ class TrainingTime:
 def micro_batches(choice: TrainingChoice, workload: Workload, constants: Constants = DEFAULTS) -> tuple[int, float]:
     """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
     if workload.rollouts and workload.packing:
-        tokens = (
-            workload.tokens(constants.length_sigma) * constants.step_imbalance / workload.optimizer_steps / choice.dp
-        )
+        tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
+        tokens /= workload.optimizer_steps * choice.dp
         number = max(1, math.ceil(tokens / (choice.micro_batch_tokens * constants.packing_fill)))
         return number, min(tokens / number, float(choice.micro_batch_tokens)) / (
             constants.packing_fill if number > 1 else 1
@@ -359,4 +358,4 @@ def model_flops(facts: ModelFacts, workload: Workload, constants: Constants = DE
     keys = workload.mean_keys(constants.length_sigma)
     keys = keys if facts.sliding_window is None else _window_mean(facts, keys)
     per_token = 2 * counted(facts).active + 2 * facts.layers * score_width(facts) * keys
-    return 3 * per_token * workload.tokens(constants.length_sigma)
+    return 3 * per_token * workload.trained_tokens(constants.length_sigma)

@@ -33,6 +33,8 @@ class Workload:
     rollouts: bool = True
     """False: supervised training or pretraining; `prompts` sequences of `max_length`, nothing is generated."""
     packing: bool = True
+    share_prompts: bool = False
+    """Rollouts of a group in one row stand behind a single copy of their prompt."""
     goal: Goal = "fast"
 
     @property
@@ -53,6 +55,12 @@ class Workload:
         if not self.rollouts:
             return float(self.samples * self.max_length)
         return self.samples * (self.prompt_tokens + self.lengths(sigma).mean)
+
+    def trained_tokens(self, sigma: float) -> float:
+        """Tokens that go through the model in training: shared prompts counted once a group."""
+        shared = self.rollouts and self.packing and self.share_prompts
+        spared = self.prompts * (self.generations - 1) * self.prompt_tokens if shared else 0
+        return self.tokens(sigma) - spared
 
     def mean_keys(self, sigma: float) -> float:
         """Mean keys that a token attends to: half of E[S^2] / E[S] over the sequences."""

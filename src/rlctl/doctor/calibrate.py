@@ -1,0 +1,222 @@
+"""Measures this machine in under a minute: matmul rate, memory, links between the local devices, disk, host copies.
+
+Imports torch; only `rlctl doctor --calibrate` imports this file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rlctl.errors import MachineError
+from rlctl.planner.cluster import match_device
+from rlctl.planner.profile import MachineProfile
+
+MIB = 1024**2
+GROUP_TIMEOUT_S = 60.0
+
+
+def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> MachineProfile:
+    """Measures everything; `directory` is where checkpoints go, whose disk is measured. `tell` hears of each part."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = _device_name(gpus)
+    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    tell("matmul")
+    matmul = matmul_rate(device)
+    tell("memory")
+    memory = memory_rate(device)
+    tell("between the local devices" if gpus != 1 else "host copies")
+    processes = gpus if gpus else min(2, len(os.sched_getaffinity(0)))
+    reduce_, pair = group_rates(processes, bool(gpus)) if processes > 1 else (None, None)
+    up, down = host_rates() if gpus else (None, None)
+    tell("disk")
+    write, read = disk_rates(directory)
+    return MachineProfile(
+        host=platform.node(),
+        device=name,
+        measured=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        devices=gpus or len(os.sched_getaffinity(0)),
+        matmul=matmul,
+        memory_bandwidth=memory,
+        all_reduce=reduce_,
+        point_to_point=pair,
+        host_to_device=up,
+        device_to_host=down,
+        disk_read=read,
+        disk_write=write,
+    )
+
+
+def _device_name(gpus: int) -> str:
+    if not gpus:
+        return "cpu"
+    reported = torch.cuda.get_device_name(0)
+    name = match_device(reported)
+    if name is None:
+        raise MachineError(
+            f"The planner has no figures for {reported}.", ("It can be planned for with the nearest --gpu.")
+        )
+    return name
+
+
+def rate(work: float, run: Callable[[], object], device: torch.device, seconds: float = 1.0) -> float:
+    """`work` a second: the best of repeated runs within `seconds`, after one to warm up."""
+    run()
+    _finish(device)
+    best, spent = 0.0, 0.0
+    while spent < seconds:
+        began = time.perf_counter()
+        run()
+        _finish(device)
+        took = time.perf_counter() - began
+        best, spent = max(best, work / took), spent + took
+    return best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmul_rate(device: torch.device) -> float:
+    """Operations a second of a large square matmul in the training dtype."""
+    size = 8192 if device.type == "cuda" else 1536
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return rate(2.0 * size**3, lambda: torch.mm(a, b, out=out), device, 2.0)
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes a second read and written by a copy that no cache holds."""
+    count = 1024 * MIB if device.type == "cuda" else 256 * MIB
+    source = torch.ones(count // 4, device=device)
+    target = torch.empty_like(source)
+    return rate(2.0 * count, lambda: target.copy_(source), device)
+
+
+def host_rates() -> tuple[float, float]:
+    """Bytes a second (host to device, device to host) of a copy from and to pinned memory."""
+    device, count = torch.device("cuda", 0), 512 * MIB
+    on_device = torch.empty(count // 4, device=device)
+    pinned = torch.empty(count // 4, pin_memory=True)
+    up = rate(count, lambda: on_device.copy_(pinned, non_blocking=True), device)
+    down = rate(count, lambda: pinned.copy_(on_device, non_blocking=True), device)
+    return up, down
+
+
+def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, float | None]:
+    """Bytes a second (written and synced, read back past the page cache where the system allows) in `directory`.
+
+    None where there is no room or no permission.
+    """
+    place = next((p for p in (directory, *directory.parents) if p.is_dir()), None)
+    if (
+        place is None
+        or not os.access(place, os.W_OK)
+        or os.statvfs(place).f_bavail * os.statvfs(place).f_frsize < 2 * count
+    ):
+        return None, None
+    block = os.urandom(16 * MIB)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        began = time.perf_counter()
+        for _ in range(count // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = count / (time.perf_counter() - began)
+        os.posix_fadvise(file.fileno(), 0, count, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        with open(file.name, "rb", buffering=0) as reader:
+            while reader.read(16 * MIB):
+                pass
+        return written, count / (time.perf_counter() - began)
+
+
+def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
+    """(bus bandwidth of an all-reduce, point-to-point bandwidth) between local processes, one a device.
+
+    Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group does
+    not come up within a minute.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(
+            _member, (processes, cuda, folder), nprocs=processes, join=False, start_method="spawn"
+        )
+        began = time.monotonic()
+        while not context.join(timeout=1.0):
+            if time.monotonic() - began > GROUP_TIMEOUT_S:
+                for process in context.processes:
+                    process.kill()
+                raise MachineError(
+                    f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
+                    "`rlctl doctor` checks NCCL or gloo between local ranks.",
+                )
+        first, second = (Path(folder) / "result").read_text().split()
+    return float(first), float(second)
+
+
+def _member(rank: int, processes: int, cuda: bool, folder: str) -> None:
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), processes)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=processes)
+    count = 256 * MIB if cuda else 32 * MIB
+    tensor = torch.zeros(count // 4, device=device)
+    bus = _timed(count * 2.0 * (processes - 1) / processes, lambda: dist.all_reduce(tensor), device)
+    pair = _timed(float(count), lambda: _exchange(rank, tensor), device)
+    if rank == 0:
+        (Path(folder) / "result").write_text(f"{bus} {pair}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _exchange(rank: int, tensor: torch.Tensor) -> None:
+    """Rank 0 sends to rank 1; the others wait."""
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+
+
+def _timed(work: float, run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
+    """`work` a second, the best of `repeats`; every rank runs as many."""
+    best = 0.0
+    for _ in range(repeats):
+        dist.barrier()
+        _finish(device)
+        began = time.perf_counter()
+        run()
+        dist.barrier()
+        _finish(device)
+        best = max(best, work / (time.perf_counter() - began))
+    return best
+
+
+def profile_text(profile: MachineProfile) -> str:
+    """The profile, a line each."""
+    unit = "cores" if profile.device == "cpu" else f"x {profile.device.upper()}"
+    lines = [f"{profile.host}: {profile.devices} {unit}", f"  matmul          {profile.matmul / 1e12:9.3f} TFLOP/s"]
+    rows = (
+        ("memory", profile.memory_bandwidth),
+        ("all-reduce", profile.all_reduce),
+        ("point to point", profile.point_to_point),
+        ("host to device", profile.host_to_device),
+        ("device to host", profile.device_to_host),
+        ("disk write", profile.disk_write),
+        ("disk read", profile.disk_read),
+    )
+    lines += [f"  {name:<15} {value / 1e9:9.2f} GB/s" for name, value in rows if value]
+    return "\n".join(lines)

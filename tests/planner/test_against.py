@@ -1,0 +1,45 @@
+"""Prediction beside measurement of a run on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.errors import InputError
+from rlctl.planner.against import compare_run, comparison_text
+
+
+def run_directory(path: Path, predicted: dict[str, float], steps: list[dict[str, float]]) -> Path:
+    path.mkdir()
+    (path / "manifest.json").write_text(json.dumps({"plan": {"seconds": predicted}}))
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i, "seconds": s}) + "\n" for i, s in enumerate(steps))
+    )
+    return path
+
+
+def test_phases_are_compared_with_the_median_of_the_steady_steps(tmp_path: Path) -> None:
+    steps = [{"training": 99.0, "generation": 99.0, "total": 198.0}] + 3 * [
+        {"training": 4.0, "generation": 6.0, "total": 10.0}
+    ]
+    run = run_directory(tmp_path / "run", {"training": 8.0, "generation": 6.0, "total": 14.0}, steps)
+    rows = {row.phase: row for row in compare_run(run)}
+    assert rows["training"].ratio == 2.0
+    assert rows["training"].suspect is not None
+    assert rows["generation"].suspect is None
+    assert "matmul" in comparison_text(list(rows.values()), run)
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "manifest.json"])
+def test_a_directory_without_a_run_is_named(tmp_path: Path, missing: str) -> None:
+    run = run_directory(tmp_path / "run", {"total": 1.0}, [{"total": 1.0}])
+    (run / missing).unlink()
+    with pytest.raises(InputError, match=missing):
+        compare_run(run)
+
+
+def test_a_run_without_a_finished_step_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no step"):
+        compare_run(run_directory(tmp_path / "run", {"total": 1.0}, []))
