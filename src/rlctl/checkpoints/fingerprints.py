@@ -4,12 +4,12 @@ The fingerprint of a tensor is the sum, modulo 2^64, over its elements of
 
     bits(element) * U(column) * V(row)
 
-where `bits` are those of the element in the dtype that arrives, `column` its index in the last dimension, `row` its index
-in the others (flattened), and U and V are odd pseudo-random 64-bit numbers: a two-level multilinear hash (Carter and
-Wegman 1979). It depends on each element's place in the whole tensor and not on which process holds it, so the
+where `bits` are those of the element in the dtype that arrives, `column` its index in the last dimension, `row` its
+index in the others (flattened), and U and V are odd pseudo-random 64-bit numbers: a two-level multilinear hash (Carter
+and Wegman 1979). It depends on each element's place in the whole tensor and not on which process holds it, so the
 fingerprints of disjoint boxes add up to that of the tensor, while permuted, transposed or swapped elements change it.
 
-The two kinds of zero count as one: they are equal as weights, and reading prepacked weights back cannot tell them apart.
+The two kinds of zero count as one: they are equal as weights, and prepacked weights cannot be read back more exactly.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from functools import lru_cache
 
 import torch
 
-# Elements at a time. Their int64 copy (2 MiB) lives in a buffer that is used again: fresh pages would cost more than the
-# arithmetic (measured on 2 cores: 9 GB/s with it, 0.8 without, beside 18 GB/s for copying).
+# Elements at a time. Their int64 copy (2 MiB) lives in a buffer that is used again: fresh pages would cost more than
+# the arithmetic (measured on 2 cores: 9 GB/s with it, 0.8 without, beside 18 GB/s for copying).
 CHUNK = 1 << 18
 _U_SEED, _V_SEED = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _MASK = (1 << 64) - 1

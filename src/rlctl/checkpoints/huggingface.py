@@ -1,4 +1,4 @@
-"""A Hugging Face model directory as a source of weights: its configuration, checked against its tensors, as a layout."""
+"""A Hugging Face model directory as a source of weights: its configuration checked against its tensors, as a layout."""
 
 from __future__ import annotations
 

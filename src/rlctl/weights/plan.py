@@ -125,6 +125,8 @@ class Copy:
     transforms: tuple[Transform, ...]
     source_dtype: str
     destination_dtype: str
+    primary: bool = True
+    """False where the destination piece is a second copy (see `Piece`)."""
 
     @property
     def elements(self) -> int:
@@ -264,6 +266,7 @@ def _copies(
             _chain(held, held_spec, piece, spec),
             held_spec.dtype,
             spec.dtype,
+            piece.primary,
         )
 
 

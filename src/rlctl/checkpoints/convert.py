@@ -1,0 +1,226 @@
+"""Conversions between Hugging Face directories and Megatron checkpoints: plan, stream, verify, and only then rename."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlctl.checkpoints import huggingface, megatron
+from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
+from rlctl.checkpoints.safetensors import SafetensorsDirectory
+from rlctl.checkpoints.staging import locked, staged
+from rlctl.checkpoints.stream import Progress, Streamed, compare, plan_between, read_back, stream
+from rlctl.checkpoints.torch_dist import TorchDistReader, TorchDistWriter
+from rlctl.errors import InputError
+from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.weights import hf
+from rlctl.weights import torch_dist as keys
+from rlctl.weights.plan import SingleWorld
+
+if TYPE_CHECKING:
+    from rlctl.weights.plan import TransferPlan
+
+BLOCK_BYTES = 256 << 20
+RECORD = "rlctl_conversion.json"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert."""
+
+    dtype: str | None = None
+    verify: bool = True
+    force: bool = False
+    shard_bytes: int = 5_000_000_000
+    progress: Progress = lambda what, done, total: None
+    tell: Tell = lambda line: None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished conversion."""
+
+    tensors: int
+    bytes: int
+    seconds: float
+    verified: bool
+    destination: str
+    dtype: str
+    reused: bool = False
+    nans: tuple[str, ...] = ()
+
+
+def hf_to_megatron(source: Path, destination: Path, options: Options | None = None) -> Report:
+    """Write the Megatron checkpoint of a Hugging Face directory.
+
+    Raises:
+        InputError: the source is damaged or contradicts its configuration, or the destination exists.
+        MachineError: not enough free space.
+        VerificationError: what was written is not what was read; nothing is left.
+    """
+    options = options or Options()
+    model = huggingface.open_model(source)
+    dtype = options.dtype or model.dtype
+    wanted = {"source": _identity(model.files), "dtype": dtype, "format": "torch_dist"}
+
+    def write(aside: Path, begun: float) -> Report:
+        style = keys.default_style(model.facts)
+        whole = keys.layout(model.facts, dtype, style)
+        blocks = {
+            chunk.name: chunk
+            for key, spec in whole.params.items()
+            for chunk in keys.chunk_of(spec, key, keys.lead_axes(key, model.facts, style), BLOCK_BYTES)
+        }
+        plan = plan_between(model.world, SingleWorld(keys.chunked(whole, list(blocks.values()))))
+        shards = aside / "release"
+        shards.mkdir()
+        writer = TorchDistWriter(shards, whole.params)
+        order = _source_order(plan, model.files)
+        shapes = weights_of(model.facts).tensors
+        done = stream(plan, shapes, model.files, order, lambda n, v: _put(writer, blocks[n], v), options.progress, True)
+        for key in keys.extra_state_keys(model.facts, style):
+            writer.write_object(key, [None])
+        writer.finish(megatron.common_values(model.facts, dtype))
+        copy_companions(
+            source, aside / megatron.HF_FOLDER, ("quantization_config",), **_dtype_value(model.config, dtype)
+        )
+        megatron.write_tracker(aside)
+        if options.verify:
+            reader = TorchDistReader.open(shards)
+            compare(done.fingerprints, read_back(plan, shapes, _Blocks(reader, blocks), options.progress))
+        return _report(aside, destination, done, len(shapes), begun, options, dtype, wanted)
+
+    needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
+    return _convert(destination, needed, options, wanted, write)
+
+
+def megatron_to_hf(
+    source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
+) -> Report:
+    """Write the Hugging Face directory of a Megatron checkpoint.
+
+    `config_from` is a directory with the model's config.json and tokenizer, where the checkpoint has none beside it.
+
+    Raises: as `hf_to_megatron`.
+    """
+    options = options or Options()
+    found = megatron.find(source)
+    if found is None:
+        raise InputError(
+            f"{source} is no Megatron checkpoint.",
+            "Name a directory with latest_checkpointed_iteration.txt or .metadata.",
+        )
+    companions = config_from or found.huggingface()
+    if companions is None:
+        hint = "Name the Hugging Face model it was made from with --config-from."
+        raise InputError(f"{source} has no config.json beside it.", hint)
+    config = huggingface.read_config(companions)
+    model = megatron.open_model(found, facts_from_hf_config(config))
+    dtype = options.dtype or model.dtype
+    wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
+
+    def write(aside: Path, begun: float) -> Report:
+        target = hf.layout(model.facts, dtype)
+        plan = plan_between(model.world, SingleWorld(target))
+        writer = SafetensorsWriter(aside, target.params, options.shard_bytes)
+        shapes = weights_of(model.facts).tensors
+        blocks = _Blocks(model.reader, model.blocks)
+        done = stream(plan, shapes, blocks, target.params, writer.write, options.progress, True)
+        writer.finish()
+        copy_companions(companions, aside, ("quantization_config",), **_dtype_value(config, dtype))
+        if options.verify:
+            compare(done.fingerprints, read_back(plan, shapes, SafetensorsDirectory.open(aside), options.progress))
+        return _report(aside, destination, done, len(shapes), begun, options, dtype, wanted)
+
+    needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
+    return _convert(destination, needed, options, wanted, write)
+
+
+class _Blocks:
+    """The blocks of a torch_dist checkpoint by param name."""
+
+    def __init__(self, reader: TorchDistReader, blocks: dict[str, keys.Chunk]) -> None:
+        self._reader, self._blocks = reader, blocks
+
+    def read(self, param: str) -> torch.Tensor:
+        return self._reader.read(self._blocks[param])
+
+    def drop(self, param: str) -> None:
+        """The reader itself bounds what it holds."""
+
+
+def _convert(
+    destination: Path, needed: int, options: Options, wanted: dict[str, Any], write: Callable[[Path, float], Report]
+) -> Report:
+    """Run `write` under the lock of the destination; reuse what another process has just made of the same source."""
+    destination = destination.absolute()
+    with locked(destination, options.tell) as waited:
+        begun = time.perf_counter()
+        if waited and (made := _record(destination)) is not None and made["wanted"] == json.loads(json.dumps(wanted)):
+            options.tell(f"reusing {destination}, which another process has just finished")
+            values = {**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True}
+            return Report(**values)
+        with staged(destination, needed, options.force) as aside:
+            return write(aside, begun)
+
+
+def _report(
+    aside: Path,
+    destination: Path,
+    done: Streamed,
+    tensors: int,
+    begun: float,
+    options: Options,
+    dtype: str,
+    wanted: dict[str, Any],
+) -> Report:
+    """Write the record beside the result; it is what `reuse` and `inspect` read."""
+    seconds = time.perf_counter() - begun
+    nans = tuple(done.nans)
+    report = Report(tensors, done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
+    (aside / RECORD).write_text(json.dumps({"wanted": wanted, "report": report.__dict__}, indent=2) + "\n")
+    return report
+
+
+def _record(destination: Path) -> dict[str, Any] | None:
+    path = destination / RECORD
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _put(writer: TorchDistWriter, chunk: keys.Chunk, values: torch.Tensor) -> None:
+    writer.write(chunk, values)
+
+
+def _source_order(plan: TransferPlan, files: SafetensorsDirectory) -> list[str]:
+    """Destination blocks in the order in which their first data lies in the source files: sequential reading."""
+    first: dict[str, tuple[str, int]] = {}
+    for copy in plan.copies:
+        stored = files.tensors[copy.source_param]
+        at = (stored.file.name, stored.offset)
+        first[copy.destination_param] = min(first.get(copy.destination_param, at), at)
+    return sorted(plan.layout.params, key=lambda name: first.get(name, ("", 0)))
+
+
+def _identity(files: SafetensorsDirectory) -> list[Any]:
+    """What tells one source from another: names, sizes and times of its files."""
+    shards = sorted({tensor.file for tensor in files.tensors.values()})
+    return [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in shards]
+
+
+def _dtype_value(config: dict[str, Any], dtype: str) -> dict[str, str]:
+    """config.json's own key of the dtype (`torch_dtype` before transformers 5)."""
+    return {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    count = 4 if dtype == "float32" else 2
+    for n in shape:
+        count *= n
+    return count

@@ -1,0 +1,107 @@
+"""What a checkpoint is, without loading it: format, family, size, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlctl.checkpoints import huggingface, megatron
+from rlctl.checkpoints.safetensors import SafetensorsDirectory
+from rlctl.errors import InputError
+from rlctl.models.registry import facts_from_hf_config, family_of_config
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Inspection:
+    """The answer of `rlctl convert inspect`."""
+
+    path: str
+    format: str
+    family: str | None = None
+    parameters: int = 0
+    """Elements of the model's weights."""
+    dtype: str | None = None
+    bytes: int = 0
+    """Of the model's weights; an optimizer beside them is not counted."""
+    iteration: int | None = None
+    parallelism_agnostic: bool = False
+    """Loads under any parallel sizes."""
+    optimizer: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(path: Path) -> Inspection:
+    """Look at a Hugging Face directory, a Megatron checkpoint, or a run.
+
+    Raises:
+        InputError: there is nothing at `path`, or it is no checkpoint of a known format.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist.")
+    found = megatron.find(path) if path.is_dir() else None
+    if found is not None:
+        return _inspect_megatron(path, found)
+    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return _inspect_huggingface(path)
+    hint = "Known: a Hugging Face directory, a Megatron torch_dist checkpoint, a run of rlctl."
+    raise InputError(f"{path} is no checkpoint of a known format.", hint)
+
+
+def _inspect_huggingface(path: Path) -> Inspection:
+    result = Inspection(str(path), "huggingface", parallelism_agnostic=True)
+    files = _noting(result, lambda: SafetensorsDirectory.open(path))
+    if files is not None:
+        weights = [tensor for name, tensor in files.tensors.items() if not name.endswith(huggingface.SCALE)]
+        result.parameters = sum(prod(tensor.shape) for tensor in weights)
+        result.bytes, result.dtype = files.bytes, next(iter(files.dtypes), None)
+    config = _noting(result, lambda: huggingface.read_config(path))
+    if config is not None:
+        family = _noting(result, lambda: family_of_config(config))
+        result.family = family.name if family else None
+        if family and files is not None:
+            _noting(result, lambda: huggingface.open_model(path))
+    return result
+
+
+def _inspect_megatron(path: Path, found: megatron.MegatronDirectory) -> Inspection:
+    from rlctl.checkpoints.torch_dist import TorchDistReader
+
+    result = Inspection(str(path), "megatron torch_dist", iteration=found.iteration, parallelism_agnostic=True)
+    reader = _noting(result, lambda: TorchDistReader.open(found.shards))
+    if reader is None:
+        return result
+    model = {key: spec for key, spec in reader.shapes.items() if key.startswith(megatron.MODEL_PREFIXES)}
+    result.parameters = sum(spec.size for spec in model.values())
+    result.bytes = sum(spec.bytes for spec in model.values())
+    result.dtype = max((s.dtype for s in model.values()), key=[s.dtype for s in model.values()].count, default=None)
+    result.optimizer = any(key.startswith(("optimizer.", "chained_")) for key in reader.shapes)
+    companions = found.huggingface()
+    if companions is None:
+        result.problems.append("no config.json beside it: `megatron-to-hf` needs --config-from")
+        return result
+    facts = _noting(result, lambda: facts_from_hf_config(huggingface.read_config(companions)))
+    if facts is not None:
+        result.family = facts.family
+        opened = _noting(result, lambda: megatron.open_model(found, facts))
+        if opened is not None:  # without padding rows and second spellings of norms
+            from rlctl.models.registry import weights_of
+
+            result.parameters = weights_of(facts).parameters
+    return result
+
+
+def _noting(result: Inspection, make: Callable[[], _T]) -> _T | None:
+    """What `make` returns; what it refuses becomes a problem of the inspection."""
+    try:
+        return make()
+    except InputError as error:
+        result.problems.append(error.message)
+        return None

@@ -1,0 +1,118 @@
+"""Running a plan from files to files: a destination block at a time, fingerprinted, read back and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from rlctl.checkpoints.fingerprints import combine, fingerprint
+from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
+from rlctl.errors import VerificationError
+from rlctl.weights.layout import Shape
+from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes done, bytes in all)."""
+
+
+class Source(Protocol):
+    """Where params are read from."""
+
+    def read(self, param: str) -> torch.Tensor:
+        """The param, contiguous; not to be written to."""
+        ...
+
+    def drop(self, param: str) -> None:
+        """The param will not be read again soon."""
+        ...
+
+
+@dataclass
+class Streamed:
+    """What a pass over a plan found."""
+
+    bytes: int = 0
+    fingerprints: dict[str, int] = field(default_factory=dict)
+    """Tensor -> fingerprint in the dtype of the destination."""
+    nans: list[str] = field(default_factory=list)
+    """Tensors with values that are not numbers."""
+
+
+def stream(
+    plan: TransferPlan,
+    shapes: Mapping[str, Shape],
+    source: Source,
+    order: Iterable[str],
+    write: Callable[[str, torch.Tensor], None],
+    progress: Progress,
+    check: bool,
+) -> Streamed:
+    """Make every destination param in `order` and hand it to `write`. Memory holds one of them and what it is made of.
+
+    `shapes` are those of the tensors; `check` computes fingerprints and looks for NaNs.
+    """
+    by_param: dict[str, list[Copy]] = {name: [] for name in plan.layout.params}
+    for copy in plan.copies:
+        by_param[copy.destination_param].append(copy)
+    result, total = Streamed(), plan.layout.bytes
+    seen_nan: dict[str, bool] = {}
+    for name in order:
+        spec = plan.layout.params[name]
+        values = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+        fill([f for f in plan.fills if f.param == name], {name: values}, plan.layout.params)
+        for copy in by_param[name]:
+            target = strided(values, copy.destination_view)
+            target.copy_(transformed(strided(source.read(copy.source_param), copy.source_view), copy, source.read))
+            source.drop(copy.source_param)
+            if check and copy.primary:
+                _add(result.fingerprints, copy, target, shapes)
+                if target.is_floating_point() and bool(torch.isnan(target).any()):
+                    seen_nan[copy.tensor] = True
+        write(name, values)
+        result.bytes += spec.bytes
+        progress("convert", result.bytes, total)
+    result.nans = sorted(seen_nan)
+    return result
+
+
+def read_back(plan: TransferPlan, shapes: Mapping[str, Shape], written: Source, progress: Progress) -> dict[str, int]:
+    """Fingerprints of the tensors as they lie in the destination's files."""
+    found: dict[str, int] = {}
+    done, total = 0, plan.layout.bytes
+    last = {copy.destination_param: i for i, copy in enumerate(plan.copies)}
+    for i, copy in enumerate(plan.copies):
+        if copy.primary:
+            _add(found, copy, strided(written.read(copy.destination_param), copy.destination_view), shapes)
+        if last[copy.destination_param] == i:
+            written.drop(copy.destination_param)
+            done += plan.layout.params[copy.destination_param].bytes
+            progress("verify", done, total)
+    return found
+
+
+def compare(expected: Mapping[str, int], found: Mapping[str, int]) -> int:
+    """Number of tensors that agree; VerificationError names those that do not."""
+    wrong = [name for name, value in expected.items() if found.get(name) != value]
+    if wrong or len(found) != len(expected):
+        shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+        raise VerificationError(
+            f"{len(wrong)} of {len(expected)} tensors differ between source and destination: {shown}.",
+            "The destination was removed. Check the disk, and run the conversion again.",
+        )
+    return len(expected)
+
+
+def _add(into: dict[str, int], copy: Copy, values: torch.Tensor, shapes: Mapping[str, Shape]) -> None:
+    starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
+    into[copy.tensor] = combine([into.get(copy.tensor, 0), fingerprint(values, shapes[copy.tensor], starts, steps)])
+
+
+def plan_between(source: World, destination: World) -> TransferPlan:
+    """The proven plan of a conversion: every element of the destination is written exactly once."""
+    return receive_plan(source, destination, 0).prove()
+
+
+__all__ = ["Progress", "Source", "Streamed", "compare", "plan_between", "read_back", "stream"]

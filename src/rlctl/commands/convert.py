@@ -1,0 +1,184 @@
+"""`rlctl convert`: checkpoints between Hugging Face and Megatron, and what a checkpoint is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlctl.checkpoints.convert import Options, Report
+
+app = command_app()
+
+Dtype: TypeAlias = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option("--dtype", help="Precision of the result; as the source where it is not given."),
+]
+Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an existing destination.")]
+NoVerify: TypeAlias = Annotated[
+    bool, typer.Option("--no-verify", help="Do not read the result back and compare it with the source.")
+]
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@app.callback(epilog=examples("rlctl convert hf-to-megatron meta-llama/Llama-3.1-8B ./ckpt"))
+def convert() -> None:
+    """Convert checkpoints between Hugging Face and Megatron."""
+
+
+@app.command(
+    "hf-to-megatron",
+    epilog=examples(
+        "rlctl convert hf-to-megatron meta-llama/Llama-3.1-8B ./ckpt",
+        "rlctl convert hf-to-megatron ./my-model ./ckpt --dtype bfloat16 --json",
+    ),
+)
+def hf_to_megatron(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory or hub name.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    dtype: Dtype = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Also fetch the Python code of a hub model; it is not run.")
+    ] = False,
+    no_verify: NoVerify = False,
+    force: Force = False,
+    json_: options.Json = False,
+) -> None:
+    """Write a Megatron checkpoint (torch_dist) that loads at any TP, PP and EP, with tokenizer and config beside it.
+
+    Every tensor is read back and compared with the source unless --no-verify is given.
+    """
+    from rlctl.checkpoints import convert as conversion
+    from rlctl.checkpoints.source import resolve_model
+
+    found = resolve_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
+    if found.note:
+        message(found.note)
+    with progress(not json_) as show:
+        settings = _settings(dtype, no_verify, force, show)
+        report = conversion.hf_to_megatron(found.directory, destination, settings)
+    _print(report, json_)
+
+
+@app.command(
+    "megatron-to-hf",
+    epilog=examples(
+        "rlctl convert megatron-to-hf ./ckpt ./my-model",
+        "rlctl convert megatron-to-hf runs/my-run ./my-model --shard-size 2GB",
+        "rlctl convert megatron-to-hf ./megatron-lm-ckpt ./my-model --config-from meta-llama/Llama-3.1-8B",
+    ),
+)
+def megatron_to_hf(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint, or a run of rlctl.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    config_from: Annotated[
+        str | None,
+        typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from."),
+    ] = None,
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Largest file.")] = "5GB",
+    dtype: Dtype = None,
+    no_verify: NoVerify = False,
+    force: Force = False,
+    json_: options.Json = False,
+) -> None:
+    """Write a Hugging Face directory from a Megatron checkpoint: safetensors, config, tokenizer, chat template.
+
+    Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
+    """
+    from rlctl.checkpoints import convert as conversion
+    from rlctl.checkpoints.source import resolve_model
+
+    companions = resolve_model(config_from, weights=False, tell=message).directory if config_from else None
+    size = parse_size(shard_size)
+    with progress(not json_) as show:
+        settings = _settings(dtype, no_verify, force, show, size)
+        report = conversion.megatron_to_hf(source, destination, companions, settings)
+    _print(report, json_)
+
+
+@app.command("inspect", epilog=examples("rlctl convert inspect ./ckpt", "rlctl convert inspect ./my-model --json"))
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint, model directory or run.")],
+    json_: options.Json = False,
+) -> None:
+    """Say what a checkpoint is, and what is missing or wrong."""
+    from rlctl.checkpoints.inspect import inspect as look
+
+    found = look(path)
+    if json_:
+        print_json(found.to_json())
+        return
+    agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "bound to its parallel sizes"
+    typer.echo(f"format      {found.format} ({agnostic})")
+    typer.echo(f"family      {found.family or 'unknown'}")
+    typer.echo(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
+    typer.echo(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
+    typer.echo(f"optimizer   {'present' if found.optimizer else 'none'}")
+    for problem in found.problems:
+        typer.echo(f"problem     {problem}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `500MiB` or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    size = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+    if size <= 0:
+        raise InputError(f"--shard-size {text}: expected a size such as 5GB or 500MB.")
+    return size
+
+
+def _settings(dtype: str | None, no_verify: bool, force: bool, show: Show, shard_bytes: int = 5 * 10**9) -> Options:
+    from rlctl.checkpoints.convert import Options
+
+    return Options(dtype, not no_verify, force, shard_bytes, show, message)
+
+
+def _print(report: Report, json_: bool) -> None:
+    if report.nans:
+        named = ", ".join(report.nans[:8])
+        message(f"{len(report.nans)} tensors hold NaNs, which were kept: {named}")
+    if json_:
+        from dataclasses import asdict
+
+        print_json(asdict(report))
+        return
+    checked = "every tensor read back and equal" if report.verified else "not verified"
+    typer.echo(
+        f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
+        f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"
+    )
+
+
+Show: TypeAlias = Callable[[str, int, int], None]
+
+
+@contextmanager
+def progress(wanted: bool) -> Iterator[Show]:
+    """A bar with bytes and time left on a terminal; nothing in a log or with --json."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        tasks = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield show
