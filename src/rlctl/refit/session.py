@@ -68,9 +68,7 @@ class RefitSession:
     ) -> None:
         """`shapes` are those of the published tensors; by default what the model's family says."""
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
-        self.setup = SourceSetup(
-            facts, parallel, dtype, table_of(shapes or _published_shapes(facts), dtype), None
-        )
+        self.setup = SourceSetup(facts, parallel, dtype, table_of(shapes or _published_shapes(facts), dtype), None)
         self.refits = 0
         self.last_comparison: Comparison | None = None
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlctl.checkpoints.fingerprints import combine, fingerprint
 from rlctl.backends.vllm.segment import Segment, SegmentAddress
+from rlctl.checkpoints.fingerprints import combine, fingerprint
+from rlctl.checkpoints.tensors import strided, transformed
 from rlctl.errors import WorkerError
 from rlctl.refit.records import SourceSetup, TableRow, staging_world
-from rlctl.weights.layout import View
 from rlctl.weights.plan import Copy, World, send_plan
-from rlctl.weights.transforms import Add, Cast
 
 
 @dataclass(frozen=True)
@@ -30,21 +29,6 @@ class Packed:
     seconds: float
     bytes: int
     copies: int
-
-
-def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
-    """A plan's view of contiguous memory."""
-    return torch.as_strided(memory, view.shape, view.strides, memory.storage_offset() + view.offset)
-
-
-def transformed(values: torch.Tensor, copy: Copy) -> torch.Tensor:
-    """`values` after the copy's transforms; a change of dtype is left to the copy into the destination."""
-    for transform in copy.transforms:
-        if isinstance(transform, Add):
-            values = values + transform.value
-        elif not isinstance(transform, Cast):
-            raise WorkerError(f"{copy.tensor}: a refit cannot apply `{transform.name}`.")
-    return values
 
 
 @dataclass

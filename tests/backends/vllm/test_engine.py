@@ -123,7 +123,7 @@ def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]
     }
 
 
-@pytest.mark.parametrize("receive", ["loader"])
+@pytest.mark.parametrize("receive", ["loader", "direct"])
 @pytest.mark.parametrize("which", ["engine", "tied_engine"])
 def test_refit_replaces_every_tensor(which: str, receive: str, request: pytest.FixtureRequest) -> None:
     engine: HostedEngine = request.getfixturevalue(which)
@@ -138,8 +138,21 @@ def test_refit_replaces_every_tensor(which: str, receive: str, request: pytest.F
         policy.refit(engine, version, receive)
         assert readings_differ(engine, policy) == set()
         assert engine.call("weight_version") == version
+        assert engine.call("received")[0].path == receive
         # The same prompts again: what the prefix cache kept of the old weights would show.
         assert largest_logprob_error(generate(engine, sampling), policy, sampling) < TOLERANCE
+
+
+def test_paths_may_alternate(engine: HostedEngine) -> None:
+    """Also after a reload that was begun and given up."""
+    policy = WholeTensorPolicy(engine.model)
+    for version, receive in enumerate(("direct", "loader", "direct", "loader"), 1):
+        policy.perturb(version)
+        policy.open(engine, "loader")
+        engine.call("refit_begin", 99)
+        engine.call("refit_receive", {"first": 0, "last": 5})
+        policy.refit(engine, version, receive)
+        assert readings_differ(engine, policy) == set()
 
 
 def test_interrupted_refit_refuses_to_generate_until_a_full_one(

@@ -17,6 +17,7 @@ Device = Literal["cpu", "cuda"]
 
 WORKER_EXTENSION = "rlctl.backends.vllm.transfer.RlctlWorkerExtension"
 TRANSFER_BACKEND = "rlctl"
+PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
 
 # vLLM's CPU attention takes multiples of 32; the smallest lets the samples of a prompt share more of its prefill
 # (the default of 128 shares nothing of a prompt shorter than that).
@@ -52,8 +53,11 @@ def engine_spec(
     tp: int | None = None,
     threads: int | None = None,
     colocated: bool = True,
+    plain_parameters: bool = False,
 ) -> EngineSpec:
     """The engine that `config` asks for; keyword arguments stand in for what the planner decided.
+
+    `plain_parameters` keeps a CPU's matrices as published instead of repacked: refits are faster, decoding is slower.
 
     Raises ConfigError for a combination that vLLM cannot run.
     """
@@ -81,7 +85,7 @@ def engine_spec(
     }
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
-    return EngineSpec(device, arguments, threads, engine_env(device, threads, tp=tp))
+    return EngineSpec(device, arguments, threads, engine_env(device, threads, tp=tp, plain_parameters=plain_parameters))
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:
@@ -130,7 +134,9 @@ def default_cache_bytes(facts: ModelFacts, length: int, concurrent: int, dtype: 
     return max(min(concurrent * a_sequence, CPU_MAX_CACHE_BYTES), 2 * a_sequence, 16 << 20)
 
 
-def engine_env(device: Device, threads: int | None = None, *, tp: int = 1) -> dict[str, str]:
+def engine_env(
+    device: Device, threads: int | None = None, *, tp: int = 1, plain_parameters: bool = False
+) -> dict[str, str]:
     """Environment variables that vLLM reads at import, for the process that will hold the engine."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -147,6 +153,8 @@ def engine_env(device: Device, threads: int | None = None, *, tp: int = 1) -> di
             # The sampler is compiled at the first request otherwise: half a minute for nothing on small models.
             "TORCHDYNAMO_DISABLE": "1",
         }
+    if plain_parameters and device == "cpu":
+        env[PLAIN_PARAMETERS] = "1"
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(max(1, threads // tp) if device == "cpu" else threads)
     return env

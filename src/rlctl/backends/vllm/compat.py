@@ -60,6 +60,13 @@ def register_transfer_engine(name: str, engine: type) -> None:
         Factory.register_engine(name, engine)
 
 
+def keep_parameters_plain() -> None:
+    """Make this process's CPU layers compute with parameters as published; to be called before the model is loaded."""
+    import vllm._custom_ops as ops
+
+    ops._supports_onednn = False
+
+
 def set_weight_version(llm_engine: Any, version: str) -> None:
     """Tell vLLM's own record of the weight version, in versions that keep one."""
     if hasattr(llm_engine, "set_weight_version"):

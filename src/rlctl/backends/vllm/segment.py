@@ -61,7 +61,8 @@ class Segment:
         try:
             if create:
                 _reserve(fd, address)
-            self._map = mmap.mmap(fd, address.bytes)
+            # Page tables are filled here, once, and not in the first refit.
+            self._map = mmap.mmap(fd, address.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         finally:
             os.close(fd)
         import torch

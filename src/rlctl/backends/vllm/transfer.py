@@ -5,6 +5,7 @@ vLLM imports this module in each worker (`worker_extension_cls`), which register
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rlctl.backends.vllm import compat, live
-from rlctl.backends.vllm.args import TRANSFER_BACKEND
+from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
+from rlctl.backends.vllm.direct import DirectWriter
 from rlctl.backends.vllm.reload import ReloadFixes
 from rlctl.backends.vllm.segment import Segment, SegmentAddress
-from rlctl.errors import VerificationError
+from rlctl.errors import ConfigError, VerificationError, WorkerError
 
 Receive = Literal["loader", "direct", "auto"]
 TensorRow = tuple[str, str, tuple[int, ...], int]
@@ -70,13 +72,23 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.info = init_info
         if init_info.address is not None:
             self.segment = Segment(init_info.address)
-        self.received = Received()
+        self.rows = {row[0]: row for row in init_info.table}
+        self.writer: DirectWriter | None = None
+        self.reason = "asked for" if init_info.receive == "loader" else None
+        if init_info.receive != "loader":
+            compat.abandon_layerwise_reload(self.model)  # parameters of an interrupted reload are not in place
+            writer = DirectWriter(self.model, set(self.rows))
+            self.writer, self.reason = (writer, None) if writer.reason is None else (None, writer.reason)
+        if init_info.receive == "direct" and self.writer is None:
+            raise ConfigError(f"--receive direct: {self.reason}.", "Use --receive auto or loader.")
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         compat.abandon_layerwise_reload(self.model)
-        self.received = Received()
+        self.received = self._new_record()
+        if self.writer is not None:
+            return
         self.fixes = ReloadFixes(self.model)
         self.fixes.before()
         initialize_layerwise_reload(self.model)
@@ -90,7 +102,13 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         begun = time.perf_counter()
         rows = self.info.table[update_info.first : update_info.last]
-        self.model.load_weights(self._tensors(rows))
+        if self.writer is None:
+            self.model.load_weights(self._tensors(rows))
+        elif len(rows) != len(self.info.table):
+            raise WorkerError("The direct path takes all tensors at once.")
+        else:
+            held = dict(self._tensors(rows))
+            self.writer.write(held.__getitem__)
         self.received.seconds += time.perf_counter() - begun
 
     def _tensors(self, rows: tuple[TensorRow, ...]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,9 +122,23 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         begun = time.perf_counter()
+        if self.writer is not None:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         self.fixes.after()
         self.received.seconds += time.perf_counter() - begun
+
+    def _new_record(self) -> Received:
+        if self.writer is None:
+            return Received(path="loader", reasons={"loader": self.reason or ""})
+        packed = sum(site.packed for site in self.writer.sites)
+        plain = len(self.writer.sites) - packed
+        return Received(
+            path="direct",
+            reasons={
+                "direct": f"{plain} parameters are stored plainly and overwritten, {packed} are packed again in place"
+            },
+        )
 
     def shutdown(self) -> None:
         segment: Segment | None = getattr(self, "segment", None)
@@ -116,6 +148,8 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
+if os.environ.get(PLAIN_PARAMETERS) == "1":
+    compat.keep_parameters_plain()
 
 
 class RlctlWorkerExtension:
