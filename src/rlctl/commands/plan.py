@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
-from rlctl.errors import InputError
+from rlctl.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
@@ -89,7 +90,12 @@ def plan(
         plans = [planned(resolved_with(*side(text)), top)[0] for text in compare]
         show_comparison(plans[0], plans[1], compare, json_)
         return
-    made, name = planned(resolved_with([]), top)
+    try:
+        made, name = planned(resolved_with([]), top)
+    except NoPlanError as error:
+        if json_:
+            print_json(no_plan_json(error))
+        raise
     show(made, name, explain, top, json_)
 
 
@@ -133,7 +139,7 @@ def planned(resolved: Resolved, top: int) -> tuple[Plan, str]:
 
         if not local_gpus():
             message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
-    return made, name
+    return replace(made, blocked=resolved.unsupported), name
 
 
 def model_facts(name: str, resolved: Resolved) -> ModelFacts:
@@ -163,6 +169,12 @@ def model_facts(name: str, resolved: Resolved) -> ModelFacts:
             f"--model {name}: no config.json in {directory}.", "Give a Hugging Face directory or a hub name."
         )
     return facts_from_hf_config(json.loads(path.read_text()))
+
+
+def no_plan_json(error: NoPlanError) -> dict[str, Any]:
+    """What --json prints where nothing fits."""
+    detail = {"kind": "NoPlanError", "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+    return {"fits": False, "runnable": False, "not_runnable_because": [error.message], "error": detail}
 
 
 def show(made: Plan, name: str, explain: bool, top: int, json_: bool) -> None:

@@ -103,11 +103,11 @@ DEVICES: dict[str, Device] = {
 def cpu_device(cores: int, memory: float, flops: float | None = None, bandwidth: float | None = None) -> Device:
     """One node's processors as a device.
 
-    Rates are for all cores: 45 GFLOP/s a core in float32 (AVX2 with FMA at about 3 GHz reaches 96 in theory) and 10
+    Rates are for all cores: 80 GFLOP/s a core in float32 (AVX2 with FMA at about 3 GHz reaches 96 in theory) and 10
     GB/s a core up to what two memory channels give, unless measured.
     """
     return Device(
-        "cpu", memory, flops or cores * 45e9, flops or cores * 45e9, bandwidth or min(10 * cores, 80) * GB,
+        "cpu", memory, flops or cores * 80e9, flops or cores * 80e9, bandwidth or min(10 * cores, 80) * GB,
         link=3 * GB, link_domain=1, network=1.2 * GB, host_link=8 * GB, gpus_per_node=0, host_memory=memory,
         cores=cores,
         source="default for an AVX2 processor; `rlctl doctor --calibrate` measures it",

@@ -13,8 +13,8 @@ from rlctl.planner.memory import PhaseMemory
 from rlctl.planner.parameters import count, kv_bytes_per_token
 from rlctl.planner.workload import Workload
 
-CPU_DECODE_EFFICIENCY = 0.27
-"""Share of the processor's matmul rate that vLLM's decode reaches (measured with 135M parameters on two AVX2 cores)."""
+CPU_DECODE_EFFICIENCY = 0.35
+"""Share of the processor's matmul rate that vLLM's decode reaches (135M parameters on two AVX2 cores)."""
 CPU_ENGINE_BYTES = 0.7 * GIB
 """An engine's buffers beside weights and KV cache on a CPU."""
 

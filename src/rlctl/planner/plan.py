@@ -64,6 +64,8 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
     pins: Mapping[str, Any] = field(default_factory=dict)
+    blocked: tuple[str, ...] = ()
+    """What else keeps it from running: keys of an imported recipe."""
 
     @property
     def total_s(self) -> float:
@@ -79,7 +81,8 @@ class Plan:
     def not_runnable_because(self) -> list[str]:
         """What of the plan rlctl cannot run yet, each naming its key."""
         family = family_problem(self.facts.family)
-        return ([family] if family else []) + not_runnable(self.training, self.generation, self.colocated, self.backend)
+        layout = not_runnable(self.training, self.generation, self.colocated, self.backend)
+        return [*([family] if family else []), *self.blocked, *layout]
 
     @property
     def runnable(self) -> bool:

@@ -18,8 +18,8 @@ from rlctl.planner.parameters import score_width
 from rlctl.planner.stages import Stage, layer_sizes, rank_parameters, stages
 from rlctl.planner.workload import Workload
 
-CPU_MATMUL_EFFICIENCY = 0.75
-"""Of the processor's matmul rate, inside a training step with packed rows (measured: about 120 of 178 GFLOP/s)."""
+CPU_MATMUL_EFFICIENCY = 0.65
+"""Of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2 cores)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,122 @@
+"""`rlctl plan` as a user runs it: exit codes, pins, comparison, JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl import cli
+from rlctl.commands.output import JsonMode
+
+NODE = ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--gpus-per-node", "8", "--max-length", "4096"]
+
+
+def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    JsonMode.wanted = JsonMode.printed = False
+    code = cli.run(list(arguments))
+    captured = capsys.readouterr()
+    JsonMode.wanted = JsonMode.printed = False
+    return code, captured.out, captured.err
+
+
+def test_a_plan_is_printed_with_memory_seconds_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE)
+    assert code == 0
+    for word in ("memory, GiB a GPU", "seconds a step", "why", "not chosen", "training.dp="):
+        assert word in out
+
+
+def test_json_is_one_object_with_pins_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--json", "--set", "training.tp=4", "--set", "generation.tp=2", "--top", "2")
+    assert code == 0
+    data = json.loads(out)
+    assert (data["training"]["tp"], data["generation"]["tp"]) == (4, 2)
+    assert len(data["alternatives"]) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--set", "training.tp=3"], 2, "32 attention heads"),
+        (["--gpus-per-node", "1", "--set", "training.optimizer_offload=false"], 4, "No plan fits"),
+        (["--gpu", "h10"], 2, "h100"),
+        (["--model", "meta-llama/Llama-3.1-9B"], 2, "Llama-3.1-8B"),
+        (["--set", "training.tpp=3"], 2, "training.tp"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    given, out, err = rlctl(capsys, *NODE, *arguments)
+    assert given == code
+    assert said in err
+    assert not out
+
+
+def test_no_plan_is_an_object_too(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--gpus-per-node", "1", "--set", "training.optimizer_offload=false", "--json"]
+    code, out, _ = rlctl(capsys, *NODE, *arguments)
+    assert code == 4
+    data = json.loads(out)
+    assert data["error"]["exit_code"] == 4
+    assert data["fits"] is False
+
+
+def test_two_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--compare", "training.tp=1", "training.tp=4,generation.tp=4")
+    assert code == 0
+    assert any(line.startswith("* training.tp") for line in out.splitlines())
+
+
+def test_explain_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--explain")
+    assert code == 0
+    assert "8.030B parameters" in out
+
+
+@pytest.mark.parametrize("preset", ["laptop", "1gpu", "1node", "2nodes", "8nodes", "long-context", "moe-large"])
+def test_every_preset_has_a_plan_for_a_model_of_its_size(capsys: pytest.CaptureFixture[str], preset: str) -> None:
+    models = {"1gpu": "Qwen/Qwen3-0.6B", "1node": "meta-llama/Llama-3.1-8B", "2nodes": "Qwen/Qwen3-32B"}
+    models |= {"8nodes": "Qwen/Qwen2.5-72B", "long-context": "Qwen/Qwen3-14B", "moe-large": "Qwen/Qwen3-235B-A22B"}
+    model = ["--model", models[preset], "--gpu", "h100"] if preset in models else []
+    code, out, err = rlctl(capsys, "plan", "--preset", preset, *model, "--json")
+    assert code == 0, err
+    assert json.loads(out)["fits"]
+
+
+def test_a_nemo_rl_recipe_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    code, out, err = rlctl(capsys, "plan", "--config", str(recipe), "--gpu", "h100", "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert (data["training"]["tp"], data["training"]["dp"], data["training"]["recompute"]) == (2, 4, "full")
+
+
+def test_a_recipe_that_cannot_run_says_so_in_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "base.yaml"
+    code, out, err = rlctl(capsys, "plan", "--config", str(recipe), "--gpu", "h100", "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert not data["runnable"]
+    assert any("dtensor_cfg" in why for why in data["not_runnable_because"])
+
+
+def test_a_recipe_is_imported_as_yaml_that_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    code, out, err = rlctl(capsys, "config", "import", str(recipe))
+    assert code == 0
+    assert "average_in_collective" in err
+    path = tmp_path / "mine.yaml"
+    path.write_text(out)
+    code, out, _ = rlctl(capsys, "config", "show", "--config", str(path), "--json")
+    assert code == 0
+    assert json.loads(out)["training"]["tp"] == 2
+
+
+def test_a_run_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = rlctl(capsys, "plan", "--run", str(tmp_path))
+    assert code == 2
+    assert "manifest.json" in err
