@@ -215,7 +215,9 @@ class _RejectionLog:
         return note
 
     def listed(self) -> list[Rejected]:
-        return [Rejected(plan, why) for plan, why in sorted(self.lines.items(), key=lambda item: len(item[0]))]
+        # What missed by memory tells more than what no rule allows.
+        lines = sorted(self.lines.items(), key=lambda item: ("GiB" not in item[1], len(item[0])))
+        return [Rejected(plan, why) for plan, why in lines]
 
 
 KEEP = 6

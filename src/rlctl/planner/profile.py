@@ -41,12 +41,12 @@ class MachineProfile:
 
 
 def profile_path(environment: Mapping[str, str] | None = None) -> Path:
-    """Where this machine's profile is: `RLCTL_MACHINE_PROFILE`, or a file named after the host in the user's cache."""
+    """Where this machine's profile is: `RLCTL_MACHINE_PROFILE`, or a file named after the host in rlctl's cache."""
     environment = os.environ if environment is None else environment
     if environment.get("RLCTL_MACHINE_PROFILE"):
         return Path(environment["RLCTL_MACHINE_PROFILE"]).expanduser()
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "rlctl" / f"machine-{platform.node() or 'local'}.json"
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlctl"
+    return Path(environment.get("RLCTL_CACHE_DIR") or cache).expanduser() / f"machine-{platform.node() or 'local'}.json"
 
 
 def save_profile(profile: MachineProfile, path: Path) -> None:

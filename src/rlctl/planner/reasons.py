@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rlctl.planner.cluster import GIB
 from rlctl.planner.plan import Plan, Reason, Rejected
@@ -30,20 +31,20 @@ def _given(plan: Plan, key: str) -> str | None:
 
 
 def _why_not(rejected: list[Rejected], plan: Plan, size: str) -> str | None:
-    """Why a layout without `size` (`tp`, `pp`) was rejected for memory."""
+    """Why the layout with half of `size` (and twice the data parallelism) does not fit; None: it does."""
+    t = plan.training
+    half = {size: getattr(t, size) // 2, "dp": t.dp * 2 if size in ("tp", "pp", "cp") else t.dp}
+    smaller = replace(t, **half, vpp=1, recompute="none", optimizer_offload=False)
     for other in rejected:
-        differs = (
-            other.plan.startswith("training") and f"{size.upper()}{getattr(plan.training, size)}" not in other.plan
-        )
-        if differs and "GiB" in other.why:
-            return f"{other.plan.removeprefix('training ')} does not fit: {other.why}"
+        if other.plan.startswith(f"training {smaller.name()}") and "GiB" in other.why:
+            return f"{smaller.name()} does not fit: {other.why}"
     return None
 
 
 def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
     t = plan.training
     fastest = (
-        "fastest of the layouts that fit"
+        "fastest of the layouts that fit" + (" and that `train` can run" if plan.runnable else "")
         if request.workload.goal == "fast"
         else f"best of those that fit for --goal {request.workload.goal}"
     )
@@ -51,6 +52,8 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
         value = getattr(t, key)
         if value == 1:
             rule = "more would only add communication: everything fits without"
+        elif key == "vpp":
+            rule = "shortens the pipeline bubble"
         else:
             rule = _why_not(rejected, plan, key) or fastest
         yield Reason(f"training.{key}={value}", _given(plan, f"training.{key}") or rule)
@@ -64,7 +67,8 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
         f"training.micro_batch_tokens={t.micro_batch_tokens}",
         _given(plan, "training.micro_batch_tokens")
         or (
-            f"a row holds the longest rollout ({request.workload.max_length} tokens); {plan.micro_batches} "
+            f"rows hold the longest rollout ({request.workload.max_length} tokens), or more where that is faster; "
+            f"{plan.micro_batches} "
             f"micro-batches an optimizer step"
         ),
     )
