@@ -1,0 +1,103 @@
+"""Puts a plan together from chosen layouts: its memory, seconds and what else follows from them."""
+
+from __future__ import annotations
+
+from rlctl.planner import memory as mem
+from rlctl.planner import search
+from rlctl.planner import time as timing
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.cluster import GIB
+from rlctl.planner.generation import generation_memory, generation_time
+from rlctl.planner.result import Plan
+from rlctl.planner.search import Request
+from rlctl.telemetry.phases import Phase
+
+
+def assemble(
+    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+) -> Plan:
+    facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
+    choice = training.choice
+    number, _ = timing.micro_batches(choice, workload, constants)
+    return Plan(
+        facts=facts, cluster=cluster, workload=workload, backend=_backend(request), training=choice,
+        generation=generation, colocated=colocated, micro_batches=number,
+        memory=_memory(request, training, generation, colocated),
+        host_memory=_host_memory(request, training, generation, colocated),
+        seconds=_seconds(request, training, generation, colocated),
+        mfu=_mfu(request, training), mover=_mover(request, colocated), pins=request.pins,
+    )  # fmt: skip
+
+
+def _backend(request: Request) -> str:
+    backend = request.pin("training.backend", "auto")
+    return "megatron" if backend == "auto" else backend
+
+
+def _mover(request: Request, colocated: bool) -> str:
+    if request.cluster.is_cpu:
+        return "shared-memory"
+    return "cuda-ipc" if colocated else "nccl"
+
+
+def _memory(
+    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+) -> dict[str, mem.PhaseMemory]:
+    facts, cluster, constants = request.facts, request.cluster, request.constants
+    asleep = search.asleep_bytes(request, colocated)
+    phases = {"training": training.peak}
+    if generation is None:
+        return phases
+    phases["logprobs"] = mem.logprobs_memory(facts, training.choice, cluster, asleep, constants)
+    weights = search.weight_bytes(facts, generation)
+    phases["refit"] = mem.refit_memory(facts, training.choice, cluster, weights, constants)
+    policy = policy_asleep(request, training.choice) if colocated else 0.0
+    phases["generation"] = generation_memory(facts, generation, cluster, policy, constants)
+    return phases
+
+
+def _host_memory(
+    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+) -> float:
+    if not request.cluster.is_cpu:
+        weights = search.weight_bytes(request.facts, generation) if generation else 0.0
+        return mem.host_memory(
+            request.facts, training.choice, request.cluster, colocated and generation is not None, weights
+        )
+    ranks = max(1, training.choice.world_size // request.cluster.nodes)
+    engine = 0.0
+    if generation is not None:
+        per_node = max(1, generation.engines // request.cluster.nodes) * generation.tp
+        engine = per_node * generation_memory(request.facts, generation, request.cluster, 0.0, request.constants).total
+    return ranks * training.peak.total + engine
+
+
+def _seconds(
+    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+) -> dict[Phase, float]:
+    constants, cluster = request.constants, request.cluster
+    seconds = dict.fromkeys(Phase, 0.0) | {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs}
+    seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
+    if generation is not None:
+        seconds[Phase.GENERATION] = generation_time(
+            request.facts, generation, request.workload, cluster, constants
+        ).total
+        seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s
+        seconds[Phase.REFIT] = timing.refit_time(
+            request.facts, training.choice, cluster, colocated, generation.weight_bytes, generation.tp, constants
+        )
+    return seconds
+
+
+def _mfu(request: Request, training: search.TrainingCandidate) -> float:
+    """Of the training phase, against the peak of the training precision."""
+    flops = timing.model_flops(request.facts, request.workload, request.constants)
+    devices = training.choice.world_size if not request.cluster.is_cpu else request.cluster.nodes
+    return flops / training.seconds / devices / request.cluster.device.flops(request.precision)
+
+
+def policy_asleep(request: Request, choice: TrainingChoice) -> float:
+    """What the offloaded policy's process keeps on the device: context, communicators, allocator."""
+    if request.cluster.is_cpu:
+        return 0.0
+    return mem.runtime_bytes(request.cluster, choice, request.constants) + 0.5 * GIB

@@ -1,0 +1,120 @@
+"""What a plan is: layouts, memory by phase, predicted seconds, and for every value the rule that chose it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.cluster import ClusterFacts
+from rlctl.planner.constants import DEFAULTS
+from rlctl.planner.memory import PhaseMemory
+from rlctl.planner.rules import family_problem, not_runnable
+from rlctl.planner.workload import Workload
+from rlctl.telemetry.phases import Phase
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A chosen value and the rule that chose it."""
+
+    value: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A plan that was not chosen and why."""
+
+    plan: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step runs on a cluster. Bytes and seconds."""
+
+    facts: ModelFacts
+    cluster: ClusterFacts
+    workload: Workload
+    backend: str
+    training: TrainingChoice
+    generation: GenerationChoice | None
+    colocated: bool
+    micro_batches: int
+    """Of one optimizer step on one data-parallel rank."""
+    memory: dict[str, PhaseMemory]
+    """By phase, of one device; on a CPU of one process."""
+    host_memory: float
+    """Of one node."""
+    seconds: dict[Phase, float]
+    mfu: float
+    mover: str
+    reasons: tuple[Reason, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    alternatives: tuple[Plan, ...] = field(default=(), repr=False)
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    blocked: tuple[str, ...] = ()
+    """What else keeps it from running: keys of an imported recipe."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Prompt and completion tokens of a step, by its seconds and devices (nodes, on a CPU)."""
+        devices = self.cluster.gpus or self.cluster.nodes
+        return self.workload.tokens(DEFAULTS.length_sigma) / self.total_s / devices
+
+    @property
+    def not_runnable_because(self) -> list[str]:
+        """What of the plan rlctl cannot run yet, each naming its key."""
+        family = family_problem(self.facts.family)
+        layout = not_runnable(self.training, self.generation, self.colocated, self.backend)
+        return [*([family] if family else []), *self.blocked, *layout]
+
+    @property
+    def runnable(self) -> bool:
+        return not self.not_runnable_because
+
+    def name(self) -> str:
+        parts = [f"training {self.training.name()}"]
+        if self.generation is not None:
+            parts.append(f"generation {self.generation.name()}")
+        return "; ".join(parts) + ("" if self.colocated else "; split")
+
+    def config_values(self) -> dict[str, Any]:
+        """The configuration keys that the plan decides, with their values: what `train` fills in."""
+        training, generation = self.training, self.generation
+        values: dict[str, Any] = {
+            f"training.{key}": getattr(training, key)
+            for key in (
+                "tp",
+                "pp",
+                "vpp",
+                "cp",
+                "ep",
+                "etp",
+                "dp",
+                "sequence_parallel",
+                "micro_batch_tokens",
+                "recompute",
+            )
+        }
+        values |= {"training.backend": self.backend, "training.optimizer_offload": training.optimizer_offload}
+        if training.threads:
+            values["training.threads"] = training.threads
+        if generation is None:
+            return values
+        values |= {f"generation.{key}": getattr(generation, key) for key in ("engines", "tp", "pp", "dp", "ep")}
+        values |= {"generation.colocated": self.colocated, "generation.max_concurrent": generation.max_concurrent}
+        if self.cluster.is_cpu:
+            values["generation.kv_cache_bytes"] = int(generation.kv_cache_bytes)
+            values["generation.threads"] = generation.threads
+        else:
+            values["generation.memory_fraction"] = generation.memory_fraction
+            values["generation.max_batched_tokens"] = generation.max_batched_tokens
+        return values
