@@ -1,4 +1,5 @@
-"""Bin packing: every rollout once, rows within their limit, as many on each rank, prompts counted once where they are shared."""
+"""Bin packing: every rollout once, rows within their limit, as many on each rank, prompts counted once where they are
+shared."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def group_rows(group: int, prompt: int, completions: list[int]) -> list[RolloutR
     return [RolloutRow(group, row, prompt, prompt + n, 0.5, 0.1) for row, n in enumerate(completions)]
 
 
-groups = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=6)), min_size=1, max_size=9)
+groups = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=6)), min_size=1, max_size=9
+)
 
 
 @given(groups, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([1, 4]))

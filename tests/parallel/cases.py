@@ -1,4 +1,5 @@
-"""What runs inside the pool's processes: a policy on the reference's weights and batch, two optimizer steps, its pieces back."""
+"""What runs inside the pool's processes: a policy on the reference's weights and batch, two optimizer steps, its
+pieces back."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel.reference import Optim, advantage, facts, prompt_tokens, token_loss
 from torch import Tensor
 
+from parallel.reference import Optim, advantage, facts, prompt_tokens, token_loss
 from rlctl.backends.base import LossOutput, MinibatchResult, ParallelSpec, PolicySpec, RolloutRow, TokenBatch
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
@@ -25,7 +26,7 @@ class Case:
     """One cell of the parity matrix."""
 
     kind: str = "llama"
-    parallel: ParallelSpec = ParallelSpec()
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
     packing: bool = True
     share_prompts: bool = True
     micro_batch_tokens: int = 64
@@ -60,11 +61,18 @@ def spec_of(case: Case) -> PolicySpec:
     o = Optim()
     optimizer = OptimizerConfig(
         lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, clip_grad=o.clip
-    )  # fmt: skip
+    )
     return PolicySpec(
-        facts(case.kind), case.parallel, optimizer=optimizer, temperature=case.temperature, threads=1,
-        logprob_chunk_tokens=case.chunk, recompute=case.recompute, megatron=case.megatron, ddp=case.ddp,  # type: ignore[arg-type]
-    )  # fmt: skip
+        facts(case.kind),
+        case.parallel,
+        optimizer=optimizer,
+        temperature=case.temperature,
+        threads=1,
+        logprob_chunk_tokens=case.chunk,
+        recompute=case.recompute,
+        megatron=case.megatron,
+        ddp=case.ddp,  # type: ignore[arg-type]
+    )
 
 
 def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
@@ -74,9 +82,14 @@ def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
         for row in range(c.rollouts)
     ]
     return plan_batch(
-        [rows], batch, dp=case.parallel.dp, micro_batch_tokens=case.micro_batch_tokens, packing=case.packing,
-        share_prompts=case.share_prompts, multiple=case.parallel.row_multiple,
-    )  # fmt: skip
+        [rows],
+        batch,
+        dp=case.parallel.dp,
+        micro_batch_tokens=case.micro_batch_tokens,
+        packing=case.packing,
+        share_prompts=case.share_prompts,
+        multiple=case.parallel.row_multiple,
+    )
 
 
 def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> MegatronWorker:
@@ -170,8 +183,18 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
             value = value if what == "live" else value.detach().clone()
             name = global_name(model, name)
             # The second copy of tied embeddings on the last pipeline stage
-            name = name if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings) else "embedding.word_embeddings.weight"
-            yield name, value, rank if split else 0, size if split else 1, param.partition_dim if split and size > 1 else None
+            name = (
+                name
+                if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings)
+                else "embedding.word_embeddings.weight"
+            )
+            yield (
+                name,
+                value,
+                rank if split else 0,
+                size if split else 1,
+                param.partition_dim if split and size > 1 else None,
+            )
 
 
 def global_name(model: Any, name: str) -> str:
@@ -208,7 +231,9 @@ def run_load_hf(rank: int, case: Case, directory: Path) -> list[tuple[str, Tenso
     return list(pieces(worker, "data"))
 
 
-def run_logprobs(rank: int, case: Case, weights: dict[str, Tensor], batches: list[dict[int, RolloutColumns]]) -> list[dict]:
+def run_logprobs(
+    rank: int, case: Case, weights: dict[str, Tensor], batches: list[dict[int, RolloutColumns]]
+) -> list[dict]:
     """Log-probs of each batch under the same weights."""
     worker = make_worker(rank, case, weights)
     found = []
@@ -258,7 +283,8 @@ def run_broken(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
 
 
 def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
-    """Log-probs before training, of the reference after a step, of the policy after it, and whether refit memory stayed put."""
+    """Log-probs before training, of the reference after a step, of the policy after it, and whether refit memory
+    stayed put."""
     worker = make_worker(rank, case, weights)
     worker.hold_reference()
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]

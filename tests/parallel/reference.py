@@ -47,10 +47,19 @@ class Reference:
 def facts(kind: str) -> ModelFacts:
     """The same tiny model as `hf_model(kind)`."""
     family, _, variant = kind.partition("-")
-    common = dict(
-        layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, head_dim=16, intermediate=FFN, vocab=VOCAB,
-        max_length=512, norm_eps=EPS, rope=RopeFacts(theta=10000.0), tied_embeddings=variant == "tied",
-    )  # fmt: skip
+    common = {
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": 16,
+        "intermediate": FFN,
+        "vocab": VOCAB,
+        "max_length": 512,
+        "norm_eps": EPS,
+        "rope": RopeFacts(theta=10000.0),
+        "tied_embeddings": variant == "tied",
+    }
     if family == "qwen2":
         common |= {"qkv_bias": True}
     if family in ("qwen3", "qwen3moe"):
@@ -59,7 +68,14 @@ def facts(kind: str) -> ModelFacts:
         common |= {"moe": MoeFacts(EXPERTS, 2, FFN // 2)}
     if family == "deepseek":
         moe = MoeFacts(
-            EXPERTS, 2, FFN // 2, shared_expert_intermediate=FFN // 2, dense_layers=(0,), score="sigmoid", expert_bias=True, scaling=2.5
+            EXPERTS,
+            2,
+            FFN // 2,
+            shared_expert_intermediate=FFN // 2,
+            dense_layers=(0,),
+            score="sigmoid",
+            expert_bias=True,
+            scaling=2.5,
         )
         common |= {"kv_heads": HEADS, "head_dim": 24, "moe": moe, "mla": MlaFacts(32, 32, 16, 8, 16)}
     return ModelFacts(family, **common)
@@ -71,11 +87,20 @@ def hf_model(kind: str, seed: int = 0) -> Any:
 
     family, _, variant = kind.partition("-")
     torch.manual_seed(seed)
-    base = dict(
-        hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, vocab_size=VOCAB, max_position_embeddings=512, rms_norm_eps=EPS,
-        tie_word_embeddings=variant == "tied", rope_parameters=ROPE, attn_implementation="eager", initializer_range=0.1,
-    )  # fmt: skip
+    base = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": EPS,
+        "tie_word_embeddings": variant == "tied",
+        "rope_parameters": ROPE,
+        "attn_implementation": "eager",
+        "initializer_range": 0.1,
+    }
     if family == "llama":
         model = T.LlamaForCausalLM(T.LlamaConfig(**base))
     elif family == "qwen2":
@@ -83,8 +108,15 @@ def hf_model(kind: str, seed: int = 0) -> Any:
     elif family == "qwen3":
         model = T.Qwen3ForCausalLM(T.Qwen3Config(**base, head_dim=32))
     elif family == "qwen3moe":
-        moe = dict(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=FFN // 2, norm_topk_prob=True)
-        model = T.Qwen3MoeForCausalLM(T.Qwen3MoeConfig(**base, head_dim=32, mlp_only_layers=[], decoder_sparse_step=1, **moe))
+        moe = {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": FFN // 2,
+            "norm_topk_prob": True,
+        }
+        model = T.Qwen3MoeForCausalLM(
+            T.Qwen3MoeConfig(**base, head_dim=32, mlp_only_layers=[], decoder_sparse_step=1, **moe)
+        )
     else:
         model = T.DeepseekV3ForCausalLM(T.DeepseekV3Config(**(base | _deepseek())))
     with torch.no_grad():
@@ -95,12 +127,24 @@ def hf_model(kind: str, seed: int = 0) -> Any:
 
 
 def _deepseek() -> dict[str, Any]:
-    return dict(
-        num_key_value_heads=HEADS, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-        n_routed_experts=EXPERTS, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
-        moe_intermediate_size=FFN // 2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5,
-        rope_interleave=True,
-    )  # fmt: skip
+    return {
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": FFN // 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    }
 
 
 def make_batch(groups: int = 4, generations: int = 3, seed: int = 3) -> dict[int, RolloutColumns]:
@@ -117,7 +161,11 @@ def make_batch(groups: int = 4, generations: int = 3, seed: int = 3) -> dict[int
         offsets = np.cumsum([0, *(len(prompt) + len(c) for c in completions)])
         logprobs = np.where(mask, rng.normal(-5.5, 0.3, len(tokens)), 0)
         batch[group] = RolloutColumns(
-            tokens.astype(np.int32), offsets.astype(np.int32), mask, logprobs.astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+            tokens.astype(np.int32),
+            offsets.astype(np.int32),
+            mask,
+            logprobs.astype(np.float32),
+            np.where(mask, 0, -1).astype(np.int32),
         )
     return batch
 
@@ -150,7 +198,9 @@ def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, te
                 logprobs, entropy = _chosen(model, columns, row, temperature)
                 if step == 0:
                     out.logprobs[group, row], out.entropy[group, row] = logprobs.detach(), entropy.detach()
-                loss = token_loss(logprobs, _engine(columns, row), torch.tensor(advantage(group, row)), torch.tensor(weight))
+                loss = token_loss(
+                    logprobs, _engine(columns, row), torch.tensor(advantage(group, row)), torch.tensor(weight)
+                )
                 loss.backward()
                 total += float(loss)
         if step == 0:
@@ -189,7 +239,9 @@ def megatron_weights(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]
     if not f.tied_embeddings:
         out["output_layer.weight"] = weights["lm_head.weight"]
     for i in range(f.layers):
-        theirs = {n.removeprefix(f"model.layers.{i}."): w for n, w in weights.items() if n.startswith(f"model.layers.{i}.")}
+        theirs = {
+            n.removeprefix(f"model.layers.{i}."): w for n, w in weights.items() if n.startswith(f"model.layers.{i}.")
+        }
         layer = {
             "input_layernorm.weight": theirs["input_layernorm.weight"],
             "pre_mlp_layernorm.weight": theirs["post_attention_layernorm.weight"],
@@ -205,7 +257,10 @@ def _attention(f: ModelFacts, w: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = [w[f"self_attn.{n}_proj.{kind}"] for n in "qkv"]
         return torch.cat([p.reshape(f.kv_heads, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
 
-    out = {"self_attention.linear_qkv.weight": joined("weight"), "self_attention.linear_proj.weight": w["self_attn.o_proj.weight"]}
+    out = {
+        "self_attention.linear_qkv.weight": joined("weight"),
+        "self_attention.linear_proj.weight": w["self_attn.o_proj.weight"],
+    }
     if f.qkv_bias:
         out["self_attention.linear_qkv.bias"] = joined("bias")
     if f.qk_norm:
@@ -215,10 +270,14 @@ def _attention(f: ModelFacts, w: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _mla(w: dict[str, Tensor]) -> dict[str, Tensor]:
     names = {
-        "q_a_proj": "linear_q_down_proj", "q_a_layernorm": "q_layernorm", "q_b_proj": "linear_q_up_proj",
-        "kv_a_proj_with_mqa": "linear_kv_down_proj", "kv_a_layernorm": "kv_layernorm", "kv_b_proj": "linear_kv_up_proj",
+        "q_a_proj": "linear_q_down_proj",
+        "q_a_layernorm": "q_layernorm",
+        "q_b_proj": "linear_q_up_proj",
+        "kv_a_proj_with_mqa": "linear_kv_down_proj",
+        "kv_a_layernorm": "kv_layernorm",
+        "kv_b_proj": "linear_kv_up_proj",
         "o_proj": "linear_proj",
-    }  # fmt: skip
+    }
     return {f"self_attention.{ours}.weight": w[f"self_attn.{theirs}.weight"] for theirs, ours in names.items()}
 
 

@@ -1,4 +1,5 @@
-"""A saved policy goes on as if nothing had happened: bitwise under the same parallelism, within rounding under another."""
+"""A saved policy goes on as if nothing had happened: bitwise under the same parallelism, within rounding under
+another."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from parallel.cases import Case, assemble, run_checkpoint
 from parallel.pool import Pool
 from parallel.reference import hf_model, make_batch, megatron_weights
-
 from rlctl.backends.base import ParallelSpec, only_result
 
 Pools = Callable[[int], Pool]

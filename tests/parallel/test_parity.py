@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+
 from parallel.cases import WEIGHT, Case, assemble, run_case
 from parallel.pool import Pool
 from parallel.reference import Optim, Reference, hf_model, make_batch, megatron_weights, run_reference
-
 from rlctl.backends.base import ParallelSpec, only_result
 
 Pools = Callable[[int], Pool]
@@ -81,7 +81,8 @@ PAIRS = {
     "dp2": Case(parallel=ParallelSpec(dp=2)),
     "dp2-uneven": Case("llama-tied", ParallelSpec(dp=2), packing=False, share_prompts=False),
     "dp2-overlap": Case(
-        parallel=ParallelSpec(dp=2), ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
+        parallel=ParallelSpec(dp=2),
+        ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000},
     ),
     "tp2-chunks": Case("qwen3", ParallelSpec(tp=2), chunk=5),
     "pp2": Case(parallel=ParallelSpec(pp=2)),
@@ -110,7 +111,8 @@ def test_two_processes_equal_transformers(pools: Pools, case: Case) -> None:
 FOURS = {
     "tp2-pp2": Case("llama-tied", ParallelSpec(tp=2, pp=2)),
     "tp2-dp2-overlap": Case(
-        parallel=ParallelSpec(tp=2, dp=2), ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}
+        parallel=ParallelSpec(tp=2, dp=2),
+        ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000},
     ),
     "tp2-cp2": Case("qwen3", ParallelSpec(tp=2, cp=2), share_prompts=False),
     "pp2-cp2": Case("qwen2", ParallelSpec(pp=2, cp=2)),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from parallel.cases import Case, assemble, run_load_hf
 from parallel.pool import Pool
 from parallel.reference import hf_model, megatron_weights
-
 from rlctl.backends.base import ParallelSpec
 
 CASES = {

@@ -1,4 +1,5 @@
-"""What else a policy worker promises: packed rollouts do not see each other, broken steps are skipped, the reference stays."""
+"""What else a policy worker promises: packed rollouts do not see each other, broken steps are skipped, the reference
+stays."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+
 from parallel.cases import Case, plan_of, run_broken, run_case, run_logprobs, run_reference_policy, run_tree_limits
 from parallel.pool import Pool
 from parallel.reference import facts, hf_model, make_batch, megatron_weights
-
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.errors import InputError
@@ -30,7 +31,9 @@ def test_no_rollout_sees_another(pools: Pools, share: bool) -> None:
     tokens, last = batch[2].tokens_T.copy(), batch[2].slice(1)
     tokens[last.stop - 3 : last.stop] = (tokens[last.stop - 3 : last.stop] + 1) % 200  # the end of one completion
     changed[2] = dataclasses.replace(batch[2], tokens_T=tokens)
-    before, after = pools(1).run(run_logprobs, Case(share_prompts=share, micro_batch_tokens=512), weights_of("llama"), [batch, changed])[0]
+    before, after = pools(1).run(
+        run_logprobs, Case(share_prompts=share, micro_batch_tokens=512), weights_of("llama"), [batch, changed]
+    )[0]
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert torch.equal(value, after[key]) == (key != (2, 1)), key
@@ -69,7 +72,9 @@ def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:
 @pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(dp=2)])
 def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, parallel: ParallelSpec) -> None:
     case = Case(parallel=parallel)
-    for rank, answer in enumerate(pools(parallel.world_size).run(run_reference_policy, case, weights_of("llama"), make_batch())):
+    for rank, answer in enumerate(
+        pools(parallel.world_size).run(run_reference_policy, case, weights_of("llama"), make_batch())
+    ):
         before, reference, after, (held, moved_stats), moved = answer
         assert not moved
         for key, value in before.items():

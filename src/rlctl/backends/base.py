@@ -1,4 +1,5 @@
-"""The seam between the training loop and a policy backend: what a policy is made from, what it is given, what it returns.
+"""The seam between the training loop and a policy backend: what a policy is made from, what it is given, what it
+returns.
 
 Nothing here imports torch, so that the driver can use it. Suffix T: the tokens of one micro-batch that the policy
 chose, rollout after rollout in the order of the micro-batch.
@@ -51,7 +52,8 @@ class ParallelSpec:
 
     @property
     def row_multiple(self) -> int:
-        """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel rank."""
+        """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel
+        rank."""
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
     def data_rank(self, rank: int) -> int:
@@ -110,8 +112,8 @@ class RolloutRow:
     """Prompt and completion together."""
     advantage: float
     token_weight: float
-    """Weight of each of its chosen tokens in the loss. All normalisation is in here, over the whole mini-batch: gradients are
-    summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
+    """Weight of each of its chosen tokens in the loss. All normalisation is in here, over the whole mini-batch:
+    gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
 
 
 MicroBatch = tuple[RolloutRow, ...]
@@ -162,8 +164,8 @@ class LossOutput:
 
 
 class TokenLoss(Protocol):
-    """A loss over chosen tokens; pickled to the workers. Called only with at least one token, and must return the same metric
-    names for every micro-batch."""
+    """A loss over chosen tokens; pickled to the workers. Called only with at least one token, and must return the
+    same metric names for every micro-batch."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput: ...
 
@@ -181,12 +183,14 @@ class MinibatchResult:
     skipped: bool
     """The gradient was not finite and the step was not taken."""
     tokens: int
-    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not counted."""
+    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not
+    counted."""
 
 
 @dataclass(frozen=True)
 class LogprobStats:
-    """Difference between recomputed and engine log-probs over the chosen tokens of all ranks, d = recomputed - engine's."""
+    """Difference between recomputed and engine log-probs over the chosen tokens of all ranks, d = recomputed -
+    engine's."""
 
     tokens: int
     abs_sum: float  # sum of |d|

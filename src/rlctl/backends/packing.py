@@ -1,7 +1,7 @@
 """Bin packing of rollouts into rows of tokens, balanced over data-parallel ranks.
 
-A row is one micro-batch. Every rank gets the same number of rows (collectives inside the model pair up across ranks), and
-rows and ranks are balanced by compute: linear in tokens plus quadratic attention.
+A row is one micro-batch. Every rank gets the same number of rows (collectives inside the model pair up across ranks),
+and rows and ranks are balanced by compute: linear in tokens plus quadratic attention.
 """
 
 from __future__ import annotations

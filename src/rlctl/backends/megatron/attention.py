@@ -1,7 +1,8 @@
 """Attention over packed rows by torch's scaled_dot_product_attention: units of a row never see each other.
 
-Units are gathered into batches of similar length, so that a row of many short rollouts costs a few calls and not one for
-each. Under context parallelism keys and values are gathered from the ranks; long contexts on GPUs want ring attention.
+Units are gathered into batches of similar length, so that a row of many short rollouts costs a few calls and not one
+for each. Under context parallelism keys and values are gathered from the ranks; long contexts on GPUs want ring
+attention.
 
 Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d head width.
 """
@@ -23,7 +24,8 @@ from torch import Tensor
 from rlctl.backends.megatron.rows import PackedRow, Unit
 
 TREE_TOKENS = 512
-"""Longest unit with shared prompt that is attended in one masked square; longer ones cost less a completion at a time."""
+"""Longest unit with shared prompt that is attended in one masked square; longer ones cost less a completion at a
+time."""
 BATCH_WASTE = 1.5
 """Units are batched while the padded squares are at most this much larger than their own."""
 
@@ -136,8 +138,8 @@ def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
 
 
 def _block(batch: list[_Problem], device: torch.device) -> AttentionBlock:
-    """Pads a batch. Padding queries and keys are token 0: no mask lets a real query see a padding key, and nobody reads the
-    output of a padding query."""
+    """Pads a batch. Padding queries and keys are token 0: no mask lets a real query see a padding key, and nobody
+    reads the output of a padding query."""
     queries, keys = max(len(p.queries) for p in batch), max(len(p.keys) for p in batch)
     queries_BQ, keys_BK = np.zeros((len(batch), queries), np.int64), np.zeros((len(batch), keys), np.int64)
     mask = None if batch[0].mask_QK is None else np.zeros((len(batch), 1, queries, keys), bool)
@@ -197,7 +199,8 @@ class GatherContext(torch.autograd.Function):
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's core attention for rows described by `RowParams`; grouped queries, and values narrower than keys (MLA)."""
+    """Megatron's core attention for rows described by `RowParams`; grouped queries, and values narrower than keys
+    (MLA)."""
 
     def __init__(
         self,
@@ -238,7 +241,13 @@ class PackedAttention(MegatronModule):
         q = _gather(query, block.queries_BQ)
         k, v = _gather(key, block.keys_BK), _gather(value, block.keys_BK)
         out = F.scaled_dot_product_attention(
-            q, k, v, block.mask_B1QK, is_causal=block.mask_B1QK is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            block.mask_B1QK,
+            is_causal=block.mask_B1QK is None,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
 

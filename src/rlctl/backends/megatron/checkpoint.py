@@ -1,4 +1,5 @@
-"""Policy checkpoints through megatron.core.dist_checkpointing: model, optimizer, random state; loaded under any parallelism."""
+"""Policy checkpoints through megatron.core.dist_checkpointing: model, optimizer, random state; loaded under any
+parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from rlctl.errors import InputError
 
 
 def save(directory: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Writes the policy into an existing empty directory; every rank calls it. Complete when it returns on all of them."""
+    """Writes the policy into an existing empty directory; every rank calls it. Complete when it returns on all of
+    them."""
     state = _sharded_state(chunks, optimizer, is_loading=False)
     state["random"] = _random_state_of_rank()
     state["layout"] = _layout()
@@ -30,7 +32,9 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
         InputError: `directory` holds no policy checkpoint.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise InputError(f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run.")
+        raise InputError(
+            f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
+        )
     saved_layout = dist_checkpointing.load_common_state_dict(str(directory)).get("layout")
     for inner in inner_optimizers(optimizer):
         inner._init_optimizer_states_with_dummy_values()
@@ -99,8 +103,9 @@ def _set_random_state(states: dict[str, Any]) -> None:
 
 
 def _fit_optimizers(saved: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """The saved state as `optimizer` expects it: with expert parallelism dense and expert parameters have an optimizer each
-    (numbered parts), else there is one for both. Tensors are already in the places asked for; param groups are not."""
+    """The saved state as `optimizer` expects it: with expert parallelism dense and expert parameters have an
+    optimizer each (numbered parts), else there is one for both. Tensors are already in the places asked for; param
+    groups are not."""
     targets = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [value for key, value in sorted(saved.items(), key=str) if isinstance(key, int)]
     common = {key: value for key, value in saved.items() if not isinstance(key, int)}

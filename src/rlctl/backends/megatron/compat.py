@@ -45,7 +45,9 @@ def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], se
     try:
         return cls(**{**known, **overrides})
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron-Core refuses the configuration: {error}", f"Section `{section}` or `training`.") from error
+        raise ConfigError(
+            f"Megatron-Core refuses the configuration: {error}", f"Section `{section}` or `training`."
+        ) from error
 
 
 def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:

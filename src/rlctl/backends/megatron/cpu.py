@@ -1,8 +1,10 @@
-"""Everything that lets Megatron-Core run without CUDA. Inactive where CUDA is available; for megatron-core 0.16 to 0.19.
+"""Everything that lets Megatron-Core run without CUDA. Inactive where CUDA is available; for megatron-core 0.16 to
+0.19.
 
-Megatron-Core calls the CUDA runtime by name (streams, devices, random state) in some sixty places. Each of its modules gets
-a stand-in for its module-global `torch`, which differs from the real one in `torch.cuda` and in factory functions that are
-asked for a CUDA tensor. The real torch is not touched. What the stand-in cannot reach is patched below, one function each.
+Megatron-Core calls the CUDA runtime by name (streams, devices, random state) in some sixty places. Each of its
+modules gets a stand-in for its module-global `torch`, which differs from the real one in `torch.cuda` and in factory
+functions that are asked for a CUDA tensor. The real torch is not touched. What the stand-in cannot reach is patched
+below, one function each.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def _import_megatron() -> None:
 
 @contextlib.contextmanager
 def _functions_left_uncompiled() -> Iterator[None]:
-    """Megatron-Core decorates its fused functions with torch.compile while it is imported; compiling them needs a C++ compiler
-    and a minute on a CPU, and the decorator alone imports the inductor for seconds."""
+    """Megatron-Core decorates its fused functions with torch.compile while it is imported; compiling them needs a C++
+    compiler and a minute on a CPU, and the decorator alone imports the inductor for seconds."""
     compile_function = torch.compile
 
     def leave(function: Any = None, **options: Any) -> Any:
@@ -82,7 +84,8 @@ def _cover_modules() -> None:
             module.torch = TORCH  # type: ignore[attr-defined]
 
 
-# --- the stand-in for torch ------------------------------------------------------------------------------------------------
+# --- the stand-in for torch
+# ------------------------------------------------------------------------------------------------
 
 
 class Stream:
@@ -204,7 +207,8 @@ class TorchOnCpu(types.ModuleType):
 TORCH = TorchOnCpu()
 
 
-# --- sites that the stand-in cannot reach ----------------------------------------------------------------------------------
+# --- sites that the stand-in cannot reach
+# ----------------------------------------------------------------------------------
 
 
 def _rewrite_constants(code: types.CodeType, table: dict[str, str]) -> types.CodeType:
@@ -248,7 +252,8 @@ def _accept_cpu_parameter_types() -> None:
 
 
 def _keep_tensors_on_cpu() -> None:
-    """`x.cuda()` on tensors: read as `x.cpu()` in the functions that do it (tied embeddings, gathered optimizer state)."""
+    """`x.cuda()` on tensors: read as `x.cpu()` in the functions that do it (tied embeddings, gathered optimizer
+    state)."""
     from megatron.core.models.common.language_module import language_module
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -305,7 +310,9 @@ def _exchange_uneven_parts() -> None:
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kwargs)
         count, sizes = group.size(), [int(size) for size in output_split_sizes]
@@ -314,7 +321,9 @@ def _exchange_uneven_parts() -> None:
         torch.distributed.all_to_all_single(out, copies, sizes, [input_.shape[0]] * count, group=group)
         return out
 
-    def scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
         count, sizes = group.size(), [int(size) for size in input_split_sizes]
@@ -332,7 +341,9 @@ def _write_checkpoints_in_this_process() -> None:
 
     writer = filesystem_async.FileSystemWriterAsync
 
-    def write_here(transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any) -> None:
+    def write_here(
+        transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
+    ) -> None:
         results: Any = {}
         for index, bucket in enumerate(write_buckets):
             done, count = queue.Queue(), queue.Queue()
@@ -351,7 +362,8 @@ def _write_checkpoints_in_this_process() -> None:
         setattr(filesystem_async, name, lambda *args, **kwargs: results)
 
 
-# --- gaps of Megatron-Core without TransformerEngine, CUDA or not ------------------------------------------------------------
+# --- gaps of Megatron-Core without TransformerEngine, CUDA or not
+# ------------------------------------------------------------
 
 
 def _name_missing_gemm() -> None:
@@ -388,10 +400,11 @@ def _recompute_without_fp8() -> None:
 
 
 def _checkpoint_torch_adam() -> None:
-    """torch's Adam keeps a `step` tensor in its state, where DistributedOptimizer expects state shaped like the parameter.
+    """torch's Adam keeps a `step` tensor in its state, where DistributedOptimizer expects state shaped like the
+    parameter.
 
-    `step` travels with the param groups instead. It is loaded as one tensor that all parameters share, which Adam would then
-    count up once for each parameter: every parameter gets a copy.
+    `step` travels with the param groups instead. It is loaded as one tensor that all parameters share, which Adam
+    would then count up once for each parameter: every parameter gets a copy.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -1,7 +1,7 @@
 """Log-probs and entropy of chosen tokens from vocabulary-parallel logits, a chunk of positions at a time.
 
-Suffixes: C chosen tokens, U positions that predict them (a shared prompt's last position predicts several), V this rank's part
-of the vocabulary.
+Suffixes: C chosen tokens, U positions that predict them (a shared prompt's last position predicts several), V this
+rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chunked_logprobs(
         return token_logprobs(output_layer(hidden_U), inverse_C, targets_C, vocab, temperature)
     order_C = torch.argsort(inverse_C, stable=True)
     bounds = torch.arange(0, positions, chunk, device=inverse_C.device)
-    splits = torch.searchsorted(inverse_C[order_C], bounds).tolist() + [len(order_C)]
+    splits = [*torch.searchsorted(inverse_C[order_C], bounds).tolist(), len(order_C)]
 
     def part(hidden: Tensor, inverse: Tensor, targets: Tensor) -> Tensor:
         return token_logprobs(output_layer(hidden), inverse, targets, vocab, temperature)
@@ -58,7 +58,9 @@ def chunked_logprobs(
     return torch.cat(parts, 1)[:, torch.argsort(order_C)]
 
 
-def token_logprobs(logits_UV: Tensor, inverse_C: Tensor, targets_C: Tensor, vocab: VocabPart, temperature: float) -> Tensor:
+def token_logprobs(
+    logits_UV: Tensor, inverse_C: Tensor, targets_C: Tensor, vocab: VocabPart, temperature: float
+) -> Tensor:
     """float32 [2, C] as in `chunked_logprobs`. Overwrites the logits where they are float32."""
     return TokenLogprobs.apply(logits_UV, inverse_C, targets_C, vocab, temperature)
 

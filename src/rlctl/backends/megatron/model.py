@@ -1,4 +1,5 @@
-"""The policy as a Megatron GPTModel: configuration and layers from `ModelFacts`, log-probs of chosen tokens as its output."""
+"""The policy as a Megatron GPTModel: configuration and layers from `ModelFacts`, log-probs of chosen tokens as its
+output."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RMSNorm(nn.Module):
-    """Megatron's torch RMSNorm refuses sequence parallelism; this one marks its weight, so that finalize_model_grads sums its
-    gradient over the tensor parallel ranks."""
+    """Megatron's torch RMSNorm refuses sequence parallelism; this one marks its weight, so that finalize_model_grads
+    sums its gradient over the tensor parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -40,8 +41,8 @@ class RMSNorm(nn.Module):
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last pipeline stage returns float32 [2, C], log-prob and entropy of a row's chosen tokens, instead of
-    logits. The output layer runs only at the positions that predict one."""
+    """GPTModel whose last pipeline stage returns float32 [2, C], log-prob and entropy of a row's chosen tokens,
+    instead of logits. The output layer runs only at the positions that predict one."""
 
     def __init__(self, *args: Any, temperature: float, chunk: int, vocab: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,7 +74,8 @@ class PolicyModel(GPTModel):
         """[U, V]: this rank's logits, those of vocabulary padding cut off."""
         layer = self.output_layer
         gathers, reduces = layer.sequence_parallel, layer.allreduce_dgrad
-        # The hidden states are whole already, so the layer must not gather; their gradient is summed over the ranks instead.
+        # The hidden states are whole already, so the layer must not gather; their gradient is summed over the ranks
+        # instead.
         layer.sequence_parallel, layer.allreduce_dgrad = False, self.pg_collection.tp.size() > 1
         try:
             logits_UV, _ = layer(hidden_U, weight=weight)
@@ -83,8 +85,8 @@ class PolicyModel(GPTModel):
 
 
 class JoinContext(torch.autograd.Function):
-    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank computes the
-    same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank
+    computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
 
     @staticmethod
     def forward(ctx: Any, part_2C: Tensor, index_C: Tensor, total: int, group: Any) -> Tensor:
@@ -210,7 +212,9 @@ def _refuse(spec: PolicySpec) -> None:
     if facts.sliding_window is not None:
         raise ConfigError("models with sliding-window attention cannot be trained yet.")
     if facts.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError("mixture-of-experts under tensor parallelism needs sequence parallelism.", "Leave training.sp unset.")
+        raise ConfigError(
+            "mixture-of-experts under tensor parallelism needs sequence parallelism.", "Leave training.sp unset."
+        )
     if facts.mla is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError("multi-head latent attention under tensor parallelism needs sequence parallelism.")
     if facts.heads % parallel.tp:

@@ -32,7 +32,9 @@ def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Distri
         from megatron.core.transformer.module import Float16Module
 
         models = [Float16Module(config, model) for model in models]
-    chunks = [DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0) for number, model in enumerate(models)]
+    chunks = [
+        DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0) for number, model in enumerate(models)
+    ]
     _overlap(config, ddp, chunks)
     return chunks
 
@@ -45,7 +47,8 @@ def _overlap(config: Any, ddp: Any, chunks: list[DistributedDataParallel]) -> No
 
 
 def build_optimizer(spec: PolicySpec, chunks: list[DistributedDataParallel]) -> Any:
-    """Megatron's AdamW with its weight-decay exclusions (biases and norms). The driver sets the learning rate of each step."""
+    """Megatron's AdamW with its weight-decay exclusions (biases and norms). The driver sets the learning rate of each
+    step."""
     ours = spec.optimizer
     values = {
         "optimizer": "adam",
@@ -73,7 +76,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def fuse_adam(optimizer: Any) -> None:
-    """torch's fused kernel where TransformerEngine's is absent: one pass over memory for each parameter, not about eight."""
+    """torch's fused kernel where TransformerEngine's is absent: one pass over memory for each parameter, not about
+    eight."""
     for inner in inner_optimizers(optimizer):
         if isinstance(inner.optimizer, torch.optim.AdamW):
             inner.optimizer.defaults["fused"] = True
@@ -82,7 +86,8 @@ def fuse_adam(optimizer: Any) -> None:
 
 
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by the number of tokens: weights are in the loss already."""
+    """Megatron's reduction of gradients without its division by the number of tokens: weights are in the loss
+    already."""
     finalize_model_grads(model, None, **kwargs)
 
 

@@ -68,14 +68,21 @@ def logprob_stats(columns: list[dict[str, Tensor]], column: LogprobColumn) -> Lo
     d = torch.cat([part[mask] for part, mask in zip(parts, masks, strict=True)]).double()
     size = d.abs()
     ranks = _all_ranks(
-        (len(d), size.sum().item(), size.amax().item() if len(d) else 0.0, (d.exp() - 1 - d).sum().item(), size.exp().sum().item())
+        (
+            len(d),
+            size.sum().item(),
+            size.amax().item() if len(d) else 0.0,
+            (d.exp() - 1 - d).sum().item(),
+            size.exp().sum().item(),
+        )
     )
     tokens, sums, maxima, k3, errors = zip(*ranks, strict=True)
     return LogprobStats(sum(tokens), sum(sums), max(maxima), sum(k3), sum(errors))
 
 
 def _all_ranks(value: Any) -> list[Any]:
-    """`value` of every data-parallel rank, in their order. A few numbers once a step: added up in float64, the same each run."""
+    """`value` of every data-parallel rank, in their order. A few numbers once a step: added up in float64, the same
+    each run."""
     group = parallel_state.get_data_parallel_group()
     if group.size() == 1:
         return [value]

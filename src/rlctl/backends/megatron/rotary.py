@@ -1,5 +1,5 @@
-"""Rotary position embedding of packed rows: every token at the position that its row states, scaled as the model's published
-configuration says."""
+"""Rotary position embedding of packed rows: every token at the position that its row states, scaled as the model's
+published configuration says."""
 
 from __future__ import annotations
 

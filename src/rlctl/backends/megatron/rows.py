@@ -1,8 +1,9 @@
 """Packed rows: the tensors of one micro-batch, and which token attends to which.
 
-A row is a sequence of units. A unit is a prompt and the completions behind it: one rollout on its own, or all rollouts of a
-group behind the one copy of their prompt. Every completion continues the positions of its prompt, and attends to the prompt
-and to itself. A row's tokens stand under context parallelism as Megatron's zigzag of the whole row.
+A row is a sequence of units. A unit is a prompt and the completions behind it: one rollout on its own, or all
+rollouts of a group behind the one copy of their prompt. Every completion continues the positions of its prompt, and
+attends to the prompt and to itself. A row's tokens stand under context parallelism as Megatron's zigzag of the whole
+row.
 
 Suffixes: T tokens of the row, C chosen tokens, U positions whose next token was chosen.
 """
@@ -62,7 +63,9 @@ def build_row(
     positions: list[np.ndarray] = []
     units: list[Unit] = []
     sources: list[np.ndarray] = []
-    chosen: dict[str, list[np.ndarray]] = {name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")}
+    chosen: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
+    }
     start = 0
     for index, rows in _unit_rows(micro_batch, share):
         prompt, parts = _unit_parts(rows, columns[rows[0].group], share)
@@ -74,7 +77,11 @@ def build_row(
             sources.append(before)
             chosen["targets"].append(completion[where])
             chosen["logprobs"].append(logprobs[where])
-            for name, value in (("rollout", index + number), ("advantages", row.advantage), ("weights", row.token_weight)):
+            for name, value in (
+                ("rollout", index + number),
+                ("advantages", row.advantage),
+                ("weights", row.token_weight),
+            ):
                 chosen[name].append(np.full(len(where), value, np.int64 if name == "rollout" else np.float32))
             offset += len(completion)
         tokens += [prompt, *(part[0] for part in parts)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.weights.megatron import MegatronParallel, MegatronWorld, Spec
 
@@ -21,4 +23,5 @@ def megatron_parallel(parallel: ParallelSpec) -> MegatronParallel:
 
 def policy_world(spec: PolicySpec, layer_spec: Spec) -> MegatronWorld:
     """The layouts of all ranks of a policy whose layers are of `layer_spec`."""
-    return MegatronWorld(spec.facts, megatron_parallel(spec.parallel), layer_spec, spec.dtype)
+    facts = replace(spec.facts, mtp_layers=0)  # the policy is built without its multi-token-prediction layers
+    return MegatronWorld(facts, megatron_parallel(spec.parallel), layer_spec, spec.dtype)

@@ -31,14 +31,17 @@ class MegatronWorker:
 
     def __init__(self, rank: int, world_size: int, master_addr: str, master_port: int, spec: PolicySpec) -> None:
         if spec.parallel.world_size != world_size:
-            raise InputError(f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes.")
+            raise InputError(
+                f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes."
+            )
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self._address = f"tcp://{master_addr}:{master_port}"
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
 
-    # --- life cycle ----------------------------------------------------------------------------------------------------------
+    # --- life cycle
+    # ----------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
         """Joins the process group, builds model and optimizer with random weights."""
@@ -99,7 +102,8 @@ class MegatronWorker:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    # --- weights -------------------------------------------------------------------------------------------------------------
+    # --- weights
+    # -------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by Megatron's names; views of the live weights.
@@ -128,7 +132,8 @@ class MegatronWorker:
 
     @torch.no_grad()
     def load_hf(self, directory: Path | str) -> None:
-        """Fills the weights from a Hugging Face directory, each rank reading its own part; the optimizer starts afresh."""
+        """Fills the weights from a Hugging Face directory, each rank reading its own part; the optimizer starts
+        afresh."""
         load_rank(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, self.parameters())
         self.weights_changed()
 
@@ -165,7 +170,8 @@ class MegatronWorker:
             for name, param in named.items():
                 param.data = live[name]
 
-    # --- batches -------------------------------------------------------------------------------------------------------------
+    # --- batches
+    # -------------------------------------------------------------------------------------------------------------
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         """Fetches and packs what this rank trains on."""
@@ -205,7 +211,9 @@ class MegatronWorker:
         outcome = take_step(self.optimizer, lr)
         return self._result(minibatch_result(rows, found, outcome, lr) if found else None)
 
-    def _run(self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool) -> list[dict]:
+    def _run(
+        self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool
+    ) -> list[dict]:
         """Megatron's schedule over `rows`; what `loss_of` returned beside the loss, on the last pipeline stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -225,7 +233,8 @@ class MegatronWorker:
     def _result(self, result: Any) -> Any:
         return result if self.rank == self.spec.parallel.result_rank else None
 
-    # --- checkpoints ---------------------------------------------------------------------------------------------------------
+    # --- checkpoints
+    # ---------------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path | str) -> None:
         """Writes model, optimizer and random state into an existing directory; not atomic."""
