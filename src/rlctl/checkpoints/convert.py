@@ -127,7 +127,7 @@ def megatron_to_hf(
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
 
     def write(aside: Path, begun: float) -> Report:
-        target = hf.layout(model.facts, dtype)
+        target = hf.layout(model.facts, dtype, copies=True)
         plan = plan_between(model.world, SingleWorld(target))
         writer = SafetensorsWriter(aside, target.params, options.shard_bytes)
         shapes = weights_of(model.facts).tensors

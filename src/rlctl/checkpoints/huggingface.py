@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
     config = read_config(directory)
     facts = facts_from_hf_config(config)
     files = SafetensorsDirectory.open(directory)
+    facts = without_absent_mtp(facts, files.tensors)
     wanted = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     params: dict[str, ParamSpec] = {}
@@ -84,6 +86,13 @@ def open_model(directory: Path) -> HuggingFaceModel:
     extra = tuple(sorted(set(files.tensors) - set(params)))
     _refuse_extra(directory, facts, extra)
     return HuggingFaceModel(directory, config, facts, files, Layout(0, params, tuple(pieces)), extra)
+
+
+def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
+    """The facts without multi-token-prediction layers where a checkpoint has none of them (transformers drops them)."""
+    first = f"model.layers.{facts.layers}."
+    held = any(name.startswith((first, "mtp.")) for name in names)
+    return facts if held or not facts.mtp_layers else replace(facts, mtp_layers=0)
 
 
 def _checked(directory: Path, name: str, shape: tuple[int, ...], files: SafetensorsDirectory) -> StoredTensor:
@@ -118,7 +127,8 @@ def _readers(stored: StoredTensor, files: SafetensorsDirectory, block: list[int]
 def _refuse_extra(directory: Path, facts: ModelFacts, extra: tuple[str, ...]) -> None:
     """Tensors that would be dropped silently are refused; known duplicates and tables are not."""
     known = (".rotary_emb.inv_freq", SCALE)
-    lost = [n for n in extra if not n.endswith(known) and not (n == "lm_head.weight" and facts.tied_embeddings)]
+    repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
+    lost = [name for name in extra if not name.endswith(known) and name not in repeated]
     if lost:
         names = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise InputError(

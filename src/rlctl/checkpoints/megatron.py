@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.checkpoints.huggingface import without_absent_mtp
 from rlctl.checkpoints.torch_dist import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
@@ -97,6 +98,7 @@ def open_model(directory: MegatronDirectory, facts: ModelFacts) -> MegatronModel
         InputError: keys that are missing, have other shapes, or that the model does not have.
     """
     reader = TorchDistReader.open(directory.shards)
+    facts = without_absent_mtp(facts, reader.shapes)
     style = keys.style_of(reader.shapes)
     rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
     if not rows or min(rows) < facts.vocab:

@@ -62,9 +62,6 @@ class Role(StrEnum):
     MTP_HIDDEN_NORM = "mtp_hidden_norm"
     MTP_PROJECTION = "mtp_projection"
     MTP_FINAL_NORM = "mtp_final_norm"
-    MTP_EMBEDDING = "mtp_embedding"
-    """A published copy of the embedding beside a multi-token-prediction layer; engines share the one embedding."""
-    MTP_HEAD = "mtp_head"
 
 
 FLOAT32_ROLES = frozenset({Role.EXPERT_BIAS})
@@ -160,6 +157,8 @@ class ModelWeights:
     """Weights outside of the layers."""
     per_layer: tuple[tuple[Weight, ...], ...]
     """Weights of each layer; multi-token-prediction layers come behind the last."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Published tensors that repeat another one -> that one."""
     _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -44,3 +44,28 @@ def dense_mlp() -> tuple[Weight, ...]:
         Weight(Role.UP, LAYER + "mlp.up_proj.weight", ("ffn", "hidden")),
         Weight(Role.DOWN, LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),
     )
+
+
+def router(block: str = LAYER + "mlp.") -> Weight:
+    """The matrix that scores experts."""
+    return Weight(Role.ROUTER, block + "gate.weight", ("experts", "hidden"))
+
+
+def experts(
+    prefix: str = LAYER + "mlp.experts.{expert}.", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Weight, ...]:
+    """Experts published one by one: gate, up, down of each."""
+    return (
+        Weight(Role.EXPERT_GATE, f"{prefix}{gate}.weight", ("expert_ffn", "hidden")),
+        Weight(Role.EXPERT_UP, f"{prefix}{up}.weight", ("expert_ffn", "hidden")),
+        Weight(Role.EXPERT_DOWN, f"{prefix}{down}.weight", ("hidden", "expert_ffn")),
+    )
+
+
+def shared_experts(prefix: str = LAYER + "mlp.shared_experts.") -> tuple[Weight, ...]:
+    """The experts that every token passes, published as one MLP."""
+    return (
+        Weight(Role.SHARED_GATE, prefix + "gate_proj.weight", ("shared_ffn", "hidden")),
+        Weight(Role.SHARED_UP, prefix + "up_proj.weight", ("shared_ffn", "hidden")),
+        Weight(Role.SHARED_DOWN, prefix + "down_proj.weight", ("hidden", "shared_ffn")),
+    )

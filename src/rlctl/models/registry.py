@@ -13,7 +13,17 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import ModelWeights
 
-FAMILIES = ("llama",)
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "mixtral",
+    "deepseek_v3",
+    "gemma3",
+    "gpt_oss",
+)
 """Files of this folder with `ARCHITECTURES`, `facts(config)` and `weights(facts)`."""
 
 

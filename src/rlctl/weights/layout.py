@@ -8,7 +8,7 @@ expert of a stack is the same kind of thing; `axes` says which tensor axis each 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -251,3 +251,17 @@ def view_of(spec: ParamSpec, box: Box) -> View:
         tuple(span.count for span in box),
         tuple(s.step * stride for s, stride in zip(box, strides, strict=True)),
     )
+
+
+def cut(piece: Piece, name: str, box: Box) -> Piece | None:
+    """The part of `piece` inside of `box` of its param, as a piece of the param `name` that is just that box."""
+    tensor_box, param_box = list(piece.tensor_box), []
+    for span, block, axis in zip(piece.param_box, box, piece.axes, strict=True):
+        hit = meet(span, block)
+        if hit is None:
+            return None
+        first, every, to, step, count = hit
+        param_box.append(Span(to, count, step))
+        if axis is not None:
+            tensor_box[axis] = piece.tensor_box[axis].part(first, count, every)
+    return replace(piece, param=name, param_box=tuple(param_box), tensor_box=tuple(tensor_box))

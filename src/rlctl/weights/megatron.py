@@ -117,7 +117,7 @@ class MegatronWorld(MegatronSetting):
         elif matrix.role in (Role.HEAD, Role.FINAL_NORM):
             if last:
                 yield self._place(matrix, matrix.role, at)
-        elif matrix.role not in (Role.MTP_EMBEDDING, Role.MTP_HEAD):
+        else:
             yield self._place(matrix, matrix.role, at)
 
     def _place(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> Place:
@@ -132,8 +132,6 @@ class MegatronWorld(MegatronSetting):
 
     def _stages(self, matrix: Matrix) -> list[int]:
         last = self.parallel.pp - 1
-        if matrix.role in (Role.MTP_EMBEDDING, Role.MTP_HEAD):
-            return []
         if matrix.role is Role.EMBEDDING:
             return [0, last] if last and (self.facts.tied_embeddings or self.facts.mtp_layers) else [0]
         return [last] if matrix.layer is None else [self._stage_of(matrix.layer)]

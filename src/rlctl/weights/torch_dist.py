@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
-from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, meet, whole
+from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import MegatronParallel, MegatronWorld
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
@@ -215,21 +215,7 @@ def chunked(plain: Layout, chunks: list[Chunk]) -> Layout:
         index, first = by_key.get(chunk.key, {}), chunk.box[0]
         near = [p for i in range(first.start, first.start + first.count) for p in index.get(i, ())] if index else []
         for piece in near + index.get(-1, []):
-            cut = _cut(piece, chunk)
-            if cut is not None:
-                pieces.append(cut)
+            part = cut(piece, chunk.name, chunk.box)
+            if part is not None:
+                pieces.append(part)
     return Layout(0, params, tuple(pieces))
-
-
-def _cut(piece: Piece, chunk: Chunk) -> Piece | None:
-    """The part of `piece` inside of `chunk`, addressed from the start of the chunk."""
-    tensor_box, param_box = list(piece.tensor_box), []
-    for span, block, axis in zip(piece.param_box, chunk.box, piece.axes, strict=True):
-        hit = meet(span, block)
-        if hit is None:
-            return None
-        first, every, to, step, count = hit
-        param_box.append(Span(to, count, step))
-        if axis is not None:
-            tensor_box[axis] = piece.tensor_box[axis].part(first, count, every)
-    return replace(piece, param=chunk.name, param_box=tuple(param_box), tensor_box=tuple(tensor_box))

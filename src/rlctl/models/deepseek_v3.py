@@ -1,0 +1,102 @@
+"""DeepSeek-V3, R1, Moonlight: latent attention, sigmoid router with a correction bias, shared experts, dense first layers.
+
+Multi-token-prediction layers are numbered behind the last layer. The published files repeat embedding and head beside
+each of them; rlctl reads the model's own and writes the copies again on export.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.models import parts
+from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
+from rlctl.models.hf_config import base_facts, refuse, required, rope_facts
+from rlctl.models.matrices import ModelWeights, Role, Weight
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+ATTENTION = parts.LAYER + "self_attn."
+
+
+def facts(config: dict[str, Any]) -> ModelFacts:
+    """Facts of a `DeepseekV3ForCausalLM` configuration. `head_dim` is that of queries and keys."""
+    refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published DeepSeek-V3 has biases.")
+    refuse(config.get("moe_layer_freq", 1) != 1, "a moe_layer_freq other than 1", "rlctl knows DeepSeek's own pattern.")
+    mla = MlaFacts(
+        q_lora_rank=config.get("q_lora_rank"),
+        kv_lora_rank=required(config, "kv_lora_rank"),
+        qk_nope_head_dim=required(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=required(config, "qk_rope_head_dim"),
+        v_head_dim=required(config, "v_head_dim"),
+    )
+    rope = rope_facts(config)
+    return base_facts(
+        "deepseek_v3",
+        config,
+        head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        kv_heads=required(config, "num_attention_heads"),
+        rope=type(rope)(rope.theta, rope.kind, rope.scaling, bool(config.get("rope_interleave", True))),
+        mla=mla,
+        moe=_moe(config),
+        mtp_layers=config.get("num_nextn_predict_layers") or 0,
+    )
+
+
+def _moe(config: dict[str, Any]) -> MoeFacts:
+    width = required(config, "moe_intermediate_size")
+    return MoeFacts(
+        experts=required(config, "n_routed_experts"),
+        experts_per_token=required(config, "num_experts_per_tok"),
+        expert_intermediate=width,
+        shared_expert_intermediate=width * (config.get("n_shared_experts") or 0),
+        dense_layers=tuple(range(config.get("first_k_dense_replace", 0))),
+        score="sigmoid",
+        normalize_topk=bool(config.get("norm_topk_prob", True)),
+        expert_bias=True,
+        groups=config.get("n_group") or 1,
+        topk_groups=config.get("topk_group") or 1,
+        scaling=float(config.get("routed_scaling_factor", 1.0)),
+    )
+
+
+def weights(facts: ModelFacts) -> ModelWeights:
+    """Every matrix and the tensor that holds it."""
+    attention = (*parts.norms(), *latent_attention(facts))
+    bias = Weight(Role.EXPERT_BIAS, parts.LAYER + "mlp.gate.e_score_correction_bias", ("experts",))
+    shared = parts.shared_experts() if facts.moe and facts.moe.shared_expert_intermediate else ()
+    sparse = (*attention, parts.router(), bias, *parts.experts(), *shared)
+    dense = (*attention, *parts.dense_mlp())
+    layers = [sparse if facts.is_moe_layer(i) else dense for i in range(facts.layers)]
+    layers += [(*multi_token_prediction(), *sparse)] * facts.mtp_layers
+    copies = {}
+    for layer in range(facts.layers, facts.layers + facts.mtp_layers):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = "lm_head.weight"
+    return ModelWeights(facts, parts.outer(facts), tuple(layers), copies)
+
+
+def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
+    """Down- and up-projections of queries (Moonlight: one projection) and of keys with values."""
+    query = (
+        Weight(Role.MLA_Q_DOWN, ATTENTION + "q_a_proj.weight", ("q_rank", "hidden")),
+        Weight(Role.MLA_Q_NORM, ATTENTION + "q_a_layernorm.weight", ("q_rank",)),
+        Weight(Role.MLA_Q_UP, ATTENTION + "q_b_proj.weight", ("mla_q", "q_rank")),
+    )
+    if facts.mla is None or facts.mla.q_lora_rank is None:
+        query = (Weight(Role.MLA_Q, ATTENTION + "q_proj.weight", ("mla_q", "hidden")),)  # type: ignore[assignment]
+    return (
+        *query,
+        Weight(Role.MLA_KV_DOWN, ATTENTION + "kv_a_proj_with_mqa.weight", ("kv_rank+rope", "hidden")),
+        Weight(Role.MLA_KV_NORM, ATTENTION + "kv_a_layernorm.weight", ("kv_rank",)),
+        Weight(Role.MLA_KV_UP, ATTENTION + "kv_b_proj.weight", ("mla_kv", "kv_rank")),
+        Weight(Role.O, ATTENTION + "o_proj.weight", ("hidden", "o")),
+    )
+
+
+def multi_token_prediction() -> tuple[Weight, ...]:
+    """What a multi-token-prediction layer has beside a transformer layer (DeepSeek-V3 report, section 2.2)."""
+    return (
+        Weight(Role.MTP_EMBEDDING_NORM, parts.LAYER + "enorm.weight", ("hidden",)),
+        Weight(Role.MTP_HIDDEN_NORM, parts.LAYER + "hnorm.weight", ("hidden",)),
+        Weight(Role.MTP_PROJECTION, parts.LAYER + "eh_proj.weight", ("hidden", "2*hidden")),
+        Weight(Role.MTP_FINAL_NORM, parts.LAYER + "shared_head.norm.weight", ("hidden",)),
+    )

@@ -1,0 +1,76 @@
+"""gpt-oss 20B and 120B: attention sinks, biases everywhere, stacked experts, gate and up interleaved and transposed.
+
+The tensors are those of the bfloat16 form (as transformers saves it). The published files hold the experts in MXFP4
+instead (`*_blocks`, `*_scales`); they are read as these tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.models import parts
+from rlctl.models.facts import ModelFacts, MoeFacts
+from rlctl.models.hf_config import base_facts, required
+from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+ATTENTION, MLP = parts.LAYER + "self_attn.", parts.LAYER + "mlp."
+
+
+def facts(config: dict[str, Any]) -> ModelFacts:
+    """Facts of a `GptOssForCausalLM` configuration."""
+    moe = MoeFacts(
+        experts=required(config, "num_local_experts"),
+        experts_per_token=required(config, "num_experts_per_tok"),
+        expert_intermediate=required(config, "intermediate_size"),
+    )
+    types = config.get("layer_types") or []
+    full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+    return base_facts(
+        "gpt_oss",
+        config,
+        qkv_bias=True,
+        moe=moe,
+        sliding_window=config.get("sliding_window"),
+        full_attention_layers=full if types else tuple(range(1, config["num_hidden_layers"], 2)),
+    )
+
+
+def weights(facts: ModelFacts) -> ModelWeights:
+    """Every matrix and the tensor that holds it."""
+    attention = (
+        *parts.norms(),
+        *parts.attention(facts),
+        Weight(Role.O_BIAS, ATTENTION + "o_proj.bias", ("hidden",)),
+        Weight(Role.SINKS, ATTENTION + "sinks", ("heads",)),
+    )
+    router = (
+        Weight(Role.ROUTER, MLP + "router.weight", ("experts", "hidden")),
+        Weight(Role.ROUTER_BIAS, MLP + "router.bias", ("experts",)),
+    )
+    return ModelWeights(facts, parts.outer(facts), ((*attention, *router, *experts()),) * facts.layers)
+
+
+def experts() -> tuple[Weight, ...]:
+    """Tensors [E, in, out]; column 2i is row i of the gate, column 2i + 1 row i of the up-projection."""
+    up_dims, ffn_dims = ("experts", "hidden", "2*expert_ffn"), ("expert_ffn", "hidden")
+    halves = ((Role.EXPERT_GATE, Role.EXPERT_GATE_BIAS, "0"), (Role.EXPERT_UP, Role.EXPERT_UP_BIAS, "1"))
+    weights = [
+        weight
+        for role, bias, first in halves
+        for weight in (
+            Weight(role, MLP + "experts.gate_up_proj", ffn_dims, Stored(up_dims, (2, 1), (first, "0"), (2, 1))),
+            Weight(
+                bias,
+                MLP + "experts.gate_up_proj_bias",
+                ("expert_ffn",),
+                Stored(("experts", "2*expert_ffn"), (1,), (first,), (2,)),
+            ),
+        )
+    ]
+    down = Stored(("experts", "expert_ffn", "hidden"), (2, 1))
+    return (
+        *weights,
+        Weight(Role.EXPERT_DOWN, MLP + "experts.down_proj", ("hidden", "expert_ffn"), down),
+        Weight(Role.EXPERT_DOWN_BIAS, MLP + "experts.down_proj_bias", ("hidden",), Stored(("experts", "hidden"), (1,))),
+    )

@@ -1,0 +1,27 @@
+"""Qwen3, dense: Llama's architecture with a norm on each head's query and key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.models import parts
+from rlctl.models.facts import ModelFacts
+from rlctl.models.hf_config import base_facts, refuse
+from rlctl.models.matrices import ModelWeights
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def facts(config: dict[str, Any]) -> ModelFacts:
+    """Facts of a `Qwen3ForCausalLM` configuration."""
+    refuse(
+        bool(config.get("use_sliding_window")), "use_sliding_window: true", "rlctl trains Qwen3 with full attention."
+    )
+    refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published Qwen3 has biases.")
+    return base_facts("qwen3", config, qk_norm=True)
+
+
+def weights(facts: ModelFacts) -> ModelWeights:
+    """Every matrix and the tensor that holds it."""
+    layer = (*parts.norms(), *parts.attention(facts), *parts.dense_mlp())
+    return ModelWeights(facts, parts.outer(facts), (layer,) * facts.layers)

@@ -1,0 +1,39 @@
+"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention, a softmax router and experts without a shared one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlctl.models import parts
+from rlctl.models.facts import ModelFacts, MoeFacts
+from rlctl.models.hf_config import base_facts, refuse, required
+from rlctl.models.matrices import ModelWeights
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+
+
+def facts(config: dict[str, Any]) -> ModelFacts:
+    """Facts of a `Qwen3MoeForCausalLM` configuration; layers without experts follow from step and list."""
+    refuse(
+        bool(config.get("use_sliding_window")), "use_sliding_window: true", "rlctl trains Qwen3 with full attention."
+    )
+    refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published Qwen3 has biases.")
+    step, listed = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
+    layers = range(required(config, "num_hidden_layers"))
+    moe = MoeFacts(
+        experts=required(config, "num_experts"),
+        experts_per_token=required(config, "num_experts_per_tok"),
+        expert_intermediate=required(config, "moe_intermediate_size"),
+        dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step),
+        normalize_topk=bool(config.get("norm_topk_prob", False)),
+    )
+    return base_facts("qwen3_moe", config, qk_norm=True, moe=moe)
+
+
+def weights(facts: ModelFacts) -> ModelWeights:
+    """Every matrix and the tensor that holds it."""
+    attention = (*parts.norms(), *parts.attention(facts))
+    sparse = (*attention, parts.router(), *parts.experts())
+    dense = (*attention, *parts.dense_mlp())
+    layers = tuple(sparse if facts.is_moe_layer(i) else dense for i in range(facts.layers))
+    return ModelWeights(facts, parts.outer(facts), layers)
