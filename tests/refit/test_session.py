@@ -37,7 +37,7 @@ def make_source(placement: Any, tmp_path: Path) -> Iterator[MakeSource]:
             WorkerSpec(
                 {"rank": rank, "tp": tp, "dp": dp, "directory": model, **faults},
                 (placement.bundles[1],),
-                {"OMP_NUM_THREADS": "1"},
+                {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
             )
             for rank in range(tp * dp)
         ]
@@ -194,3 +194,36 @@ def test_nothing_is_left_in_shared_memory(engine: HostedEngine, make_source: Mak
     assert not Path(session.setup.address.path).exists()
     session.refit(1)
     session.close()
+
+
+def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:
+    from rlctl.refit import selftest
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    source = make_source(engine.model, transpose=name)
+    session = open_session(source, engine)
+
+    def difference(results: list[Any]) -> selftest.LogprobDifference:
+        from rlctl.cluster.objects import fetch
+
+        groups = [(result, fetch(result.columns), None) for result in results]
+        worst = largest_logprob_error(groups, whole_policy(source, engine.model), Sampling(8))
+        return selftest.LogprobDifference(1, worst, worst, worst)
+
+    found = selftest.run(
+        session,
+        model="tiny",
+        prompts=[request.prompt_tokens for request in requests()],
+        compare_logprobs=difference,
+        repeat=2,
+        logprob_limit=1e-3,
+        timeout_s=60,
+        new_tokens=8,
+    )
+    assert not found.passed
+    assert found.to_json()["mismatched"] == [{"name": name, "cause": "transposed"}]
+    assert found.after.max_abs > 1e-3
+    session.close()
+    healthy = open_session(make_source(engine.model), engine)
+    healthy.refit(9)
+    healthy.close()

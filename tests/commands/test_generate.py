@@ -1,0 +1,64 @@
+"""`rlctl generate` as a user runs it: real engines, a tiny model, JSON Lines that the engine's own log-probs back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RLCTL = Path(sys.executable).with_name("rlctl")
+
+
+def rlctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=os.environ)
+
+
+def test_generate_json_lines_agree_with_transformers(tiny_llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "What is 3 + 4?"}) + "\n")
+    done = rlctl(
+        "generate", "--model", str(tiny_llama), "--prompt", "Name a colour.", "--prompts-file", str(prompts), "--n", "3",
+        "--max-new-tokens", "12", "--temperature", "0.5", "--seed", "3", "--gpu", "cpu", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["prompt"] for record in records] == ["Name a colour.", "What is 3 + 4?"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    for record in records:
+        messages = [{"role": "user", "content": record["prompt"]}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert len(record["completions"]) == 3
+        assert len({tuple(c["token_ids"]) for c in record["completions"]}) > 1
+        for completion in record["completions"]:
+            ids = completion["token_ids"]
+            assert completion["finish_reason"] in ("stop", "length")
+            assert len(ids) == len(completion["logprobs"]) <= 12
+            assert completion["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / 0.5
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            assert torch.allclose(expected, torch.tensor(completion["logprobs"]), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Nothing to complete"),
+        (["--prompts-file", "absent.txt"], "absent.txt cannot be read"),
+        (["--prompt", "x", "--run-dir", "absent-run"], "absent-run"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], message: str, tiny_llama: Path) -> None:
+    done = rlctl("generate", "--model", str(tiny_llama), *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

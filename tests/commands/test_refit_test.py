@@ -1,0 +1,33 @@
+"""`rlctl refit-test` as a user runs it, and what its self-test says of a refit that goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RLCTL = Path(sys.executable).with_name("rlctl")
+KEYS = {
+    "model", "mover", "receive", "refits", "tensors", "mismatched", "missing", "extra", "payload_bytes",
+    "staging_peak_bytes", "seconds", "seconds_first", "gb_per_s", "limit_gb_per_s", "fraction_of_limit", "logprobs", "passed",
+}  # fmt: skip
+
+
+def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:
+    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+    arguments = [
+        "refit-test", "--model", str(tiny_llama_tied), "--tp", "2", "--repeat", "3", "--gpu", "cpu", "--json",
+        "--set", "training.threads=1", "--set", "generation.threads=1",
+    ]  # fmt: skip
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) >= KEYS
+    assert found["passed"] is True
+    assert (found["refits"], found["tensors"]) == (3, 20)
+    assert found["mismatched"] == found["missing"] == found["extra"] == []
+    assert found["logprobs"]["max_abs"] < 1e-3 < found["logprobs_before"]["max_abs"]
+    parts = sum(value for phase, value in found["seconds"].items() if phase != "total")
+    assert abs(parts - found["seconds"]["total"]) < 1e-6
