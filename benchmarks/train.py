@@ -29,7 +29,7 @@ from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.registry import facts_from_hf_config
 
-LR = 1e-6
+LR = 0.0  # the work of a step without its effect: all three see the same weights, and their norms can be compared
 
 
 class PolicyGradient:
