@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from rlctl.checkpoints.fingerprints import combine, fingerprint
+from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
 from rlctl.errors import VerificationError
 from rlctl.weights.layout import Shape

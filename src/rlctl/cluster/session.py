@@ -50,6 +50,8 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
                 logging_level=logging.ERROR,
                 object_store_memory=_object_store_bytes(),
                 namespace=namespace,
+                # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
+                _system_config={"prestart_worker_first_driver": False},
             )
         else:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlctl.backends.vllm.segment import Segment, SegmentAddress
-from rlctl.checkpoints.fingerprints import combine, fingerprint
+from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import strided, transformed
 from rlctl.errors import WorkerError
 from rlctl.refit.records import SourceSetup, TableRow, staging_world

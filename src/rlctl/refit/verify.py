@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rlctl.checkpoints.fingerprints import combine
-from rlctl.backends.vllm.live import Reading
+from rlctl.backends.vllm.messages import Reading
 from rlctl.errors import VerificationError
+from rlctl.weights.fingerprints import combine
 
 
 @dataclass(frozen=True)

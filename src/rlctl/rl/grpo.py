@@ -16,8 +16,8 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout
 from rlctl.refit.records import RefitReport
 from rlctl.rl.batch import make_batch
-from rlctl.rl.losses import loss_metrics
 from rlctl.rl.policy import Policy
+from rlctl.rl.run_loss import loss_metrics
 from rlctl.rl.schedule import learning_rate
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.timers import StepTimer

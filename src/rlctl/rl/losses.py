@@ -87,7 +87,7 @@ class GrpoLoss:
         )
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """Loss and metrics of one micro-batch; `loss_metrics` turns the sums of a mini-batch into means.
+        """Loss and metrics of one micro-batch; `run_loss.loss_metrics` turns the sums of a mini-batch into means.
 
         Without `old_logprobs_T` the current policy is taken as the old one: the ratio is 1 and its gradient that of the
         log-prob, which is exact for the first optimizer step after sampling.
@@ -147,15 +147,3 @@ class GrpoLoss:
         if batch.reference_logprobs_T is not None:
             return kl_penalty(logprobs_T, batch.reference_logprobs_T, self.kl_estimator)
         return k3(logprobs_T - batch.rollout_logprobs_T)
-
-
-def loss_metrics(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float | dict[str, float]]:
-    """Means over tokens (and maxima) from the added-up sums of `GrpoLoss`, under the names of a metrics line.
-
-    Keys: kl, entropy, clip_fraction, ratio {mean, max}, logprob_diff {mean, max} (engine against trainer, absolute),
-    importance_weight, importance_limited (part of the tokens truncated or masked). All 0 over no tokens.
-    """
-    tokens = max(sums["tokens"], 1.0)
-    means = {name: total / tokens for name, total in sums.items() if name != "tokens"}
-    spread = {name: {"mean": means.pop(name), "max": maxima[name]} for name in ("ratio", "logprob_diff")}
-    return {**means, **spread}

@@ -63,3 +63,15 @@ def has_transformer_engine() -> bool:
     from megatron.core.models.gpt import gpt_layer_specs
 
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+
+
+def destroy_subgroups() -> None:
+    """Ends every process group of this process but the default one.
+
+    `destroy_model_parallel` only forgets Megatron's groups: their sockets and polling threads would outlive each rebuild.
+    """
+    from torch.distributed import GroupMember, destroy_process_group
+    from torch.distributed.distributed_c10d import _world
+
+    for group in [group for group in _world.pg_map if group is not GroupMember.WORLD]:
+        destroy_process_group(group)

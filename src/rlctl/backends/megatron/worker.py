@@ -72,6 +72,7 @@ class MegatronWorker:
 
         spec, parallel = self.spec, self.spec.parallel
         parallel_state.destroy_model_parallel()
+        compat.destroy_subgroups()
         compat.call_known(
             parallel_state.initialize_model_parallel,
             tensor_model_parallel_size=parallel.tp,

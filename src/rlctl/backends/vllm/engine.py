@@ -220,12 +220,12 @@ class VllmEngine:
                 self._rpc("rlctl_release")
 
     def received(self) -> list[Any]:
-        """What each of the engine's workers did in the last refit (`transfer.Received`)."""
+        """What each of the engine's workers did in the last refit (`messages.Received`)."""
         with self._lock:
             return self._rpc("rlctl_received")
 
     def readings(self, tensors: list[str] | None = None) -> list[Any]:
-        """Fingerprints of what the engine computes with, of all its workers (`live.Reading`)."""
+        """Fingerprints of what the engine computes with, of all its workers (`messages.Reading`)."""
         with self._lock:
             return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from rlctl.backends.vllm.messages import Reading
 from rlctl.checkpoints.fingerprints import fingerprint
 
 # Columns of a prepacked matrix that are read back at once.
@@ -48,18 +49,6 @@ class Site:
     """Rows are looked up in the parameter itself (besides a repacked copy used for products)."""
     output: bool = False
     """The output embedding."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Fingerprint of one box as the engine holds it."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
-    value: int
-    site: str
 
 
 def sites(model: torch.nn.Module) -> tuple[list[Site], list[str]]:

@@ -102,3 +102,27 @@ def rollouts_of(result: GroupResult, generations: int) -> list[Rollout]:
         )
         for index in range(len(result.response_tokens))
     ]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Fingerprint of one box as the engine holds it."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    value: int
+    site: str
+
+
+@dataclass
+class Received:
+    """What a worker did in one refit."""
+
+    seconds: float = 0.0
+    tensors: int = 0
+    bytes: int = 0
+    path: str = "loader"
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Path -> why it could not be written directly."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from rlctl.backends.vllm import compat, live
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
 from rlctl.backends.vllm.direct import DirectWriter
+from rlctl.backends.vllm.messages import Reading, Received
 from rlctl.backends.vllm.reload import ReloadFixes
 from rlctl.backends.vllm.segment import Segment, SegmentAddress
 from rlctl.errors import ConfigError, VerificationError, WorkerError
@@ -45,18 +46,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     first: int = 0
     last: int = 0
-
-
-@dataclass
-class Received:
-    """What a worker did in one refit."""
-
-    seconds: float = 0.0
-    tensors: int = 0
-    bytes: int = 0
-    path: str = "loader"
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Path -> why it could not be written directly."""
 
 
 class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -159,7 +148,7 @@ class RlctlWorkerExtension:
         """What the refit just finished did in this worker."""
         return self.weight_transfer_engine.received
 
-    def rlctl_readings(self, tensors: list[str] | None = None) -> list[live.Reading]:
+    def rlctl_readings(self, tensors: list[str] | None = None) -> list[Reading]:
         """Fingerprints of `tensors` (None: all) as this worker holds them.
 
         Raises VerificationError where a parameter is in a form that cannot be read back.

@@ -1,0 +1,162 @@
+"""Plans prove what they say, choose replicas alike on both sides, and name what is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.errors import VerificationError
+from rlctl.weights import hf
+from rlctl.weights.layout import Layout, Piece, Span, meet, overlaps, whole
+from rlctl.weights.megatron import MegatronParallel, MegatronWorld
+from rlctl.weights.plan import Place, SingleWorld, Topology, TransferPlan, message_order, receive_plan, send_plan
+from rlctl.weights.vllm import VllmParallel, VllmWorld
+from weights.families import FAMILIES
+
+FACTS = FAMILIES["qwen3_moe"]
+TRAINING = MegatronWorld(FACTS, MegatronParallel(tp=2, pp=2, dp=4, ep=4, etp=1), "te", "bfloat16")
+GENERATION = VllmWorld(FACTS, VllmParallel(tp=2, dp=2, ep=True))
+
+spans = st.builds(Span, st.integers(0, 30), st.integers(1, 12), st.integers(1, 7))
+
+
+@given(spans, spans)
+def test_meet_is_the_intersection_of_two_progressions(a: Span, b: Span) -> None:
+    one, two = (list(range(s.start, s.start + s.count * s.step, s.step)) for s in (a, b))
+    common = sorted(set(one) & set(two))
+    hit = meet(a, b)
+    if hit is None:
+        assert not common
+        return
+    first_a, every_a, first_b, every_b, count = hit
+    assert [one[first_a + i * every_a] for i in range(count)] == common
+    assert [two[first_b + i * every_b] for i in range(count)] == common
+
+
+@given(st.lists(st.tuples(spans, spans), max_size=6))
+def test_overlaps_finds_a_pair_exactly_when_an_element_is_shared(boxes: list[tuple[Span, Span]]) -> None:
+    cells = Counter(
+        (x, y)
+        for rows, columns in boxes
+        for x in range(rows.start, rows.last + 1, rows.step)
+        for y in range(columns.start, columns.last + 1, columns.step)
+    )
+    assert bool(list(overlaps(boxes))) == (max(cells.values(), default=0) > 1)
+
+
+def test_senders_and_receivers_agree_without_talking() -> None:
+    received = [
+        copy for rank in range(GENERATION.size) for copy in receive_plan(TRAINING, GENERATION, rank).prove().copies
+    ]
+    sent = [copy for rank in range(TRAINING.size) for copy in send_plan(TRAINING, GENERATION, rank)]
+    assert len(sent) == len(received) > 0
+    assert set(sent) == set(received)
+
+
+def test_both_sides_pack_a_message_in_the_same_order() -> None:
+    plan = receive_plan(TRAINING, GENERATION, 3)
+    for source in plan.sources:
+        expected = [copy for copy in send_plan(TRAINING, GENERATION, source) if copy.destination_rank == 3]
+        assert plan.from_rank(source) == expected == sorted(expected, key=message_order)
+
+
+def test_replicas_share_the_load() -> None:
+    dense = MegatronWorld(FAMILIES["llama"], MegatronParallel(dp=8), "te", "bfloat16")
+    target = VllmWorld(FAMILIES["llama"], VllmParallel(tp=2, dp=4))
+    sent = Counter(c.source_rank for rank in range(target.size) for c in receive_plan(dense, target, rank).copies)
+    assert set(sent) == set(range(8))
+    assert max(sent.values()) < 2 * min(sent.values())
+
+
+def test_the_nearest_replica_sends() -> None:
+    dense = MegatronWorld(FAMILIES["llama"], MegatronParallel(dp=4))
+    target = VllmWorld(FAMILIES["llama"], VllmParallel(dp=4))
+    source = tuple(Place("a" if r < 2 else "b", f"gpu{r}", f"p{r}") for r in range(4))
+    places = (Place("a", "gpu0", "p0"), Place("a", "gpu1", "q"), Place("b", "gpu9", "q"), Place("c", "gpu0", "q"))
+    topology = Topology(source, places)
+    used = [set(receive_plan(dense, target, rank, topology).sources) for rank in range(4)]
+    assert used == [{0}, {1}, {2, 3}, {0, 1, 2, 3}]
+    sent = {copy for rank in range(4) for copy in send_plan(dense, target, rank, topology)}
+    assert sent == {copy for rank in range(4) for copy in receive_plan(dense, target, rank, topology).copies}
+
+
+def test_messages_are_one_a_peer() -> None:
+    plan = receive_plan(TRAINING, GENERATION, 0)
+    messages = plan.messages
+    assert messages.peers == len(plan.sources) <= TRAINING.size
+    assert messages.copies == len(plan.copies)
+    assert messages.elements == sum(spec.size for spec in plan.layout.params.values()) - padding(plan)
+
+
+def padding(plan: TransferPlan) -> int:
+    sizes = [[span.count for span in fill.box] for fill in plan.fills]
+    return sum(rows * columns for rows, columns in sizes)
+
+
+def test_digests_add_up_to_the_same_on_both_sides() -> None:
+    total = sum(receive_plan(TRAINING, GENERATION, rank).digest() for rank in range(GENERATION.size))
+    again = [TransferPlan(GENERATION.layout(r), c) for r, c in by_destination().items()]
+    assert sum(plan.digest() for plan in again) == total
+
+
+def by_destination() -> dict[int, tuple]:
+    found: dict[int, list] = {}
+    for rank in range(TRAINING.size):
+        for copy in send_plan(TRAINING, GENERATION, rank):
+            found.setdefault(copy.destination_rank, []).append(copy)
+    return {rank: tuple(copies) for rank, copies in found.items()}
+
+
+# --- what is wrong is named ---
+
+
+def source_without(name: str) -> SingleWorld:
+    plain = hf.layout(FACTS, "bfloat16")
+    return SingleWorld(Layout(0, plain.params, tuple(p for p in plain.pieces if p.tensor != name)))
+
+
+def test_a_missing_tensor_is_named() -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    rank = next(r for r in range(GENERATION.size) if 3 in GENERATION.local_experts(r))
+    plan = receive_plan(source_without(name), GENERATION, rank)
+    assert any(name in line for line in plan.problems())
+    with pytest.raises(VerificationError, match="no source holds it"):
+        plan.prove()
+
+
+def test_half_a_tensor_is_missing() -> None:
+    plain = hf.layout(FACTS, "bfloat16")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    half = [p if p.tensor != name else upper_half(p) for p in plain.pieces]
+    plan = receive_plan(SingleWorld(Layout(0, plain.params, tuple(half))), SingleWorld(plain), 0)
+    assert plan.problems() == [f"{name}: 256 of 512 elements missing"]
+
+
+def upper_half(piece: Piece) -> Piece:
+    rows = Span(0, piece.tensor_box[0].count // 2)
+    return replace(piece, tensor_box=(rows, *piece.tensor_box[1:]), param_box=(rows, *piece.param_box[1:]))
+
+
+def test_two_sources_of_one_element_are_written_twice() -> None:
+    plain = hf.layout(FACTS, "bfloat16")
+    name = "model.norm.weight"
+    doubled = Layout(0, plain.params, (*plain.pieces, plain.by_tensor[name][0]))
+    problems = receive_plan(SingleWorld(doubled), SingleWorld(plain), 0).problems()
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{name}: written twice")
+
+
+def test_a_box_outside_of_its_param_is_extra() -> None:
+    plain = hf.layout(FACTS, "bfloat16")
+    stray = replace(plain.by_tensor["model.norm.weight"][0], param_box=(Span(1, 16),))
+    layout = Layout(0, plain.params, (*(p for p in plain.pieces if p.tensor != "model.norm.weight"), stray))
+    assert [line for line in layout.problems() if "extra" in line]
+
+
+def test_a_piece_whose_sides_differ_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds 3 of 4"):
+        Piece("t", whole((4, 2)), "p", (Span(0, 3), Span(0, 2)), (0, 1))
