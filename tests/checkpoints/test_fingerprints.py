@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from rlctl.checkpoints.fingerprints import combine, fingerprint
+from rlctl.checkpoints.fingerprints import fingerprint
+from rlctl.weights.fingerprints import combine
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,12 +12,8 @@ import torch
 from rlctl.backends.base import TokenBatch
 from rlctl.config.schema import GrpoConfig
 from rlctl.rl.corrections import importance_weights
-from rlctl.rl.losses import (
-    GrpoLoss,
-    clipped_surrogate,
-    is_clipped,
-    loss_metrics,
-)
+from rlctl.rl.losses import GrpoLoss, clipped_surrogate, is_clipped
+from rlctl.rl.run_loss import loss_metrics
 
 RATIOS = [0.2, 0.75, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.29, 2.9, 3.1, 8.0]
 

@@ -12,6 +12,7 @@ from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
 from rlctl.errors import VerificationError
 from rlctl.weights.layout import Shape
+from rlctl.weights.fingerprints import combine
 from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]

@@ -18,6 +18,7 @@ from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import strided, transformed
 from rlctl.errors import WorkerError
 from rlctl.refit.records import SourceSetup, TableRow, staging_world
+from rlctl.weights.fingerprints import combine
 from rlctl.weights.plan import Copy, World, send_plan
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlctl.errors import InputError
+from rlctl.errors import InputError, RlctlError
 
 Metrics = Mapping[str, Any]
 # What differs between two runs that compute the same: times and what is derived from them.
@@ -54,13 +55,21 @@ class TensorBoardLogger:
     """Scalars under their metric names, nested ones joined by a slash."""
 
     def __init__(self, directory: Path, *, keep_before: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        # TensorBoard's own writer: torch's wrapper around it would bring torch into the driver.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=keep_before)
+        self._writer = EventFileWriter(str(directory))
+        # What earlier sessions wrote of this step and later ones is not to be shown.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=keep_before, session_log=start))
 
     def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in flatten(metrics):
-            self._writer.add_scalar(name, value, step)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(metrics)]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
@@ -78,9 +87,14 @@ class WandbLogger:
                 "Logging to Weights & Biases needs the package `wandb`, which is not installed.",
                 "Install it, or set run.wandb=false.",
             ) from error
-        self._run = wandb.init(
-            project="rlctl", name=run_name, id=run_name, resume="allow", config=dict(config), dir=str(directory)
-        )
+        try:
+            self._run = wandb.init(
+                project="rlctl", name=run_name, id=run_name, resume="allow", config=dict(config), dir=str(directory)
+            )
+        except wandb.errors.Error as error:
+            raise RlctlError(
+                f"Weights & Biases did not start: {error}.", "Check WANDB_API_KEY, or set run.wandb=false."
+            ) from error
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(flatten(metrics)), step=step)
