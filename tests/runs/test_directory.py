@@ -1,10 +1,11 @@
+import errno
 import json
 import os
 import signal
 
 import pytest
 
-from rlctl.errors import InputError, RlctlError
+from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run, write_json
 from rlctl.runs.interrupt import StopRequest
 
@@ -92,13 +93,57 @@ def test_rollouts_are_json_lines_numbered_from_one(run):
     assert [json.loads(line)["text"] for line in lines] == ["é", "b"]
 
 
-def test_the_first_signal_asks_and_the_second_stops():
+def test_between_steps_the_first_signal_asks_and_the_second_stops():
     said: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with StopRequest(said.append) as stop:
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.requested
-        assert len(said) == 1
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        with stop.between_steps():
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # what is being cleaned up is not interrupted again
+        assert len(said) == 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_before_the_first_step_one_signal_stops():
+    with StopRequest(print) as stop, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert not stop.requested
+
+
+def test_a_run_that_did_not_start_leaves_its_place_free(tmp_path):
+    run = RunDirectory(tmp_path / "r")
+    run.create()
+    write_json(run.path / MANIFEST, {})
+    (run.path / "tensorboard").mkdir()
+    run.logs.mkdir()
+    (run.logs / "engine-0.log").write_text("why it failed")
+    run.abandon(keep_logs=True)
+    run.release()
+    assert [path.name for path in run.path.iterdir()] == ["logs"]
+    again = RunDirectory(run.path)
+    again.create()
+    assert not again.logs.exists()
+    again.abandon(keep_logs=True)
+    again.release()
+    assert not run.path.exists()
+
+
+def test_a_full_disk_is_an_error_that_names_the_run(run):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(RlctlError, match=f"{run.path} cannot be written to: No space left"), run.writing():
+        raise full
+    with pytest.raises(RlctlError, match="step 2 could not be written"), run.checkpoint(2, {}):
+        raise WorkerError(f"policy rank 0 failed in `save`: {full}.")
+    with pytest.raises(WaitTimeoutError), run.writing(), run.checkpoint(2, {}):
+        raise WaitTimeoutError("policy rank 0 did not finish `save`")  # an OSError by its class, but not of the disk
+    with pytest.raises(ConnectionResetError), run.writing():
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+
+def test_a_file_that_is_no_manifest_is_refused(run):
+    write_json(run.path / MANIFEST, [1])
+    with pytest.raises(InputError, match="is not the manifest of a run"):
+        run.manifest()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import command_app, examples, print_json
 
 app = command_app()
 
@@ -77,6 +77,6 @@ def grpo(
     if json_:
         print_json(dataclasses.asdict(summary))
     else:
-        message(summary.text())
+        print(summary.text())
     if summary.interrupted:
         raise typer.Exit(130)

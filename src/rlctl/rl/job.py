@@ -15,14 +15,15 @@ from rlctl import __version__
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.vllm.args import engine_spec, resolve_dtype
+from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.source import ModelSource, resolve_model
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
 from rlctl.envs.rewards import RewardPlan, prepare_rewards
-from rlctl.errors import InputError
+from rlctl.errors import InputError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config
-from rlctl.planner.from_config import plan_from_config
+from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.planner.render import plan_json
 from rlctl.rl.crew import CrewSpec
@@ -127,7 +128,12 @@ class Job:
             "packages": {name: _version(name) for name in PACKAGES if _version(name)},
             "command": sys.argv,
             "config": self.resolved.to_json(),
-            "model": {"directory": str(self.model_dir), "label": self.source.label, "note": self.source.note},
+            "model": {
+                "fingerprint": model_fingerprint(self.model_dir),
+                "directory": str(self.model_dir),
+                "label": self.source.label,
+                "note": self.source.note,
+            },
             "data": self.prompts.source.fingerprint(),
             "plan": plan_json(self.plan),
         }
@@ -172,16 +178,31 @@ def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int)
     return resolved if config.model.max_length else resolved.with_values({"model.max_length": max_length}, "prompts")
 
 
+def require_devices(job: Job) -> None:
+    """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
+    need, have = job.crew_spec().devices, len(local_gpus())
+    if job.device == "cpu" or job.config.cluster.ray_address or have >= need:
+        return
+    raise MachineError(
+        f"The plan needs {need} GPU{'s' * (need > 1)}, and this machine has {have or 'none'}.",
+        "Use `--preset laptop` or `--gpu cpu` here, ask for fewer with --nodes and --gpus-per-node, or join a cluster "
+        "with --ray-address; --dry-run shows the plan without running it.",
+    )
+
+
 def check_resumable(stored: dict[str, Any], job: Job) -> None:
     """Raise InputError when data or model are not those of the stored manifest."""
-    now = job.manifest()
-    for part, flag in (("data", "--data"), ("model", "--model")):
-        if stored.get(part) != now[part]:
-            changed = [key for key in now[part] if stored.get(part, {}).get(key) != now[part][key]]
-            raise InputError(
-                f"--resume: {flag} is not what the run began with ({', '.join(changed)} changed).",
-                "Restore it, or start a new run.",
-            )
+    then, now = stored.get("data", {}), job.prompts.source.fingerprint()
+    if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
+        raise InputError(
+            f"--resume: --data is not what the run began with ({', '.join(changed)} changed).",
+            "Restore it, or start a new run.",
+        )
+    if stored.get("model", {}).get("fingerprint") != model_fingerprint(job.model_dir):
+        raise InputError(
+            f"--resume: {job.model_dir} does not hold the model that the run began with.",
+            "Restore it, or start a new run.",
+        )
 
 
 def _version(package: str) -> str | None:

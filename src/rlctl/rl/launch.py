@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,47 +18,57 @@ from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.plan import Plan
 from rlctl.planner.render import plan_json, plan_text
-from rlctl.rl.job import Job, check_resumable, prepare_job
+from rlctl.rl.job import Job, check_resumable, prepare_job, require_devices
 from rlctl.rl.run import RunSummary, run_grpo
-from rlctl.runs.directory import Checkpoint, RunDirectory, newest_run
+from rlctl.runs.directory import RunDirectory, newest_run
+from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 
 RUNS = Path("runs")
 ASSUMED_GPU = "h100"
 """What a dry run plans for where the configuration asks for GPUs and this machine has none to look at."""
-# What a resumed run may change: how long, where and how it is watched; nothing that its numbers follow from.
-CHANGEABLE = ("grpo.steps", "run.", "cluster.", "refit.", "generation.mean_length")
+# What a resumed run may change: how long, where and how it is watched; nothing that its numbers follow from. The model
+# may have moved: what it holds is compared.
+CHANGEABLE = (
+    "grpo.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.save_final", "run.log_rollouts",
+    "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "model.name",
+)  # fmt: skip
 
 
 def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool) -> RunSummary:
     """Run, or continue, a GRPO run; returns when it is finished or was asked to stop."""
-    display = Display(steps=resolved.config.grpo.steps, quiet=quiet)
-    if resume:
-        return _resume(resolved, display)
-    display.doing("model, data and plan")
+    with Display(steps=resolved.config.grpo.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
+        display.doing("model, data and plan")
+        return _resume(resolved, display, stop) if resume else _begin(resolved, display, stop)
+
+
+def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
     job = prepare_job(resolved, display.say)
+    require_devices(job)
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
-    run.create()
-    try:
-        run.write_manifest(job.manifest())
-        _introduce(display, job, run)
-        return run_grpo(job, run, display, None)
-    finally:
-        run.release()
+    with _locked(run, run.create):
+        try:
+            run.write_manifest(job.manifest())
+            _introduce(display, job, run)
+            return run_grpo(job, run, display, stop, None)
+        except BaseException as error:
+            if not run.has_steps():
+                run.abandon(keep_logs=isinstance(error, Exception))
+            raise
 
 
-def _resume(resolved: Resolved, display: Display) -> RunSummary:
+def _resume(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
     named = resolved.config.run.dir
     run = RunDirectory(Path(named) if named else newest_run(RUNS))
-    run.reopen()
-    try:
+    with _locked(run, run.reopen):
         stored = run.manifest()
         job = prepare_job(continued(stored, resolved), display.say)
+        require_devices(job)
         check_resumable(stored, job)
         display.steps = job.config.grpo.steps
-        checkpoints = run.checkpoints()
-        latest: Checkpoint | None = checkpoints[-1] if checkpoints else None
         run.prune(None)
+        checkpoints = run.checkpoints()
+        latest = checkpoints[-1] if checkpoints else None
         if latest is not None and latest.step >= job.config.grpo.steps:
             raise InputError(
                 f"--resume: {run.path} has finished its {job.config.grpo.steps} steps.", "Give more with --steps."
@@ -64,7 +76,16 @@ def _resume(resolved: Resolved, display: Display) -> RunSummary:
         run.write_manifest(job.manifest())
         _introduce(display, job, run)
         display.say(f"resuming after step {latest.step}" if latest else "no checkpoint yet: starting again from step 1")
-        return run_grpo(job, run, display, latest)
+        return run_grpo(job, run, display, stop, latest)
+
+
+@contextlib.contextmanager
+def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
+    """Hold the run directory while the block writes to it."""
+    lock()
+    try:
+        with run.writing():
+            yield
     finally:
         run.release()
 
@@ -106,12 +127,11 @@ def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
 
 def _about(job: Job) -> list[str]:
     """Model, data and reward, and what there is to know about them."""
-    notes = [job.source.note, job.prompts.encoder.note, *job.rewards.notes]
     return [
         f"model: {job.source.label}",
         f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
         *job.rewards.describe(),
-        *(f"note: {note}" for note in notes if note),
+        *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
     ]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlctl.backends.vllm.messages import Sampling
 from rlctl.cluster.objects import fetch
@@ -17,9 +18,9 @@ from rlctl.rl.crew import Crew, start_crew
 from rlctl.rl.generator import EngineGenerator
 from rlctl.rl.grpo import GrpoParts, StepResult, train_step
 from rlctl.rl.job import Job
-from rlctl.rl.losses import GrpoLoss
 from rlctl.rl.policy import Policy
 from rlctl.rl.rewards import WorkerRewards
+from rlctl.rl.run_loss import RunLoss
 from rlctl.runs.directory import Checkpoint, RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -47,32 +48,35 @@ class RunSummary:
         lines = [f"{'stopped after' if self.interrupted else 'finished'} step {self.steps} in {self.seconds:.0f} s"]
         if self.reward_first is not None and self.reward_last is not None:
             lines.append(f"mean reward {self.reward_first:.3f} -> {self.reward_last:.3f}")
-        lines.append(f"report: {self.directory}/report.html")
+        if self.steps:
+            lines.append(f"report: {self.directory}/report.html")
         if self.checkpoint:
-            lines.append(f"try it: rlctl generate --model {self.checkpoint} --prompt '...'")
+            lines.append(f"try it: rlctl generate --run-dir {self.directory} --prompt '...'")
         if self.interrupted:
             lines.append(f"go on with: rlctl train grpo --resume --run-dir {self.directory}")
         return "\n".join(lines)
 
 
-def run_grpo(job: Job, run: RunDirectory, display: Display, resume_from: Checkpoint | None) -> RunSummary:
+def run_grpo(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume_from: Checkpoint | None
+) -> RunSummary:
     """Train until the last step or a stop request. The run directory is locked and has its manifest.
 
-    Raises the error of whatever failed, with how to resume as its hint where a checkpoint exists.
+    Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
     try:
-        with ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None):
-            display.doing("starting policy and engines")
-            with start_crew(job.crew_spec(), run.logs) as crew, _parts(job, crew, display, resume_from) as parts:
-                interrupted = _Loop(job, run, display, parts, resume_from).run()
+        with run.writing():
+            interrupted = _train(job, run, display, stop, resume_from)
     except RlctlError as error:
+        _report(run, display)
         raise _with_resume_hint(error, run) from error
-    finally:
-        display.close()
-        lines = read_metrics(run.metrics) if run.metrics.exists() else []
-        if lines:
-            write_report(run.report, run.name, lines)
+    except KeyboardInterrupt:
+        _report(run, display)
+        if run.has_steps():
+            display.say(f"Stopped. {_how_to_resume(run)}")
+        raise
+    lines = _report(run, display)
     checkpoints = run.checkpoints()
     return RunSummary(
         directory=str(run.path),
@@ -83,6 +87,30 @@ def run_grpo(job: Job, run: RunDirectory, display: Display, resume_from: Checkpo
         seconds=time.perf_counter() - started,
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
     )
+
+
+def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume_from: Checkpoint | None) -> bool:
+    """Start the processes, run the steps, stop the processes; whether a stop was requested."""
+    with contextlib.ExitStack() as stack:
+        loggers = _loggers(job, run, resume_from, stack)
+        display.doing("starting Ray")
+        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None))
+        stop.install()  # Ray has brought its own handlers
+        display.doing("starting policy and engines")
+        crew = stack.enter_context(start_crew(job.crew_spec(), run.logs))
+        parts = stack.enter_context(_parts(job, crew, display, resume_from))
+        return _Loop(job, run, display, parts, loggers, 0 if resume_from is None else resume_from.step).run(stop)
+
+
+def _report(run: RunDirectory, display: Display) -> list[dict[str, Any]]:
+    """Write report.html from the metrics of the run, which are returned. A run does not fail for want of a report."""
+    lines = read_metrics(run.metrics) if run.metrics.exists() else []
+    if lines:
+        try:
+            write_report(run.report, run.name, lines)
+        except OSError as error:
+            display.say(f"The report could not be written: {error}")
+    return lines
 
 
 @contextlib.contextmanager
@@ -119,7 +147,7 @@ def _parts(job: Job, crew: Crew, display: Display, resume_from: Checkpoint | Non
     session.open()
     try:
         rewards = WorkerRewards(crew.reward, prompts.rows, timeout_s=config.reward.timeout_s)
-        yield GrpoParts(generator, rewards, policy, session.refit, GrpoLoss.from_config(config.grpo))
+        yield GrpoParts(generator, rewards, policy, session.refit, RunLoss(config.grpo))
     finally:
         session.close()
 
@@ -128,17 +156,19 @@ class _Loop:
     """The steps of a run, and everything that is kept of them."""
 
     def __init__(
-        self, job: Job, run: RunDirectory, display: Display, parts: GrpoParts, resume_from: Checkpoint | None
+        self,
+        job: Job,
+        run: RunDirectory,
+        display: Display,
+        parts: GrpoParts,
+        loggers: Sequence[Logger],
+        first: int,
     ) -> None:
+        """`first` is the step to begin with, counted from 0."""
         self.job, self.run_directory, self.display, self.parts = job, run, display, parts
-        self.first = 0 if resume_from is None else resume_from.step
-        self.file = MetricsFile(run.metrics, keep_before=self.first)
-        if resume_from is not None and self.first - 1 not in self.file.steps:
-            # The run was killed between the checkpoint and its metrics line.
-            self.file.log(self.first - 1, resume_from.state()["metrics"])
-        self.loggers: list[Logger] = [self.file, *_loggers(job, run, self.first)]
+        self.loggers, self.first = loggers, first
 
-    def run(self) -> bool:
+    def run(self, stop: StopRequest) -> bool:
         """Every step up to the last one or a stop request; whether it was stopped."""
         steps = self.job.config.grpo.steps
         self.display.doing("first refit, every tensor compared")
@@ -147,15 +177,11 @@ class _Loop:
             f"weights in the engine: {report.bytes / 1e6:.0f} MB in {sum(report.seconds.values()):.1f} s, "
             f"{report.verified} tensors compared, all equal"
         )
-        try:
-            with StopRequest(self.display.say) as stop:
-                for step in range(self.first, steps):
-                    self._step(step, last=step + 1 == steps, stop=stop)
-                    if stop.requested:
-                        return True
-        finally:
-            for logger in self.loggers:
-                logger.close()
+        with stop.between_steps():
+            for step in range(self.first, steps):
+                self._step(step, last=step + 1 == steps, stop=stop)
+                if stop.requested:
+                    return True
         return False
 
     def _step(self, step: int, *, last: bool, stop: StopRequest) -> None:
@@ -165,13 +191,8 @@ class _Loop:
         self._keep_rollouts(step, result)
         if self._checkpoint_due(step, last or stop.requested):
             with timer(Phase.CHECKPOINT):
-                self._save(step, result)
-        seconds = timer.seconds()
-        metrics = {
-            **result.metrics,
-            "tokens_per_s": result.metrics["rollout_tokens"] / seconds["total"],
-            "seconds": seconds,
-        }
+                self._save(step, _with_times(result.metrics, timer))
+        metrics = _with_times(result.metrics, timer)
         for logger in self.loggers:
             logger.log(step, metrics)
         self.display.step(step, metrics)
@@ -180,9 +201,10 @@ class _Loop:
         every = self.job.config.run.checkpoint_every
         return (ending and self.job.config.run.save_final) or (every > 0 and (step + 1) % every == 0)
 
-    def _save(self, step: int, result: StepResult) -> None:
+    def _save(self, step: int, metrics: dict[str, Any]) -> None:
+        """`metrics` go into the checkpoint: a run killed before its metrics line is written finds them there."""
         self.display.doing(f"saving step {step + 1}")
-        with self.run_directory.checkpoint(step + 1, {"metrics": result.metrics}) as directory:
+        with self.run_directory.checkpoint(step + 1, {"metrics": metrics}) as directory:
             self.parts.policy.save(directory)
         self.run_directory.prune(self.job.config.run.keep_last)
 
@@ -206,23 +228,42 @@ class _Loop:
         )
 
 
-def _loggers(job: Job, run: RunDirectory, first: int) -> Sequence[Logger]:
-    wanted: list[Callable[[], Logger]] = []
+def _with_times(metrics: dict[str, Any], timer: StepTimer) -> dict[str, Any]:
+    seconds = timer.seconds()
+    return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / seconds["total"], "seconds": seconds}
+
+
+def _loggers(
+    job: Job, run: RunDirectory, resume_from: Checkpoint | None, stack: contextlib.ExitStack
+) -> Sequence[Logger]:
+    """The metrics file and what else is wanted; closed by `stack`."""
+    first = 0 if resume_from is None else resume_from.step
+    file = MetricsFile(run.metrics, keep_before=first)
+    loggers: list[Logger] = [file]
+    stack.callback(file.close)
+    if resume_from is not None and first - 1 not in file.steps:
+        # The run was killed between the checkpoint and its metrics line.
+        file.log(first - 1, resume_from.state()["metrics"])
     if job.config.run.tensorboard:
-        wanted.append(lambda: TensorBoardLogger(run.path / "tensorboard", keep_before=first))
+        loggers.append(TensorBoardLogger(run.path / "tensorboard", keep_before=first))
+        stack.callback(loggers[-1].close)
     wandb = job.config.run.wandb
     if wandb or (wandb is None and os.environ.get("WANDB_API_KEY")):
-        wanted.append(lambda: WandbLogger(run.name, job.config.model_dump(mode="json"), run.path))
-    return [make() for make in wanted]
+        loggers.append(WandbLogger(run.name, job.config.model_dump(mode="json"), run.path))
+        stack.callback(loggers[-1].close)
+    return loggers
 
 
 def _with_resume_hint(error: RlctlError, run: RunDirectory) -> RlctlError:
-    """The same error, telling how to go on from the last checkpoint if there is one."""
+    """An error of the same kind that also tells how to go on, once there is something to go on from."""
+    if not run.has_steps():
+        return error
+    hints = [error.hint, _how_to_resume(run)]
+    return type(error)(error.message, " ".join(hint for hint in hints if hint))
+
+
+def _how_to_resume(run: RunDirectory) -> str:
     checkpoints = run.checkpoints()
-    how = (
-        f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {run.path}"
-        if checkpoints
-        else "There is no checkpoint yet (run.checkpoint_every)."
-    )
-    error.hint = how if error.hint is None else f"{error.hint} {how}"
-    return error
+    if not checkpoints:
+        return "There is no checkpoint yet to resume from (run.checkpoint_every)."
+    return f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {run.path}"

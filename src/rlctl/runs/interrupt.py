@@ -1,9 +1,10 @@
-"""Ctrl-C as a request: the first finishes the step and saves, the second stops at once."""
+"""Ctrl-C as a request: before the first step it ends the run; then the first finishes the step, the second ends it."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -11,15 +12,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Within its block, the first SIGINT or SIGTERM sets `requested`; the second raises KeyboardInterrupt."""
+    """Within its block, SIGINT and SIGTERM raise KeyboardInterrupt once; later ones let the clean-up go on.
+
+    Inside `between_steps` the first signal only sets `requested`.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested = False
         self._say = say
+        self._deferring = self._raised = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.install()
         return self
 
     def __exit__(
@@ -28,8 +34,26 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def install(self) -> None:
+        """Take the signals (again: libraries that start later bring handlers of their own)."""
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """The block looks at `requested` after each step."""
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._raised:
+            self._say("Stopping; the processes are being ended.")
+        elif self._deferring and not self.requested:
+            self.requested = True
+            self._say("Stopping after this step, then saving. Once more to stop at once, without saving.")
+        else:
+            self._raised = True
             raise KeyboardInterrupt
-        self.requested = True
-        self._say("Stopping after this step, then saving. Once more to stop at once, without saving.")

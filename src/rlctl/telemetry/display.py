@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.status import Status
@@ -53,7 +53,14 @@ class Display:
         self._lines += 1
         self.console.print(step_line(step, self.steps, metrics, plain=not self.console.is_terminal), markup=False)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Take the spinner away and give the terminal its cursor back."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,0 +1,32 @@
+"""What identifies a model directory: its configuration, its tokenizer and its weights, wherever it lies."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+# Read whole. Weights are read in part: enough to tell two models apart, and quick for hundreds of gigabytes.
+SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Hexadecimal digest that two directories share when they hold the same model.
+
+    Of each weight file: name, size, header, and 16 samples of 64 KiB spread over it.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in SMALL_FILES for path in directory.glob(pattern) if path.is_file()}):
+        _add(digest, path.name, path.read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for index in range(SAMPLES):
+                file.seek(index * max(0, size - SAMPLE_BYTES) // max(1, SAMPLES - 1))
+                _add(digest, f"{path.name}/{size}", file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, name: str, content: bytes) -> None:
+    digest.update(f"{name}\0{len(content)}\0".encode())
+    digest.update(content)
