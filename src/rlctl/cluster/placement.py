@@ -25,23 +25,31 @@ class Placement:
 
     def __init__(self, count: int, *, gpus: bool, timeout_s: float) -> None:
         import ray
+        from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
         self.group = placement_group([dict(unit) for _ in range(count)], strategy="PACK")
-        if not self.group.wait(timeout_s):
-            ray.util.remove_placement_group(self.group)
+        try:
+            self.bundles = self._discover(count, gpus, timeout_s)
+        except GetTimeoutError:
+            self.release()
             have = ray.cluster_resources()
             raise MachineError(
                 f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}, and Ray could not reserve them in "
                 f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs and {have.get('CPU', 0):.0f} CPU "
                 "slots).",
                 "Free some, use fewer with --nodes/--gpus-per-node, or raise cluster.start_timeout_s.",
-            )
-        self.bundles = self._discover(count, gpus, timeout_s)
+            ) from None
+        except BaseException:
+            self.release()
+            raise
 
     def _discover(self, count: int, gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
-        """Ask a task inside each bundle which node and device it is on, and order the bundles by them."""
+        """Ask a task inside each bundle which node and device it is on, and order the bundles by them.
+
+        The tasks begin when the bundles are reserved. (Ray's own wait for that cannot be interrupted.)
+        """
         import ray
 
         where = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(_where_am_i)

@@ -93,15 +93,17 @@ class WorkerGroup:
         *,
         start_timeout_s: float,
         call_timeout_s: float,
+        wait: bool = True,
     ) -> None:
         """Start the processes and construct the workers, all at once; returns when each is constructed.
 
-        `worker_class` as `module:Class` is imported in the workers only, and spares the driver what it imports.
-        Raises WorkerError when one dies or raises, WaitTimeoutError when one is not ready in `start_timeout_s`.
+        With `wait` off it returns at once; call `ready` before anything else. `worker_class` as `module:Class` is
+        imported in the workers only, and spares the driver what it imports. Raises what `ready` raises.
         """
         import ray
 
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
+        self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
         host = ray.remote(_Host)
         self.hosts = [
@@ -113,9 +115,21 @@ class WorkerGroup:
             ).remote(str(self.log_path(rank)))
             for rank, spec in enumerate(self.specs)
         ]
-        started = [h.start.remote(worker_class, spec.kwargs) for h, spec in zip(self.hosts, self.specs, strict=True)]
+        self.pids: list[int] = []
+        self._started = [
+            host.start.remote(worker_class, spec.kwargs) for host, spec in zip(self.hosts, self.specs, strict=True)
+        ]
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        """Wait until every worker is constructed.
+
+        Raises WorkerError when one dies or raises, WaitTimeoutError when one is not ready in `start_timeout_s`; the
+        processes are ended then.
+        """
         try:
-            self.pids: list[int] = self._wait("start", started, start_timeout_s)
+            self.pids = self._wait("start", self._started, self.start_timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -180,7 +194,7 @@ class WorkerGroup:
             text = cause.message if cause is not None else str(error)
             raise WorkerError(f"{self.name} rank {rank} failed in `{method}`: {text}.{self._log_tail(rank)}") from None
         except RayActorError:
-            pid = f" (process {self.pids[rank]})" if hasattr(self, "pids") else ""
+            pid = f" (process {self.pids[rank]})" if self.pids else ""
             raise WorkerError(f"{self.name} rank {rank}{pid} died during `{method}`.{self._log_tail(rank)}") from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self._log_tail(rank)}") from None

@@ -58,7 +58,9 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
             _engines(spec, placement, log_dir, groups),
             _reward(spec, placement, log_dir, groups),
         )
-        # The two slow starts (imports, weights, process groups) run side by side.
+        # The slow starts (imports, then weights and process groups) run side by side.
+        for group in groups:
+            group.ready()
         setup, start = crew.policy.submit("setup"), crew.engines.submit("start")
         crew.policy.wait("setup", setup, spec.start_timeout_s)
         crew.engines.wait("start", start, spec.start_timeout_s)
@@ -127,6 +129,7 @@ def _start(
         log_dir,
         start_timeout_s=spec.start_timeout_s,
         call_timeout_s=spec.step_timeout_s,
+        wait=False,
     )
     groups.append(group)
     return group
