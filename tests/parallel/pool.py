@@ -12,6 +12,8 @@ import torch.multiprocessing as mp
 
 START_TIMEOUT_S = 180.0
 CASE_TIMEOUT_S = 120.0
+CASES_A_LIFE = 12
+"""Megatron's groups cannot all be freed in a process that rebuilds them, and each leaves polling threads behind."""
 
 
 def free_port() -> int:
@@ -24,8 +26,13 @@ class Pool:
     """`world_size` processes joined in one gloo group. `run(function, *args)` calls function(rank, *args) on all."""
 
     def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._start()
+
+    def _start(self) -> None:
         context = mp.get_context("spawn")
-        port = free_port()
+        port, world_size = free_port(), self.world_size
+        self.cases = 0
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
@@ -39,6 +46,10 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each rank returned; AssertionError with the traceback of the first rank that raised."""
+        if self.cases == CASES_A_LIFE:
+            self.close()
+            self._start()
+        self.cases += 1
         for connection in self.connections:
             connection.send((function, args))
         return self._collect(CASE_TIMEOUT_S)
