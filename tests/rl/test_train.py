@@ -28,10 +28,11 @@ REWARD = "def even(completion, answer, prompt, **row):\n    return float(len(com
 
 
 def command(model: Path, run_dir: Path, *more: str) -> list[str]:
-    (run_dir.parent / "reward.py").write_text(REWARD)
+    reward = model.parent / "reward.py"  # beside the model: its path names the metric, and runs are compared
+    reward.write_text(REWARD)
     return [
         str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
-        "--reward", f"{run_dir.parent / 'reward.py'}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2",
+        "--reward", f"{reward}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2",
         "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
         "run.checkpoint_every=2", "--set", "training.dp=1", "--set", "training.threads=1", "--set", "generation.threads=1", *more,
     ]  # fmt: skip
@@ -208,10 +209,9 @@ def test_wrong_input_is_a_sentence_and_writes_nothing(tiny_llama, tmp_path, more
 
 
 def test_a_reward_function_that_raises_ends_the_run_in_its_own_words(tiny_llama, tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = command(tiny_llama, run_dir)
-    (tmp_path / "reward.py").write_text("def even(completion, answer, prompt, **row):\n    return 1 / 0\n")
-    done = finish(arguments)
+    broken = tmp_path / "broken.py"
+    broken.write_text("def half(completion, answer, prompt, **row):\n    return 1 / 0\n")
+    done = finish(command(tiny_llama, tmp_path / "run", "--reward", f"{broken}:half"))
     assert done.returncode == 2, done.stderr
     assert "division by zero" in done.stderr
     assert "Traceback" not in done.stderr
