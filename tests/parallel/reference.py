@@ -78,7 +78,7 @@ def facts(kind: str) -> ModelFacts:
             scaling=2.5,
         )
         common |= {"kv_heads": HEADS, "head_dim": 24, "moe": moe, "mla": MlaFacts(32, 32, 16, 8, 16)}
-    return ModelFacts(family, **common)
+    return ModelFacts({"qwen3moe": "qwen3_moe", "deepseek": "deepseek_v3"}.get(family, family), **common)
 
 
 def hf_model(kind: str, seed: int = 0) -> Any:

@@ -18,6 +18,13 @@ CASES = {
     "tied-tp2": Case("llama-tied", ParallelSpec(tp=2)),
     "tied-pp2": Case("llama-tied", ParallelSpec(pp=2)),
     "vpp2": Case(parallel=ParallelSpec(pp=2, vpp=2)),
+    "qwen2-tp2": Case("qwen2", ParallelSpec(tp=2)),
+    "qwen3-tp2": Case("qwen3", ParallelSpec(tp=2)),
+    "qwen3moe-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+    "qwen3moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
+    "deepseek-tp2": Case("deepseek", ParallelSpec(tp=2)),
+    "deepseek-pp2": Case("deepseek", ParallelSpec(pp=2)),
+    "deepseek-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
 }
 
 

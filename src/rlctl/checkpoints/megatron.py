@@ -126,9 +126,8 @@ def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDist
 
 def _refuse_unknown(shards: Path, plain: Layout, reader: TorchDistReader) -> None:
     """Weights that the model does not have would be lost. The other spelling of a norm is no loss."""
-    others = [*keys.LOCAL_KEYS, *keys.LOCAL_KEYS.values()]
     for key in reader.shapes:
-        if key.startswith(MODEL_PREFIXES) and key not in plain.params and not key.endswith(tuple(others)):
+        if key.startswith(MODEL_PREFIXES) and key not in plain.params and not key.endswith(keys.NORM_KEYS):
             raise InputError(f"{shards}: {key} belongs to no part of a {reader.directory.name} of this configuration.")
 
 

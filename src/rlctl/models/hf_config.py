@@ -11,11 +11,12 @@ ROPE_KINDS = {"default", "llama3", "yarn", "linear"}
 ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
 
 
-def required(config: dict[str, Any], key: str) -> Any:
-    """The value of a key without which nothing can be built; InputError names it."""
-    if config.get(key) is None:
-        raise InputError(f"config.json has no `{key}`.", "Take the model's own config.json.")
-    return config[key]
+def required(config: dict[str, Any], *keys: str) -> Any:
+    """The value of a key without which nothing can be built (the first of its spellings); InputError names it."""
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise InputError(f"config.json has no `{keys[0]}`.", "Take the model's own config.json.")
 
 
 def refuse(condition: bool, what: str, why: str) -> None:

@@ -21,7 +21,7 @@ def facts(config: dict[str, Any]) -> ModelFacts:
     step, listed = config.get("decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
     layers = range(required(config, "num_hidden_layers"))
     moe = MoeFacts(
-        experts=required(config, "num_experts"),
+        experts=required(config, "num_experts", "num_local_experts"),
         experts_per_token=required(config, "num_experts_per_tok"),
         expert_intermediate=required(config, "moe_intermediate_size"),
         dense_layers=tuple(i for i in layers if i in listed or (i + 1) % step),

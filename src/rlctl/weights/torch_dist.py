@@ -19,13 +19,15 @@ from rlctl.weights.megatron import MegatronParallel, MegatronWorld
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*mlp\.experts\.)local_experts\.(\d+)\.(.+)$")
 
-# TransformerEngine's key -> the key of the local layer spec, where they differ in a checkpoint
-LOCAL_KEYS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+# TransformerEngine's key -> the key of the local layer spec, where they differ in a checkpoint: with latent attention and
+# without it (where Megatron renames the local spec's norms, those of layers with experts included)
+LATENT_KEYS = {
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
+PLAIN_KEYS = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+NORM_KEYS = tuple({*LATENT_KEYS, *LATENT_KEYS.values(), *PLAIN_KEYS, *PLAIN_KEYS.values()})
 _LINEAR = re.compile(
     r"(linear_(?:qkv|proj|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|eh_proj)\.weight$"
 )
@@ -114,7 +116,7 @@ def _object_key(address: _Address) -> str:
 def _spellings(name: str, holds: Callable[[str], bool] | None, facts: ModelFacts, style: KeyStyle) -> list[str]:
     """The names under which a param is in the checkpoint: TransformerEngine's, the local spec's, or both."""
     found = _LAYER.match(name)
-    other = LOCAL_KEYS.get(found[2]) if found else None
+    other = (LATENT_KEYS if facts.mla else PLAIN_KEYS).get(found[2]) if found else None
     if other is None:
         return [name]
     names = [name, f"decoder.layers.{found[1]}.{other}"]  # type: ignore[index]
