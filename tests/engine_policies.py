@@ -39,7 +39,7 @@ class WholeTensorPolicy:
                 parameter.add_(0.02 * noise if parameter.dim() > 1 else 0.1 * noise)
 
     def write(self) -> None:
-        for (name, _, shape, offset), tensor in zip(self.table, self.tensors().values(), strict=True):
+        for (_, _, shape, offset), tensor in zip(self.table, self.tensors().values(), strict=True):
             self.segment.view(offset, shape, torch.float32).copy_(tensor)
 
     def refit(self, engine: Any, version: int, receive: str = "loader") -> None:

@@ -1,4 +1,4 @@
-"""A policy of several processes without a training engine: shards of published tensors, moved by real transfer plans."""
+"""A policy of several processes without a training engine: shards of published tensors, moved by transfer plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class ShardedWorld:
-    """tp x dp ranks (tp fastest). Output features are dealt in turns (row i on rank i % tp), so that boxes have steps."""
+    """tp x dp ranks (tp fastest). Output features are dealt in turns (row i on rank i % tp): boxes have steps."""
 
     shapes: dict[str, tuple[int, ...]]
     tp: int

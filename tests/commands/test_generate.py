@@ -25,7 +25,8 @@ def test_generate_json_lines_agree_with_transformers(tiny_llama: Path, tmp_path:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "What is 3 + 4?"}) + "\n")
     done = rlctl(
-        "generate", "--model", str(tiny_llama), "--prompt", "Name a colour.", "--prompts-file", str(prompts), "--n", "3",
+        "generate", "--model", str(tiny_llama), "--prompt", "Name a colour.", "--prompts-file", str(prompts),
+        "--n", "3",
         "--max-new-tokens", "12", "--temperature", "0.5", "--seed", "3", "--gpu", "cpu", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -42,7 +43,9 @@ def test_generate_json_lines_agree_with_transformers(tiny_llama: Path, tmp_path:
             ids = completion["token_ids"]
             assert completion["finish_reason"] in ("stop", "length")
             assert len(ids) == len(completion["logprobs"]) <= 12
-            assert completion["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+            # vLLM leaves out a character that the length limit cuts in the middle of its bytes.
+            whole = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+            assert completion["text"].rstrip("\ufffd") == whole
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / 0.5
             expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]

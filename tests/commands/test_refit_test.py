@@ -11,7 +11,8 @@ from pathlib import Path
 RLCTL = Path(sys.executable).with_name("rlctl")
 KEYS = {
     "model", "mover", "receive", "refits", "tensors", "mismatched", "missing", "extra", "payload_bytes",
-    "staging_peak_bytes", "seconds", "seconds_first", "gb_per_s", "limit_gb_per_s", "fraction_of_limit", "logprobs", "passed",
+    "staging_peak_bytes", "seconds", "seconds_first", "gb_per_s", "limit_gb_per_s", "fraction_of_limit", "logprobs",
+    "passed",
 }  # fmt: skip
 
 

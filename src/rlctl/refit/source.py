@@ -1,6 +1,7 @@
 """The policy's side of a refit, on one rank: which boxes this rank sends, writing them, and their fingerprints.
 
-Every rank works out its own part of the transfer plan; of several ranks that hold the same box, the plan lets one send it.
+Every rank works out its own part of the transfer plan; of several ranks that hold the same box, the plan lets one
+send it.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import pytest
 
 from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import HostedEngine, start_engine
-from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.backends.vllm.messages import GroupRequest, Sampling, rollouts_of
+from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
 TOLERANCE = 1e-4  # fp32 on both sides; observed 2e-6
@@ -182,7 +182,6 @@ def test_refit_that_fails_in_the_engine_refuses_too(engine: HostedEngine, policy
     engine.call("refit_begin", 8)
     with pytest.raises(WorkerError, match="update_weights"):
         engine.call("refit_receive", {"first": 0, "last": len(wrong)})
-        engine.call("refit_finish", 8)
     with pytest.raises(WorkerError, match="half-updated"):
         engine.call("generate", requests(), Sampling(4), 60.0)
     policy.refit(engine, 9)

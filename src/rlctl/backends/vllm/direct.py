@@ -1,8 +1,8 @@
 """The direct receive path: boxes of published tensors straight into what a running model computes with.
 
-A parameter that is stored plainly is overwritten in place. One that the CPU platform keeps repacked is packed again from
-the staging memory, without the loader's buffers and bookkeeping. A model with a parameter that `live` does not know (experts,
-latent attention) goes through the loader as a whole.
+A parameter that is stored plainly is overwritten in place. One that the CPU platform keeps repacked is packed again
+from the staging memory, without the loader's buffers and bookkeeping. A model with a parameter that `live` does not
+know (experts, latent attention) goes through the loader as a whole.
 """
 
 from __future__ import annotations

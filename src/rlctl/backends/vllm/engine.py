@@ -1,7 +1,7 @@
 """A generation engine: vLLM in this process, token ids in, rollout columns out, weights replaced in place.
 
-`VllmEngine` is a plain class; a worker group hosts it in a process whose environment is `args.engine_env`. Every token is
-stamped with the version of the weights that chose it, and no token is ever chosen by half-updated ones.
+`VllmEngine` is a plain class; a worker group hosts it in a process whose environment is `args.engine_env`. Every token
+is stamped with the version of the weights that chose it, and no token is ever chosen by half-updated ones.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class VllmEngine:
         for request in requests:
             if not 0 < len(request.prompt_tokens) < limit:
                 raise InputError(
-                    f"The prompt of group {request.group} has {len(request.prompt_tokens)} tokens; the engine takes 1 to "
-                    f"{limit - 1}.",
+                    f"The prompt of group {request.group} has {len(request.prompt_tokens)} tokens; the engine "
+                    f"takes 1 to {limit - 1}.",
                     "Raise --max-length, or shorten the prompt.",
                 )
 
@@ -169,7 +169,8 @@ class VllmEngine:
             raise WorkerError(f"Engine {self.index} is not started.")
         if self._updating is not None:
             raise WorkerError(
-                f"Engine {self.index} holds half-updated weights: the refit to version {self._updating} did not succeed.",
+                f"Engine {self.index} holds half-updated weights: "
+                f"the refit to version {self._updating} did not succeed.",
                 "It generates again after a full refit.",
             )
 
@@ -297,7 +298,7 @@ def _columns(prompt: Sequence[int], completions: list[Any], version: int) -> Rol
 
 
 def _chosen_logprobs(completion: Any) -> list[float]:
-    """The log-prob of each token of the completion. Raises WorkerError where vLLM's record does not match its tokens."""
+    """The log-prob of each token of the completion. Raises WorkerError where vLLM's record lacks one."""
     record = completion.logprobs
     if record is None or len(record) != len(completion.token_ids):
         raise WorkerError(f"vLLM returned {len(record or ())} log-probs for {len(completion.token_ids)} tokens.")

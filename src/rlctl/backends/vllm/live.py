@@ -1,7 +1,7 @@
 """Where the parts of each published tensor live inside a running vLLM model, found by walking its modules.
 
-Runs in the engine's worker process. It serves three purposes: to read back what the engine really computes with, to write
-boxes straight into parameters, and to say which tensors it cannot do that for.
+Runs in the engine's worker process. It serves three purposes: to read back what the engine really computes with, to
+write boxes straight into parameters, and to say which tensors it cannot do that for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM's layerwise reload gets silently wrong on the CPU platform, put right around it.
 
-1. Experts: the set-up of their kernel skips the prepacking when a kernel object already exists, so that unpacked bytes land
-   in packed storage.
+1. Experts: the set-up of their kernel skips the prepacking when a kernel object already exists, so that unpacked bytes
+   land in packed storage.
 2. Output embedding: its repacked copy is not renewed when the reload wrote only the shared (tied) parameter.
 """
 
