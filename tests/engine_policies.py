@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class WholeTensorPolicy:
             self.table.append((name, "float32", tuple(parameter.shape), offset))
             offset += parameter.numel() * 4
         self.segment = Segment.create(offset)
+        weakref.finalize(self, self.segment.unlink)  # also when the tests are interrupted
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
