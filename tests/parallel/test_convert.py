@@ -1,4 +1,4 @@
-"""What `rlctl convert` writes is what plain `megatron.core.dist_checkpointing` loads at any parallelism, and back again."""
+"""What `rlctl convert` writes, plain `megatron.core.dist_checkpointing` loads at any parallelism, and back again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from parallel.cases import Case, assemble, make_worker, pieces
 from parallel.pool import Pool
 from parallel.reference import hf_model, megatron_weights
-from torch import Tensor
-
 from rlctl.backends.base import ParallelSpec
 from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.safetensors import SafetensorsDirectory

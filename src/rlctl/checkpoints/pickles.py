@@ -10,6 +10,7 @@ import collections
 import io
 import pickle
 import pickletools
+import warnings
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -150,7 +151,9 @@ class _Storages:
 
         if not (isinstance(key, tuple) and len(key) == 5 and key[0] == "storage"):
             raise RefusedPickleError(f"{self._archive.filename} refers to data outside of itself.")
-        dtype = key[1].dtype if hasattr(key[1], "dtype") else torch.uint8
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces the end of typed storages, which its own files still name
+            dtype = key[1].dtype if hasattr(key[1], "dtype") else torch.uint8
         data = bytearray(self._archive.read(f"{self._root}data/{int(key[2])}"))
         storage = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -267,5 +270,7 @@ def scan_bytes(data: bytes, source: str) -> None:
                 strings.append(argument)
             elif opcode.name not in ("FRAME", "PROTO"):
                 strings.append(None)
+    except InputError:
+        raise  # it is a ValueError too
     except (ValueError, IndexError) as error:
         raise InputError(f"{source} is damaged ({error}).", "Take another copy of the checkpoint.") from error

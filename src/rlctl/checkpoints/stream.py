@@ -11,8 +11,8 @@ import torch
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
 from rlctl.errors import VerificationError
-from rlctl.weights.layout import Shape
 from rlctl.weights.fingerprints import combine
+from rlctl.weights.layout import Shape
 from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]

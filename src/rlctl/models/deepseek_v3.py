@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1, Moonlight: latent attention, sigmoid router with correction bias, shared experts, dense first layers.
+"""DeepSeek-V3, R1, Moonlight: latent attention, sigmoid router with correction bias, shared experts, dense first ones.
 
 Multi-token-prediction layers are numbered behind the last layer. The published files repeat embedding and head beside
 each of them; rlctl reads the model's own and writes the copies again on export.

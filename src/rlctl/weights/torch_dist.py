@@ -19,8 +19,8 @@ from rlctl.weights.megatron import MegatronParallel, MegatronWorld
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*mlp\.experts\.)local_experts\.(\d+)\.(.+)$")
 
-# TransformerEngine's key -> the key of the local layer spec, where they differ in a checkpoint: with latent attention and
-# without it (where Megatron renames the local spec's norms, those of layers with experts included)
+# TransformerEngine's key -> the key of the local layer spec, where they differ in a checkpoint: with latent attention,
+# and without it (where Megatron renames the local spec's norms, those of layers with experts included)
 LATENT_KEYS = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
