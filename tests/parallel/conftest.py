@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pathlib import Path
+
 import pytest
 
 from parallel.pool import Pool
@@ -22,3 +24,9 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield pool
     for each in started.values():
         each.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Parity comes last: its idle pools keep polling threads, which would slow every test after them."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: here in item.path.parents)
