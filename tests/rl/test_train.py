@@ -158,9 +158,10 @@ def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_l
     with started(resume(run_dir), log) as process:
         wait_for_step(process, run_dir, steps + 1, log)
         engine = next(p for p in process.family() if _worker_name(p, run_dir) == "engine-0")
+        family = process.family()
         engine.kill()
         assert process.wait(LIMIT_S) == 1
-        wait_until_gone(process.family())
+        wait_until_gone(family)
     text = log.read_text()
     assert "engine rank 0" in text
     assert "died during `generate`" in text or "died during" in text
@@ -196,7 +197,7 @@ def test_two_ranks_compute_the_same_run(uninterrupted, tiny_llama, tmp_path, lay
         (("--data", "missing.jsonl"), 2, "missing.jsonl"),
         (("--model", "./no-such-model"), 2, "no-such-model"),
         (("--set", "generation.temperature=0"), 2, "generation.temperature"),
-        (("--gpu", "h100", "--gpus-per-node", "8"), 3, "GPU"),
+        (("--gpu", "h100", "--gpus-per-node", "1"), 3, "GPU"),
         (("--max-length", "100000"), 2, "--max-length"),
     ],
 )
