@@ -26,7 +26,7 @@ from rlctl.weights.plan import SingleWorld
 if TYPE_CHECKING:
     from rlctl.weights.plan import TransferPlan
 
-BLOCK_BYTES = 256 << 20
+BLOCK_BYTES = 64 << 20
 RECORD = "rlctl_conversion.json"
 Tell = Callable[[str], None]
 

@@ -10,9 +10,11 @@ import collections
 import io
 import pickle
 import pickletools
+import struct
 import warnings
 import zipfile
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,12 @@ DTYPES = frozenset(
     {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
     | {"float8_e4m3fn", "float8_e5m2"}
 )
-STORAGES = frozenset(
-    {"DoubleStorage", "FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage"}
-    | {"CharStorage", "ByteStorage", "BoolStorage"}
-)
+STORAGE_DTYPES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool",
+}  # fmt: skip
+STORAGES = frozenset(STORAGE_DTYPES)
 OPAQUE_PREFIXES = ("megatron.", "transformer_engine.")
 NUMPY_MODULES = frozenset({"numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy._core.numeric"})
 NUMPY = frozenset({"ndarray", "dtype", "_reconstruct", "scalar", "_frombuffer"})
@@ -232,6 +236,86 @@ class _Slice(io.RawIOBase):
         return len(data)
 
 
+@dataclass(frozen=True)
+class TensorRecord:
+    """Where a tensor that torch.save wrote lies in its file. `first` and `strides` count elements of its storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    data: int
+    bytes: int
+
+
+def tensor_record(stream: io.BufferedReader, offset: int, length: int, source: str) -> TensorRecord:
+    """Find the data of the one tensor in the archive at `offset`; its pickle is read with inert stand-ins.
+
+    Raises:
+        RefusedPickleError: the pickle names something that is not admitted.
+        InputError: the item is no tensor, or its storage does not hold it.
+    """
+    part = io.BufferedReader(_Slice(stream, offset, length))  # type: ignore[arg-type]
+    with zipfile.ZipFile(part) as archive:
+        pickled = next(info for info in archive.infolist() if info.filename.endswith("data.pkl"))
+        found = _RecordUnpickler(io.BytesIO(_stored_bytes(part, pickled, source)), source).load()
+        if not isinstance(found, _Rebuilt):
+            raise InputError(f"{source}: the item at byte {offset} is no tensor.")
+        info = archive.getinfo(pickled.filename.removesuffix("data.pkl") + f"data/{found.storage}")
+    data = offset + _stored_at(part, info, source)
+    last = found.first + sum((n - 1) * step for n, step in zip(found.shape, found.strides, strict=True))
+    inside = data + info.file_size <= offset + length and min((found.first, *found.strides)) >= 0
+    if not inside or (0 not in found.shape and last >= found.elements):
+        raise InputError(f"{source}: the item at byte {offset} is damaged.", "Take another copy of the checkpoint.")
+    return TensorRecord(found.dtype, found.shape, found.strides, found.first, data, info.file_size)
+
+
+def _stored_at(stream: io.BufferedReader, info: zipfile.ZipInfo, source: str) -> int:
+    """Where the bytes of a member of an archive begin. torch.save stores them as they are."""
+    stream.seek(info.header_offset)
+    header = stream.read(30)
+    if len(header) != 30 or info.compress_type != zipfile.ZIP_STORED:
+        raise InputError(f"{source} is damaged.", "Take another copy of the checkpoint.")
+    name, extra = struct.unpack("<HH", header[26:30])
+    return info.header_offset + 30 + name + extra
+
+
+def _stored_bytes(stream: io.BufferedReader, info: zipfile.ZipInfo, source: str) -> bytes:
+    """A member's bytes, whatever its checksum (`torch.serialization.set_crc32_options` can leave that out)."""
+    stream.seek(_stored_at(stream, info, source))
+    return stream.read(info.file_size)
+
+
+@dataclass(frozen=True)
+class _Rebuilt:
+    storage: str
+    dtype: str
+    elements: int
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _RecordUnpickler(RestrictedUnpickler):
+    """Makes a description of a tensor where torch would make the tensor."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        require_admitted(module, name, self._source)
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, first, shape, strides, *rest: _Rebuilt(*storage, first, tuple(shape), tuple(strides))
+        if module == "torch" and name in STORAGES:
+            return STORAGE_DTYPES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        return super().find_class(module, name)
+
+    def persistent_load(self, key: Any) -> Any:
+        if not (isinstance(key, tuple) and len(key) == 5 and key[0] == "storage"):
+            raise RefusedPickleError(f"{self._source} refers to data outside of itself.")
+        dtype = key[1] if isinstance(key[1], str) else "uint8"
+        return str(key[2]), dtype, int(key[4])
+
+
 def scan_archive(data: bytes | _Slice, source: str) -> None:
     """Check the pickle inside what torch.save wrote (a zip archive, or a bare pickle)."""
     stream = io.BytesIO(data) if isinstance(data, bytes) else io.BufferedReader(data)
@@ -240,9 +324,9 @@ def scan_archive(data: bytes | _Slice, source: str) -> None:
         scan_bytes(stream.read(), source)
         return
     with zipfile.ZipFile(stream) as archive:
-        for name in archive.namelist():
-            if name.endswith(".pkl"):
-                scan_bytes(archive.read(name), source)
+        for info in archive.infolist():
+            if info.filename.endswith(".pkl"):
+                scan_bytes(_stored_bytes(stream, info, source), source)
 
 
 def scan_bytes(data: bytes, source: str) -> None:
