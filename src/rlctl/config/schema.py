@@ -19,6 +19,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
 
+class PassThrough(Section):
+    """A section that, besides its own keys, takes every field of a class of the installed Megatron-Core or vLLM.
+
+    Which fields there are is checked where the configuration is resolved (`config.passthrough`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def passed(self) -> dict[str, Any]:
+        """The fields that are handed on, by their own names."""
+        return dict(self.model_extra or {})
+
+
 class ModelConfig(Section):
     name: str | None = None
     """A local Hugging Face directory or a hub name."""
@@ -196,7 +210,9 @@ class RefitConfig(Section):
     """Compare every tensor on the first refit and then every so many steps; 0: the first only."""
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(PassThrough):
+    """Megatron's Adam; further keys are fields of its OptimizerConfig."""
+
     lr: float = Field(1e-6, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
@@ -212,6 +228,18 @@ class SchedulerConfig(Section):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the decay."""
+
+
+class DdpConfig(PassThrough):
+    """Fields of Megatron's DistributedDataParallelConfig: gradient buffers and how they are reduced."""
+
+
+class MegatronConfig(PassThrough):
+    """Fields of Megatron's TransformerConfig, over those that rlctl sets."""
+
+
+class VllmConfig(PassThrough):
+    """Fields of vLLM's EngineArgs, over those that rlctl sets."""
 
 
 class ClusterConfig(Section):
@@ -258,5 +286,8 @@ class RlctlConfig(Section):
     refit: RefitConfig = RefitConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    ddp: DdpConfig = DdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    vllm: VllmConfig = VllmConfig()
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()

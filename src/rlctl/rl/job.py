@@ -99,6 +99,8 @@ class Job:
             seed=config.run.seed,
             timeout_s=config.cluster.step_timeout_s,
             recompute=plan.training.recompute,
+            megatron=config.megatron.passed,
+            ddp=config.ddp.passed,
         )
         engine = engine_spec(
             config,

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from rlctl.errors import ConfigError
 
 VERSIONS = ((0, 16), (0, 20))
 """First version that works, and the first that was not tried."""
+DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "uint8"}
+"""Short names of data types, as Megatron's own options spell them (its 8-bit states are bytes)."""
 
 
 def require_version() -> str:
@@ -35,19 +41,40 @@ def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], se
     Raises:
         ConfigError: an override is no field of this version, or a combination that Megatron-Core refuses.
     """
-    names = {field.name for field in dataclasses.fields(cls) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    names = list(fields)
     for key in overrides:
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
             hint = f"Did you mean `{near[0]}`?" if near else None
             raise ConfigError(f"{section}.{key} is not a field of Megatron-Core's {cls.__name__}.", hint)
-    known = {key: value for key, value in values.items() if key in names}
+    known = {key: value for key, value in values.items() if key in names} | overrides
     try:
-        return cls(**{**known, **overrides})
-    except (ValueError, AssertionError) as error:
+        return cls(**{key: _real(fields[key], value) for key, value in known.items()})
+    except (ValueError, AssertionError, TypeError) as error:
+        why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(
-            f"Megatron-Core refuses the configuration: {error}", f"Section `{section}` or `training`."
+            f"Megatron-Core refuses the configuration: {why}", f"Section `{section}` or `training`."
         ) from error
+
+
+def _real(field: dataclasses.Field, value: Any) -> Any:
+    """The value of a field whose type no configuration file can spell: a torch dtype, or a member of an enum.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    if not isinstance(value, str):
+        return value
+    if isinstance(field.default, enum.Enum):
+        return type(field.default)[value]
+    if "torch.dtype" not in str(field.type):
+        return value
+    name = value.removeprefix("torch.")
+    found = getattr(torch, DTYPE_NAMES.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"`{field.name}` = {value}: torch has no such data type.", "For example bfloat16.")
+    return found
 
 
 def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:
@@ -68,7 +95,8 @@ def has_transformer_engine() -> bool:
 def destroy_subgroups() -> None:
     """Ends every process group of this process but the default one.
 
-    `destroy_model_parallel` only forgets Megatron's groups: their sockets and polling threads would outlive each rebuild.
+    `destroy_model_parallel` only forgets Megatron's groups: their sockets and polling threads would
+    outlive each rebuild.
     """
     from torch.distributed import GroupMember, destroy_process_group
     from torch.distributed.distributed_c10d import _world

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from rlctl.backends.base import PolicySpec
+from rlctl.backends.megatron.args import transformer_values
 from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
 from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config
 from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
@@ -23,7 +24,7 @@ from rlctl.backends.megatron.rows import PackedRow
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class RMSNorm(nn.Module):
@@ -199,12 +200,11 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     """
     facts = spec.facts
     _refuse(spec)
-    values = _size_values(facts) | _parallel_values(spec) | _kernel_values(spec) | runtime
-    if facts.moe is not None:
-        values |= _moe_values(facts)
-    if facts.mla is None:
-        return make_config(TransformerConfig, values, spec.megatron, "megatron")
-    return make_config(MLATransformerConfig, values | _mla_values(facts), spec.megatron, "megatron")
+    values = transformer_values(spec, spec.device == "cuda" and has_transformer_engine())
+    values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
+    return make_config(
+        TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"
+    )
 
 
 def _refuse(spec: PolicySpec) -> None:
@@ -221,114 +221,3 @@ def _refuse(spec: PolicySpec) -> None:
         raise ConfigError(f"training.tp = {parallel.tp} does not divide the model's {facts.heads} attention heads.")
     if spec.megatron.get("cross_entropy_loss_fusion"):
         raise ConfigError("megatron.cross_entropy_loss_fusion changes gradients by 2e-4 and is not used.", "Remove it.")
-
-
-def _size_values(facts: ModelFacts) -> dict[str, Any]:
-    activation = F.silu if facts.activation == "silu" else partial(F.gelu, approximate="tanh")
-    values = {
-        "num_layers": facts.layers,
-        "hidden_size": facts.hidden,
-        "num_attention_heads": facts.heads,
-        "ffn_hidden_size": facts.intermediate,
-        "layernorm_epsilon": facts.norm_eps,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": activation,
-        "add_bias_linear": False,
-        "add_qkv_bias": facts.qkv_bias,
-        "qk_layernorm": facts.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": 0.02,
-    }
-    return values | ({} if facts.mla else {"num_query_groups": facts.kv_heads, "kv_channels": facts.head_dim})
-
-
-def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
-    parallel = spec.parallel
-    values = {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp,
-        "sequence_parallel": parallel.sequence_parallel,
-        # Rows differ in length. Megatron wants the alltoall dispatcher with it, for dense models too.
-        "variable_seq_lengths": parallel.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    if parallel.vpp > 1:  # anything else computes wrong gradients over gloo, without an error
-        values |= {
-            "virtual_pipeline_model_parallel_size": parallel.vpp,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        }
-    return values
-
-
-def _kernel_values(spec: PolicySpec) -> dict[str, Any]:
-    dtype, cuda = DTYPES[spec.dtype], spec.device == "cuda"
-    values = {
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": spec.dtype == "bfloat16",
-        "calculate_per_token_loss": True,  # gradients are summed over ranks, not averaged
-        "use_cpu_initialization": not cuda,
-        "transformer_impl": "transformer_engine" if cuda and has_transformer_engine() else "local",
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": cuda and spec.facts.activation == "silu",
-        "bias_dropout_fusion": cuda,
-        "persist_layer_norm": False,
-        "cross_entropy_loss_fusion": False,
-        "moe_permute_fusion": False,
-        "moe_router_fusion": False,
-        "moe_grouped_gemm": False,
-        "deallocate_pipeline_outputs": False,
-        "batch_p2p_sync": cuda,
-    }
-    if spec.recompute == "full":
-        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif spec.recompute == "selective":
-        values |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return values
-
-
-def _moe_values(facts: ModelFacts) -> dict[str, Any]:
-    moe = facts.moe
-    assert moe is not None
-    return {
-        "num_moe_experts": moe.experts,
-        "moe_router_topk": moe.experts_per_token,
-        "moe_ffn_hidden_size": moe.expert_intermediate,
-        "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate or None,
-        "moe_layer_freq": [int(facts.is_moe_layer(layer)) for layer in range(facts.layers)],
-        "moe_router_score_function": moe.score,
-        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize_topk,
-        "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_bias_update_rate": 0.0,  # balancing by bias is for pre-training
-        "moe_router_num_groups": moe.groups if moe.groups > 1 else None,
-        "moe_router_group_topk": moe.topk_groups if moe.groups > 1 else None,
-        "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
-    }
-
-
-def _mla_values(facts: ModelFacts) -> dict[str, Any]:
-    mla = facts.mla
-    assert mla is not None
-    return {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "rope_type": "rope",
-        "rotary_base": int(facts.rope.theta),
-        "rotary_scaling_factor": 1.0,
-    }

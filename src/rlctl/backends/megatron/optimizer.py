@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from rlctl.backends.base import PolicySpec
+from rlctl.backends.megatron.args import ddp_values, optimizer_values
 from rlctl.backends.megatron.compat import make_config
-from rlctl.backends.megatron.model import DTYPES
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class StepOutcome:
 
 def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[DistributedDataParallel]:
     """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks."""
-    values = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
-    ddp = make_config(DistributedDataParallelConfig, values, spec.ddp, "ddp")
+    ddp = make_config(DistributedDataParallelConfig, ddp_values(spec), spec.ddp, "ddp")
     if spec.dtype == "bfloat16":
         from megatron.core.transformer.module import Float16Module
 
@@ -49,22 +48,8 @@ def _overlap(config: Any, ddp: Any, chunks: list[DistributedDataParallel]) -> No
 def build_optimizer(spec: PolicySpec, chunks: list[DistributedDataParallel]) -> Any:
     """Megatron's AdamW with its weight-decay exclusions (biases and norms). The driver sets the learning rate of each
     step."""
-    ours = spec.optimizer
-    values = {
-        "optimizer": "adam",
-        "lr": ours.lr,
-        "min_lr": 0.0,
-        "weight_decay": ours.weight_decay,
-        "adam_beta1": ours.beta1,
-        "adam_beta2": ours.beta2,
-        "adam_eps": ours.eps,
-        "clip_grad": ours.clip_grad,
-        "use_distributed_optimizer": True,
-        "overlap_param_gather": chunks[0].ddp_config.overlap_param_gather,
-        "bf16": spec.dtype == "bfloat16",
-        "params_dtype": DTYPES[spec.dtype],
-    }
-    optimizer = get_megatron_optimizer(make_config(OptimizerConfig, values, {}, "optimizer"), chunks)
+    config = make_config(OptimizerConfig, optimizer_values(spec), spec.optimizer.passed, "optimizer")
+    optimizer = get_megatron_optimizer(config, chunks)
     fuse_adam(optimizer)
     return optimizer
 

@@ -84,7 +84,7 @@ def engine_spec(
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
     }
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
-    arguments |= specific(config, facts, arguments, colocated)
+    arguments |= specific(config, facts, arguments, colocated) | config.vllm.passed
     return EngineSpec(device, arguments, threads, engine_env(device, threads, tp=tp, plain_parameters=plain_parameters))
 
 

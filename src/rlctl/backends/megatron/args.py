@@ -1,0 +1,164 @@
+"""What Megatron's configuration classes are given: from a `PolicySpec` to their arguments.
+
+Torch-free, so that a dry run can show them; data types and functions are texts here, which `compat.make_config` turns
+into the real ones.
+
+The user's `megatron`, `ddp` and `optimizer` sections go on top of these values.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from rlctl.backends.base import PolicySpec
+from rlctl.models.facts import ModelFacts
+
+
+def has_transformer_engine(spec: PolicySpec) -> bool:
+    """Whether TransformerEngine is there for a policy on GPUs (it has no CPU kernels)."""
+    return spec.device == "cuda" and find_spec("transformer_engine") is not None
+
+
+def transformer_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
+    """TransformerConfig (with multi-head latent attention: MLATransformerConfig) of the policy; `te`: on
+    TransformerEngine's layers."""
+    facts = spec.facts
+    values = _size_values(facts) | _parallel_values(spec) | _kernel_values(spec, te)
+    if facts.moe is not None:
+        values |= _moe_values(facts)
+    return values | (_mla_values(facts) if facts.mla is not None else {})
+
+
+def ddp_values(spec: PolicySpec) -> dict[str, Any]:
+    """DistributedDataParallelConfig."""
+    return {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+
+
+def optimizer_values(spec: PolicySpec) -> dict[str, Any]:
+    """OptimizerConfig. The driver sets the learning rate of each step."""
+    ours = spec.optimizer
+    return {
+        "optimizer": "adam",
+        "lr": ours.lr,
+        "min_lr": 0.0,
+        "weight_decay": ours.weight_decay,
+        "adam_beta1": ours.beta1,
+        "adam_beta2": ours.beta2,
+        "adam_eps": ours.eps,
+        "clip_grad": ours.clip_grad,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": spec.ddp.get("overlap_param_gather", False),
+        "bf16": spec.dtype == "bfloat16",
+        "params_dtype": spec.dtype,
+    }
+
+
+def _size_values(facts: ModelFacts) -> dict[str, Any]:
+    values = {
+        "num_layers": facts.layers,
+        "hidden_size": facts.hidden,
+        "num_attention_heads": facts.heads,
+        "ffn_hidden_size": facts.intermediate,
+        "layernorm_epsilon": facts.norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": facts.activation,
+        "add_bias_linear": False,
+        "add_qkv_bias": facts.qkv_bias,
+        "qk_layernorm": facts.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.02,
+    }
+    return values | ({} if facts.mla else {"num_query_groups": facts.kv_heads, "kv_channels": facts.head_dim})
+
+
+def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
+    parallel = spec.parallel
+    values = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Rows differ in length. Megatron wants the alltoall dispatcher with it, for dense models too.
+        "variable_seq_lengths": parallel.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if parallel.vpp > 1:  # anything else computes wrong gradients over gloo, without an error
+        values |= {
+            "virtual_pipeline_model_parallel_size": parallel.vpp,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return values
+
+
+def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
+    cuda = spec.device == "cuda"
+    values = {
+        "params_dtype": spec.dtype,
+        "pipeline_dtype": spec.dtype,
+        "bf16": spec.dtype == "bfloat16",
+        "calculate_per_token_loss": True,  # gradients are summed over ranks, not averaged
+        "use_cpu_initialization": not cuda,
+        "transformer_impl": "transformer_engine" if te else "local",
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": cuda and spec.facts.activation == "silu",
+        "bias_dropout_fusion": cuda,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "moe_grouped_gemm": False,
+        "deallocate_pipeline_outputs": False,
+        "batch_p2p_sync": cuda,
+    }
+    if spec.recompute == "full":
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif spec.recompute == "selective":
+        values |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return values
+
+
+def _moe_values(facts: ModelFacts) -> dict[str, Any]:
+    moe = facts.moe
+    assert moe is not None
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_router_topk": moe.experts_per_token,
+        "moe_ffn_hidden_size": moe.expert_intermediate,
+        "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate or None,
+        "moe_layer_freq": [int(facts.is_moe_layer(layer)) for layer in range(facts.layers)],
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize_topk,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # balancing by bias is for pre-training
+        "moe_router_num_groups": moe.groups if moe.groups > 1 else None,
+        "moe_router_group_topk": moe.topk_groups if moe.groups > 1 else None,
+        "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _mla_values(facts: ModelFacts) -> dict[str, Any]:
+    mla = facts.mla
+    assert mla is not None
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope",
+        "rotary_base": int(facts.rope.theta),
+        "rotary_scaling_factor": 1.0,
+    }
