@@ -58,3 +58,7 @@ class WorkerError(RlctlError):
 
 class WaitTimeoutError(RlctlError, TimeoutError):
     """A wait outlasted its limit; the message names who was waited for (exit code 1)."""
+
+
+class DivergenceError(RlctlError):
+    """A run is diverging for numerical reasons (exit code 1)."""

@@ -16,6 +16,7 @@ def line(step: int, **more) -> dict:
     return {
         "step": step, "reward_mean": 0.25 + step / 10, "accuracy": 0.5, "response_tokens_mean": 12.0, "kl": 1e-4,
         "entropy": 1.5, "clip_fraction": 0.0, "grad_norm": 2.0, "tokens_per_s": 100.0,
+        "logprob_diff": {"mean": 2e-7, "max": 1e-6, "kl": 1e-13, "prob_error": 1.0000002},
         "seconds": {**seconds, "total": 3.5}, **more,
     }  # fmt: skip
 
@@ -65,6 +66,7 @@ def test_a_step_is_one_line_with_every_named_number():
         "reward 0.450",
         "length 12.0",
         "kl 1.00e-04",
+        "diff 2.0e-07",
         "entropy 1.500",
         "tok/s 100",
         "gen 0.5",

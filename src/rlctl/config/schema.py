@@ -112,6 +112,11 @@ class GrpoConfig(Section):
     """Truncation bound of the importance weight; `masked` drops tokens outside [1/cap, cap]."""
     optimizer_steps: Positive = 1
     """Optimizer steps a batch (PPO mini-batches)."""
+    logprob_diff_warning: float | None = Field(None, gt=0)
+    """Mean absolute difference between the engine's and the trainer's log-probs above which a step warns; unset: by
+    precision, 1e-4 for float32 and 0.05 for bfloat16."""
+    logprob_diff_error: float | None = Field(None, gt=0)
+    """Mean absolute difference that stops the run; unset: by precision, 1e-2 for float32 and 0.5 for bfloat16."""
 
     @property
     def recomputes_old_logprobs(self) -> bool:

@@ -32,6 +32,7 @@ ASSUMED_GPU = "h100"
 CHANGEABLE = (
     "grpo.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.save_final", "run.log_rollouts",
     "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "model.name",
+    "grpo.logprob_diff_warning", "grpo.logprob_diff_error",
 )  # fmt: skip
 
 

@@ -105,16 +105,23 @@ class GrpoLoss:
             )
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.loss_mask_T, batch.token_weights_T * loss_T, 0.0).sum()
-        return self._with_metrics(loss, batch, ratio_T.detach(), weights_T)
+        return self._with_metrics(loss, batch, old_T.detach(), ratio_T.detach(), weights_T)
 
     @torch.no_grad()
     def _with_metrics(
-        self, loss: torch.Tensor, batch: TokenBatch, ratio_T: torch.Tensor, weights_T: torch.Tensor
+        self,
+        loss: torch.Tensor,
+        batch: TokenBatch,
+        old_T: torch.Tensor,
+        ratio_T: torch.Tensor,
+        weights_T: torch.Tensor,
     ) -> LossOutput:
         """The loss with its sums (over tokens) and maxima."""
         logprobs_T = batch.logprobs_T.detach()
         mask_T = batch.loss_mask_T
-        difference_T = torch.where(mask_T, (logprobs_T - batch.rollout_logprobs_T).abs(), 0.0)
+        # Trainer against engine under the weights that sampled: what differs is arithmetic, not training.
+        log_ratio_T = torch.where(mask_T, old_T - batch.rollout_logprobs_T, 0.0)
+        difference_T = log_ratio_T.abs()
         clipped_T = is_clipped(ratio_T, batch.advantages_T, self.clip_low, self.clip_high, self.dual_clip)
         columns_T = {
             "tokens": torch.ones_like(logprobs_T),
@@ -123,6 +130,8 @@ class GrpoLoss:
             "clip_fraction": clipped_T.to(logprobs_T.dtype),
             "ratio": ratio_T,
             "logprob_diff": difference_T,
+            "engine_kl": k3(log_ratio_T),
+            "prob_error": difference_T.clamp(max=LOG_RATIO_LIMIT).exp(),
             "importance_weight": weights_T,
             "importance_limited": self._is_limited(weights_T).to(logprobs_T.dtype),
         }

@@ -12,8 +12,9 @@ from typing import Any
 from rlctl.backends.vllm.messages import Sampling
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
-from rlctl.errors import RlctlError
+from rlctl.errors import DivergenceError, RlctlError
 from rlctl.refit.session import RefitSession
+from rlctl.rl.agreement import Agreement
 from rlctl.rl.crew import Crew, start_crew
 from rlctl.rl.generator import EngineGenerator
 from rlctl.rl.grpo import GrpoParts, StepResult, train_step
@@ -167,6 +168,7 @@ class _Loop:
         """`first` is the step to begin with, counted from 0."""
         self.job, self.run_directory, self.display, self.parts = job, run, display, parts
         self.loggers, self.first = loggers, first
+        self.agreement = Agreement.from_config(job.config.grpo, job.dtype)
 
     def run(self, stop: StopRequest) -> bool:
         """Every step up to the last one or a stop request; whether it was stopped."""
@@ -189,13 +191,27 @@ class _Loop:
         self.display.doing(f"step {step + 1}")
         result = train_step(self.parts, self.job.config, step, timer)
         self._keep_rollouts(step, result)
+        try:
+            self._tell_troubles(step, result.metrics)
+        except DivergenceError:
+            self._log(step, _with_times(result.metrics, timer))  # the report shows what it came to; no checkpoint does
+            raise
         if self._checkpoint_due(step, last or stop.requested):
             with timer(Phase.CHECKPOINT):
                 self._save(step, _with_times(result.metrics, timer))
-        metrics = _with_times(result.metrics, timer)
+        self._log(step, _with_times(result.metrics, timer))
+
+    def _log(self, step: int, metrics: dict[str, Any]) -> None:
         for logger in self.loggers:
             logger.log(step, metrics)
         self.display.step(step, metrics)
+
+    def _tell_troubles(self, step: int, metrics: dict[str, Any]) -> None:
+        """Say what a reader of the numbers should not miss; DivergenceError where going on makes no sense."""
+        if skipped := metrics["skipped_steps"]:
+            self.display.say(f"step {step + 1}: {skipped} optimizer step(s) skipped, the gradient was not finite")
+        if warning := self.agreement.check(step, metrics):
+            self.display.say(warning)
 
     def _checkpoint_due(self, step: int, ending: bool) -> bool:
         every = self.job.config.run.checkpoint_every

@@ -11,7 +11,7 @@ from rich.status import Status
 from rlctl.telemetry.metrics import Metrics
 from rlctl.telemetry.phases import Phase
 
-HEADINGS = ("step", "reward", "acc", "length", "kl", "entropy", "clip", "grad", "tok/s", "total")
+HEADINGS = ("step", "reward", "acc", "length", "kl", "diff", "entropy", "clip", "grad", "tok/s", "total")
 PHASE_LABELS = {
     Phase.GENERATION: "gen",
     Phase.REWARD: "rew",
@@ -67,7 +67,7 @@ class Display:
 
 
 def _columns() -> list[tuple[str, int]]:
-    return [*zip(HEADINGS, (7, 7, 6, 7, 9, 8, 6, 8, 7, 7), strict=True), ("phases (s)", 10)]
+    return [*zip(HEADINGS, (7, 7, 6, 7, 9, 8, 8, 6, 8, 7, 7), strict=True), ("phases (s)", 10)]
 
 
 def step_line(step: int, steps: int, metrics: Metrics, *, plain: bool) -> str:
@@ -91,6 +91,7 @@ def _values(step: int, steps: int, metrics: Metrics) -> list[str]:
         "-" if accuracy is None else f"{accuracy:.2f}",
         f"{metrics['response_tokens_mean']:.1f}",
         f"{metrics['kl']:.2e}",
+        f"{metrics['logprob_diff']['mean']:.1e}",
         f"{metrics['entropy']:.3f}",
         f"{metrics['clip_fraction']:.3f}",
         f"{metrics['grad_norm']:.3f}",

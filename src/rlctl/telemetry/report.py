@@ -21,7 +21,11 @@ CURVES = (
     ("entropy", "entropy (nats)"),
     ("kl", "KL"),
     ("grad_norm", "gradient norm"),
+    ("logprob_diff/mean", "log-prob difference of engine and trainer, mean"),
     ("logprob_diff/max", "log-prob difference, max"),
+    ("logprob_diff/kl", "KL(engine || trainer)"),
+    ("logprob_diff/prob_error", "multiplicative probability error"),
+    ("skipped_steps", "optimizer steps skipped"),
     ("tokens_per_s", "tokens/s"),
 )
 

@@ -1,0 +1,53 @@
+"""Whether the engine and the trainer agree on the log-probs of what was sampled, and what is done when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.errors import DivergenceError
+
+# (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
+# 10 to 20 is off by about 16 times the unit roundoff (2^-24 in float32, 2^-8 in bfloat16), so by 1e-6 and by 0.06 at
+# worst, a tenth to a third of it on average. float32 warns at a hundred times that, bfloat16 where the average is the
+# worst case. The error stands where token probabilities are wrong by 1% and by half: no rounding does that.
+LIMITS = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 0.5)}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The limits of one run."""
+
+    dtype: str
+    warning: float
+    error: float
+
+    @classmethod
+    def from_config(cls, grpo: GrpoConfig, dtype: str) -> Agreement:
+        """The limits set, those of the precision where none is."""
+        warning, error = LIMITS[dtype]
+        error = grpo.logprob_diff_error or error
+        return cls(dtype, grpo.logprob_diff_warning or min(warning, error), error)
+
+    def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """What to warn of after `step` (counted from 0); None: nothing.
+
+        Raises DivergenceError above the error limit, and where the difference is not a number.
+        """
+        found = metrics["logprob_diff"]
+        if found["mean"] <= self.warning:  # also False where it is not a number
+            return None
+        what = (
+            f"step {step + 1}: the engine's log-probs differ from the trainer's by {found['mean']:.2g} on average, "
+            f"{found['max']:.2g} at most (KL {found['kl']:.2g}, probability error {found['prob_error']:.4g})"
+        )
+        if found["mean"] <= self.error:
+            return f"Warning, {what}; below {self.warning:g} is usual in {self.dtype} (grpo.logprob_diff_warning)."
+        raise DivergenceError(
+            f"Stopped after {what}: more than grpo.logprob_diff_error = {self.error:g}, and not what rounding in "
+            f"{self.dtype} explains.",
+            "`rlctl refit-test` with the same model tells whether weights or arithmetic differ; "
+            "--set grpo.logprob_diff_error=... goes on regardless.",
+        )

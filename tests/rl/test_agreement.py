@@ -1,0 +1,45 @@
+"""What a step's difference between engine and trainer leads to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.errors import DivergenceError
+from rlctl.rl.agreement import Agreement
+
+
+def step(mean: float) -> dict:
+    return {"logprob_diff": {"mean": mean, "max": 3 * mean, "kl": mean**2, "prob_error": 1 + mean}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "usual", "strange", "wrong"), [("float32", 1e-6, 1e-3, 0.1), ("bfloat16", 0.02, 0.2, 2)]
+)
+def test_limits_follow_the_precision(dtype: str, usual: float, strange: float, wrong: float) -> None:
+    agreement = Agreement.from_config(GrpoConfig(), dtype)
+    assert agreement.check(0, step(usual)) is None
+    warning = agreement.check(6, step(strange))
+    assert warning is not None
+    assert "step 7" in warning
+    assert dtype in warning
+    with pytest.raises(DivergenceError, match=r"step 7.*logprob_diff_error") as error:
+        agreement.check(6, step(wrong))
+    assert error.value.exit_code == 1
+    assert "refit-test" in error.value.hint
+
+
+def test_what_is_not_a_number_stops_the_run() -> None:
+    with pytest.raises(DivergenceError, match="nan"):
+        Agreement.from_config(GrpoConfig(), "bfloat16").check(0, step(math.nan))
+
+
+def test_limits_can_be_set_and_a_low_error_limit_lowers_the_warning() -> None:
+    agreement = Agreement.from_config(GrpoConfig(logprob_diff_warning=0.3, logprob_diff_error=0.4), "float32")
+    assert agreement.check(0, step(0.25)) is None
+    assert agreement.check(0, step(0.35)) is not None
+    with pytest.raises(DivergenceError):
+        agreement.check(0, step(0.45))
+    assert Agreement.from_config(GrpoConfig(logprob_diff_error=1e-9), "float32").warning == 1e-9
