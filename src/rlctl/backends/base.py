@@ -41,6 +41,9 @@ class ParallelSpec:
     dp: int = 1
     sp: bool | None = None
     """Sequence parallelism; None: where tp > 1."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; None: as many as the stages that are not named."""
+    last_stage_layers: int | None = None
 
     @property
     def world_size(self) -> int:

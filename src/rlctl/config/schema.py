@@ -150,6 +150,10 @@ class TrainingConfig(Section):
     """Pipeline parallel size."""
     vpp: Positive | None = None
     """Virtual pipeline stages of each pipeline rank."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline stage, which also has the embedding; unset: an even split, or as even as it goes."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage, which also has the output layer."""
     cp: Positive | None = None
     """Context parallel size: the ranks that share one row of tokens."""
     ep: Positive | None = None

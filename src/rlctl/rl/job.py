@@ -27,6 +27,7 @@ from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.planner.render import plan_json
 from rlctl.rl.crew import CrewSpec
+from rlctl.rl.parallel import parallel_spec
 from rlctl.rl.prompts import StepPrompts
 from rlctl.weights.megatron import MegatronParallel
 
@@ -75,11 +76,7 @@ class Job:
 
     @property
     def parallel(self) -> ParallelSpec:
-        choice = self.plan.training
-        return ParallelSpec(
-            tp=choice.tp, pp=choice.pp, vpp=choice.vpp, cp=choice.cp, ep=choice.ep, etp=choice.etp, dp=choice.dp,
-            sp=choice.sequence_parallel,
-        )  # fmt: skip
+        return parallel_spec(self.plan.training, self.facts.layers, self.config.training)
 
     @property
     def megatron_parallel(self) -> MegatronParallel:
@@ -162,6 +159,7 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     prompts.limit = resolved.config.model.max_length - config.generation.max_new_tokens
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
+    parallel_spec(plan.training, facts.layers, resolved.config.training)
     return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.backends.base import ParallelSpec, PolicySpec, RolloutRow, only_result
+from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.packing import plan_batch
 from rlctl.backends.vllm.args import Device, engine_spec, resolve_dtype
 from rlctl.backends.vllm.messages import GroupResult
@@ -20,7 +21,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.refit import selftest
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.rl.crew import CrewSpec, start_crew
-from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.rl.parallel import checked_parallel
 
 # Both engines compute in this precision; the limit leaves two orders of magnitude above what equal weights give.
 LOGPROB_LIMIT = {"float32": 1e-3, "bfloat16": 0.3}
@@ -41,7 +42,7 @@ class RefitTestJob:
 
     @property
     def parallel(self) -> ParallelSpec:
-        return ParallelSpec(tp=self.config.training.tp or 1, dp=self.config.training.dp or 1)
+        return checked_parallel(self.facts, self.config.training)
 
     @property
     def dtype(self) -> str:
@@ -86,7 +87,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                 crew.policy,
                 crew.engines,
                 job.facts,
-                parallel=MegatronParallel(tp=p.tp, dp=p.dp),
+                parallel=megatron_parallel(p),
                 settings=job.config.refit,
                 dtype=job.dtype,
                 receive=job.receive,
@@ -118,7 +119,8 @@ def policy_difference(
         for row, count in enumerate(r.response_tokens)
     ]
     longest = max(row.tokens for row in rows)
-    plan = plan_batch([rows], {r.group: r.columns for r in results}, dp=parallel.dp, micro_batch_tokens=2 * longest)
+    columns = {r.group: r.columns for r in results}
+    plan = plan_batch([rows], columns, dp=parallel.dp, micro_batch_tokens=2 * longest, multiple=parallel.row_multiple)
     shards = [(plan.shards[parallel.data_rank(rank)], fetch) for rank in range(len(policy))]
     policy.call_each("load_batch", shards)
     stats = only_result(policy.call("logprobs", "old_logprobs"))

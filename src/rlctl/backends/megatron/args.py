@@ -83,6 +83,8 @@ def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         # Rows differ in length. Megatron wants the alltoall dispatcher with it, for dense models too.
         "variable_seq_lengths": parallel.pp > 1,
         "moe_token_dispatcher_type": "alltoall",

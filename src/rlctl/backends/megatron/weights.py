@@ -18,6 +18,8 @@ def megatron_parallel(parallel: ParallelSpec) -> MegatronParallel:
         ep=parallel.ep,
         etp=parallel.etp or parallel.tp,
         dp=parallel.dp,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
     )
 
 
