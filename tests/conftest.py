@@ -23,7 +23,7 @@ os.environ.update(
     }
 )
 
-from tiny_models import write_tiny_llama
+from tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["engines"]
 
@@ -38,3 +38,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose output embedding is its input embedding."""
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama-tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE (see tiny_models)."""
+    return write_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "tiny-qwen3-moe")

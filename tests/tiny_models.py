@@ -50,6 +50,47 @@ def write_tiny_llama(directory: Path, *, tied: bool = False, seed: int = 0, **ov
     return directory
 
 
+def write_tiny_qwen3_moe(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random Qwen3-MoE: the sizes of the tiny Llama, 4 experts of width 64 of which a token takes 2."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = llama_config(tied=False) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **overrides,
+    }
+    write_json(directory / "config.json", config)
+    write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    rng = np.random.default_rng(seed)
+    tensors = {name: random_tensor(rng, name, shape) for name, shape in qwen3_moe_shapes(config).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(directory)
+    return directory
+
+
+def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the checkpoint's tensors: the Llama's with head norms, and experts for its MLP."""
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
+    for index in range(config["num_hidden_layers"]):
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_norm": (config["head_dim"],),
+            "self_attn.k_norm": (config["head_dim"],),
+            "mlp.gate": (config["num_experts"], hidden),
+        }
+        for expert in range(config["num_experts"]):
+            layer[f"mlp.experts.{expert}.gate_proj"] = (width, hidden)
+            layer[f"mlp.experts.{expert}.up_proj"] = (width, hidden)
+            layer[f"mlp.experts.{expert}.down_proj"] = (hidden, width)
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
 def llama_config(*, tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -38,7 +38,7 @@ def plan(name: str, gpu: str = "h100", nodes: int = 1, per_node: int | None = No
 
 
 def test_a_plan_that_runs_comes_before_a_faster_one_that_does_not() -> None:
-    facts, cluster, workload = model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=795)
+    facts, cluster, workload = model("Qwen3-30B-A3B"), make_cluster("h100", 4), Workload(64, 32, mean_new_tokens=795)
     fastest = make_plan(facts, cluster, workload, prefer_runnable=False)
     made = make_plan(facts, cluster, workload)
     assert not fastest.runnable
@@ -202,10 +202,6 @@ def test_a_cpu_without_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     ("pins", "key"),
     [
-        ({"training.pp": 2}, "training.pp = 2"),
-        ({"training.cp": 2, "training.micro_batch_tokens": 8192}, "training.cp = 2"),
-        ({"training.pp": 2, "training.vpp": 2}, "training.vpp = 2"),
-        ({"training.recompute": "selective"}, "training.recompute = selective"),
         ({"training.optimizer_offload": True}, "training.optimizer_offload = True"),
         ({"generation.pp": 2}, "generation.pp = 2"),
         ({"generation.colocated": False}, "generation.colocated = false"),
@@ -219,9 +215,18 @@ def test_what_train_cannot_run_is_named_by_key(pins: dict[str, object], key: str
         refuse_unrunnable(made)
 
 
-def test_experts_are_not_runnable_yet_and_say_so() -> None:
-    made = plan("Qwen3-30B-A3B")
-    assert not made.runnable
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("Llama-3.1-8B", {"training.pp": 2, "training.vpp": 2}),
+        ("Llama-3.1-8B", {"training.cp": 2, "training.micro_batch_tokens": 8192, "training.recompute": "selective"}),
+        ("Qwen3-30B-A3B", {"training.ep": 4, "training.tp": 2, "training.etp": 1, "generation.ep": 1}),
+    ],
+)
+def test_every_layout_of_training_is_runnable(name: str, pins: dict[str, object]) -> None:
+    made = make_plan(model(name), make_cluster("h100", 4), Workload(), {**pins, "generation.dp": 1})
+    assert made.not_runnable_because == []
+    assert all(made.config_values()[key] == value for key, value in pins.items())
 
 
 def test_goal_safe_leaves_more_memory_than_fast() -> None:

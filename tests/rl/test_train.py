@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tiny_models import write_tiny_llama
+
 from rlctl.telemetry.metrics import read_metrics, without_timing
 from rlctl.telemetry.phases import Phase
 
@@ -34,7 +36,8 @@ def command(model: Path, run_dir: Path, *more: str) -> list[str]:
         str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
         "--reward", f"{reward}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2",
         "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
-        "run.checkpoint_every=2", "--set", "training.dp=1", "--set", "training.threads=1", "--set", "generation.threads=1", *more,
+        "run.checkpoint_every=2", "--set", "training.dp=1", "--set", "training.threads=1",
+        "--set", "generation.threads=1", *more,
     ]  # fmt: skip
 
 
@@ -105,7 +108,11 @@ def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
         assert set(line["seconds"]) == {phase.value for phase in Phase} | {"total"}
         parts = [value for name, value in line["seconds"].items() if name != "total"]
         assert sum(parts) == pytest.approx(line["seconds"]["total"], abs=1e-6)
-        assert 0 < line["logprob_diff"]["mean"] <= line["logprob_diff"]["max"] < 1e-4
+        difference = line["logprob_diff"]
+        assert 0 < difference["mean"] <= difference["max"] < 1e-4
+        assert difference["mean"] < 1e-5
+        assert 1 < difference["prob_error"] < 1 + 2e-5
+        assert 0 < difference["kl"] < 1e-9
         assert line["weight_version"] == line["step"]
         assert line["grad_norm"] > 0
     summary = json.loads(done.stdout)
@@ -178,15 +185,74 @@ def _worker_name(process: psutil.Process, run_dir: Path) -> str | None:
     return None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["training.dp=2", "training.tp=2"])
-def test_two_ranks_compute_the_same_run(uninterrupted, tiny_llama, tmp_path, layout):
-    run_dir = tmp_path / "run"
-    done = finish(command(tiny_llama, run_dir, "--set", layout))
-    assert done.returncode == 0, done.stderr
-    for one, two in zip(results(uninterrupted[0]), results(run_dir), strict=True):
+def same_run(one: list[dict], other: list[dict]) -> None:
+    """Two runs that sampled the same tokens and computed the same, to float32's rounding."""
+    assert len(one) == len(other)
+    for ours, theirs in zip(one, other, strict=True):
+        assert theirs["logprob_diff"]["max"] < 1e-4
         for name in ("reward_mean", "response_tokens_mean", "entropy", "grad_norm", "loss"):
-            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
+
+
+def layout(*sizes: str) -> list[str]:
+    return [word for size in sizes for word in ("--set", f"training.{size}")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(("dp=2",), id="dp2"),
+        pytest.param(("tp=2",), id="tp2"),
+        pytest.param(("pp=2",), id="pp2", marks=pytest.mark.guard),
+        pytest.param(("cp=2", "recompute=selective"), id="cp2"),
+        pytest.param(("tp=2", "pp=2"), id="tp2-pp2"),
+    ],
+)
+def test_other_layouts_compute_the_same_run(uninterrupted, tiny_llama, tmp_path, sizes):
+    run_dir = tmp_path / "run"
+    done = finish(command(tiny_llama, run_dir, *layout(*sizes)))
+    assert done.returncode == 0, done.stderr
+    same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_experts_on_two_ranks_compute_the_same_run_as_on_one(tiny_qwen3_moe, tmp_path):
+    runs = {}
+    for name, sizes in {"one": ("dp=1",), "two": ("dp=2", "ep=2")}.items():
+        # The reward's path names a metric: both runs use the model's directory.
+        done = finish(command(tiny_qwen3_moe, tmp_path / name, "--steps", "2", *layout(*sizes)))
+        assert done.returncode == 0, done.stderr
+        runs[name] = results(tmp_path / name)
+    same_run(runs["one"], runs["two"])
+
+
+@pytest.mark.slow
+def test_uneven_stages_and_mini_batches_with_a_reference_compute_the_same_run(tmp_path):
+    """Three layers on two stages, two optimizer steps a batch, the last stage's log-probs under two sets of weights."""
+    model = write_tiny_llama(tmp_path / "three-layers", tied=True, num_hidden_layers=3)
+    more = ("--steps", "2", "--set", "grpo.optimizer_steps=2", "--set", "grpo.kl_coefficient=0.01")
+    runs = {}
+    for name, sizes in {"one": (), "even": ("pp=2",), "named": ("pp=2", "first_stage_layers=1")}.items():
+        done = finish(command(model, tmp_path / name, *more, *layout(*sizes)))
+        assert done.returncode == 0, done.stderr
+        runs[name] = results(tmp_path / name)
+    same_run(runs["one"], runs["even"])
+    same_run(runs["one"], runs["named"])
+
+
+@pytest.mark.slow
+def test_a_run_whose_engines_disagree_too_much_stops_and_shows_it(tiny_llama, tmp_path):
+    """The limit is set below what rounding makes of it, so that a right pair of engines exceeds it."""
+    run_dir = tmp_path / "run"
+    done = finish(command(tiny_llama, run_dir, "--set", "grpo.logprob_diff_error=1e-9"))
+    assert done.returncode == 1, done.stderr
+    assert "grpo.logprob_diff_error" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(results(run_dir)) == 1
+    assert not list((run_dir / "checkpoints").glob("*"))
+    assert "probability error" in (run_dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
