@@ -23,22 +23,26 @@ groups = st.lists(
 )
 
 
-@given(groups, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([1, 4]))
-def test_every_rollout_once_in_rows_that_fit(shape: list, dp: int, packing: bool, share: bool, multiple: int) -> None:
+@given(groups, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([1, 4]), st.sampled_from([1, 3]))
+def test_every_rollout_once_in_rows_that_fit(
+    shape: list, dp: int, packing: bool, share: bool, multiple: int, rows_multiple: int
+) -> None:
     minibatches = [
         [row for g, (prompt, completions) in enumerate(shape) for row in group_rows(g, prompt, completions)],
         group_rows(99, 3, [5]),
     ]
     columns = {group: f"handle {group}" for group in [*range(len(shape)), 99]}
     plan = plan_batch(
-        minibatches, columns, dp=dp, micro_batch_tokens=LIMIT, packing=packing, share_prompts=share, multiple=multiple
-    )
+        minibatches, columns, dp=dp, micro_batch_tokens=LIMIT, packing=packing, share_prompts=share, multiple=multiple,
+        micro_batch_multiple=rows_multiple,
+    )  # fmt: skip
     assert len(plan.shards) == dp
     tokens = padded = 0
     for index, rows in enumerate(minibatches):
         held = [micro for shard in plan.shards for micro in shard.minibatches[index]]
         assert sorted((r.group, r.row) for micro in held for r in micro) == sorted((r.group, r.row) for r in rows)
         assert len({len(shard.minibatches[index]) for shard in plan.shards}) == 1
+        assert len(plan.shards[0].minibatches[index]) % rows_multiple == 0
         lengths = [row_tokens(micro, plan.shards[0].share_prompts) for micro in held]
         assert max(lengths) <= LIMIT
         assert packing or all(len(micro) <= 1 for micro in held)

@@ -89,6 +89,7 @@ def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
         packing=case.packing,
         share_prompts=case.share_prompts,
         multiple=case.parallel.row_multiple,
+        micro_batch_multiple=case.parallel.micro_batch_multiple,
     )
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tiny_models import write_tiny_llama
-
 from rlctl.telemetry.metrics import read_metrics, without_timing
 from rlctl.telemetry.phases import Phase
+from tiny_models import write_tiny_llama
 
 STEPS = 4
 LIMIT_S = 400
@@ -217,11 +216,9 @@ def test_other_layouts_compute_the_same_run(uninterrupted, tiny_llama, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_experts_on_two_ranks_compute_the_same_run_as_on_one(tiny_qwen3_moe, tmp_path):
     runs = {}
     for name, sizes in {"one": ("dp=1",), "two": ("dp=2", "ep=2")}.items():
-        # The reward's path names a metric: both runs use the model's directory.
         done = finish(command(tiny_qwen3_moe, tmp_path / name, "--steps", "2", *layout(*sizes)))
         assert done.returncode == 0, done.stderr
         runs[name] = results(tmp_path / name)

@@ -59,6 +59,12 @@ class ParallelSpec:
         rank."""
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The micro-batches of an optimizer step must divide by this: the interleaved schedule takes them in groups as
+        many as there are stages, and refuses a smaller last group."""
+        return self.pp if self.vpp > 1 else 1
+
     def data_rank(self, rank: int) -> int:
         """The data-parallel rank of world rank `rank`: the index of the `BatchShard` it trains on."""
         return rank // (self.tp * self.cp) % self.dp

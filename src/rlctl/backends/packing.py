@@ -65,6 +65,7 @@ def plan_batch(
     packing: bool = True,
     share_prompts: bool = True,
     multiple: int = 1,
+    micro_batch_multiple: int = 1,
 ) -> BatchPlan:
     """Divides each optimizer mini-batch into rows for `dp` ranks.
 
@@ -75,12 +76,16 @@ def plan_batch(
         packing: False gives each rollout a row of its own.
         share_prompts: rollouts of a group in one row stand behind one copy of their prompt; needs packing.
         multiple: rows are padded to a multiple of this many tokens (tp x 2 cp under sequence and context parallelism).
+        micro_batch_multiple: each rank gets a multiple of this many rows, empty ones where rollouts do not suffice.
 
     Raises:
         ConfigError: a rollout is longer than a row.
     """
     share = share_prompts and packing
-    ranks = [_divide(_units(rows, micro_batch_tokens, share), dp, micro_batch_tokens, packing) for rows in minibatches]
+    ranks = [
+        _divide(_units(rows, micro_batch_tokens, share), dp, micro_batch_tokens, packing, micro_batch_multiple)
+        for rows in minibatches
+    ]
     shards = tuple(_shard([rank[r] for rank in ranks], columns, share) for r in range(dp))
     return BatchPlan(shards, _stats(minibatches, ranks, shards, dp, multiple))
 
@@ -130,16 +135,16 @@ def _unit(rows: tuple[RolloutRow, ...]) -> Unit:
     return Unit(rows, tokens, tokens + attention / ATTENTION_TOKENS * 2)
 
 
-def _divide(units: list[Unit], dp: int, limit: int, packing: bool) -> list[list[MicroBatch]]:
-    """Rows of each rank: `dp` lists of equal length."""
+def _divide(units: list[Unit], dp: int, limit: int, packing: bool, step: int) -> list[list[MicroBatch]]:
+    """Rows of each rank: `dp` lists of equal length, a multiple of `step`."""
     order = sorted(units, key=lambda unit: (-unit.cost, unit.rows[0].group, unit.rows[0].row))
     if not packing:
-        count = -(-len(units) // dp)
+        count = -(-len(units) // (dp * step)) * step
         bins = [[unit] for unit in order] + [[] for _ in range(count * dp - len(units))]
     else:
-        count = max(1, -(-sum(unit.tokens for unit in units) // (limit * dp)))
+        count = max(1, -(-sum(unit.tokens for unit in units) // (limit * dp * step))) * step
         while (bins := _fill(order, count * dp, limit)) is None:
-            count += 1
+            count += step
     return _spread(bins, dp, count)
 
 

@@ -47,6 +47,7 @@ class Policy:
             packing=self._packing,
             share_prompts=self._share_prompts,
             multiple=self.parallel.row_multiple,
+            micro_batch_multiple=self.parallel.micro_batch_multiple,
         )
         shards: Sequence[BatchShard] = [plan.shards[self.parallel.data_rank(rank)] for rank in range(len(self.group))]
         self.group.call_each("load_batch", [(shard, fetch) for shard in shards])

@@ -120,7 +120,14 @@ def policy_difference(
     ]
     longest = max(row.tokens for row in rows)
     columns = {r.group: r.columns for r in results}
-    plan = plan_batch([rows], columns, dp=parallel.dp, micro_batch_tokens=2 * longest, multiple=parallel.row_multiple)
+    plan = plan_batch(
+        [rows],
+        columns,
+        dp=parallel.dp,
+        micro_batch_tokens=2 * longest,
+        multiple=parallel.row_multiple,
+        micro_batch_multiple=parallel.micro_batch_multiple,
+    )
     shards = [(plan.shards[parallel.data_rank(rank)], fetch) for rank in range(len(policy))]
     policy.call_each("load_batch", shards)
     stats = only_result(policy.call("logprobs", "old_logprobs"))
