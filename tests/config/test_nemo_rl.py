@@ -165,11 +165,11 @@ def test_pairs_that_megatron_refuses_are_resolved_and_shown() -> None:
         ("loss_fn__sequence_level_importance_ratios", True),
         ("policy__generation__backend", "sglang"),
         ("policy__generation__vllm_cfg__precision", "fp8"),
-        ("policy__generation__vllm_kwargs", {"speculative_config": {"method": "mtp"}}),
+        ("policy__generation__vllm_kwargs__worker_extension_cls", "a.B"),
+        ("policy__megatron_cfg__distributed_data_parallel_config__bucket_size", "many"),
         ("policy__generation__colocated__resources__num_nodes", 2),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3"}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8}),
-        ("policy__megatron_cfg__num_layers_in_first_pipeline_stage", 7),
         ("policy__precision", "float16"),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
@@ -181,10 +181,36 @@ def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: 
     assert any(line.startswith(key.replace("__", ".")) for line in result.unsupported), result.unsupported
 
 
-def test_experts_are_planned_but_not_run(tmp_path: Path) -> None:
+def test_a_frozen_router_is_refused_where_there_are_experts(tmp_path: Path) -> None:
     result = recipe(tmp_path, policy__megatron_cfg__expert_model_parallel_size=8)
     assert result.values["training.ep"] == 8
-    assert any("moe_router_dtype" in line for line in result.unsupported)
+    assert any("freeze_moe_router" in line for line in result.unsupported)
+    assert not any("moe_router_dtype" in line for line in result.unsupported)
+
+
+def test_fields_of_the_engines_are_passed_through(tmp_path: Path) -> None:
+    result = recipe(
+        tmp_path,
+        policy__megatron_cfg__moe_z_loss_coeff=0.001,
+        policy__megatron_cfg__optimizer__decoupled_weight_decay=False,
+        policy__generation__vllm_cfg__kv_cache_dtype="fp8",
+        policy__generation__vllm_kwargs={"speculative_config": {"method": "ngram"}, "max_num_seqs": 64},
+    )
+    values = result.values
+    assert (values["megatron.moe_router_dtype"], values["megatron.moe_z_loss_coeff"]) == ("fp64", 0.001)
+    assert (values["ddp.grad_reduce_in_fp32"], values["ddp.overlap_grad_reduce"]) == (False, True)
+    assert values["optimizer.decoupled_weight_decay"] is False
+    assert values["vllm.kv_cache_dtype"] == "fp8"
+    assert values["vllm.speculative_config.method"] == "ngram"
+    assert values["generation.max_concurrent"] == 64
+    config = resolve(files=[result.path], environment={}).config
+    assert config.vllm.passed["speculative_config"] == {"method": "ngram"}
+    assert config.megatron.passed["moe_router_dtype"] == "fp64"
+
+
+def test_what_is_neither_nemo_rls_nor_a_field_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy.megatron_cfg.moe_router_dtyp`: neither NeMo-RL's nor a field"):
+        recipe(tmp_path, policy__megatron_cfg__moe_router_dtyp="fp32")
 
 
 def test_unknown_keys_are_refused_with_the_nearest(tmp_path: Path) -> None:

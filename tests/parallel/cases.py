@@ -298,3 +298,13 @@ def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batc
     moved = {name for name, value in worker.parameters().items() if value.data_ptr() != places[name]}
     reference, after = (column_by_rollout(worker, shard, c) for c in ("reference_logprobs", "old_logprobs"))
     return before, reference, after, stats, moved
+
+
+def run_built_configs(rank: int, spec: PolicySpec) -> tuple[Any, Any, Any]:
+    """Megatron's own configuration objects of a worker: transformer, data parallel, optimizer."""
+    worker = MegatronWorker(rank, spec.parallel.world_size, "127.0.0.1", 0, spec)
+    worker.build()
+    transformer = {
+        key: value for key, value in vars(worker.config).items() if isinstance(value, str | int | float | None)
+    }
+    return transformer, worker.chunks[0].ddp_config, worker.optimizer.config

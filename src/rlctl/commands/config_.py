@@ -43,14 +43,43 @@ def schema(
         raise ConfigError(f"there is no section `{section}`.", hint)
     chosen = {name: info for name, info in sections.items() if section in (None, name)}
     if json_:
-        print_json(
-            RlctlConfig.model_json_schema() if section is None else chosen[section].annotation.model_json_schema()
-        )
+        print_json(json_schema() if section is None else json_schema()["$defs"][chosen[section].annotation.__name__])
         return
     for name, info in chosen.items():
-        typer.echo(
-            "\n".join((f"{name}:", *(key_line(key, field) for key, field in info.annotation.model_fields.items())))
-        )
+        lines = [key_line(key, field) for key, field in info.annotation.model_fields.items()]
+        typer.echo("\n".join((f"{name}:", *lines, *passed_lines(name, whole=section is not None))))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of the configuration, with the fields that sections pass through."""
+    from rlctl.config.passthrough import TARGETS, json_properties
+    from rlctl.config.schema import RlctlConfig
+
+    schema = RlctlConfig.model_json_schema()
+    for name in TARGETS:
+        section = schema["$defs"][RlctlConfig.model_fields[name].annotation.__name__]
+        section["properties"] = json_properties(name) | section.get("properties", {})
+    return schema
+
+
+def passed_lines(section: str, *, whole: bool) -> Iterator[str]:
+    """The fields that a section passes through: all of them, or how many there are."""
+    from rlctl.config.passthrough import TARGETS, passed_fields, type_words
+    from rlctl.config.passthrough import annotation as kind_of
+
+    if section not in TARGETS:
+        return
+    target, fields = TARGETS[section], passed_fields(section)
+    if fields is None:
+        yield f"  (fields of {target.label}'s {target.name}; it is not installed here)"
+        return
+    yield f"  (passed through: {len(fields)} fields of {target.words()}" + (
+        ")" if whole else f"; `rlctl config schema {section}` lists them)"
+    )
+    for name, field in fields.items() if whole else ():
+        yield f"  {name}: {type_words(kind_of(field))} = {field.default}"
+        if field.description:
+            yield f"      {field.description}"
 
 
 @app.command(
@@ -62,8 +91,11 @@ def validate(
 ) -> None:
     """Check a configuration's keys and values without using it; exit 2 when something is wrong."""
     from rlctl.config.load import DEFAULT
+    from rlctl.config.passthrough import not_checked
 
     resolved = options.resolve_config(preset=preset, config=config, set_=set_)
+    for line in not_checked(list(resolved.origin)):
+        message(f"note: {line}")
     decided = sum(origin != DEFAULT for origin in resolved.origin.values())
     message(f"The configuration is valid: {decided} keys set, the others at their defaults.")
     if json_:
@@ -128,29 +160,10 @@ def import_(
 def key_line(key: str, field: FieldInfo) -> str:
     """`  key: type = default`, and the meaning in the line below."""
     from rlctl.config.load import plain
+    from rlctl.config.passthrough import type_words
 
-    first = f"  {key}: {type_name(field.annotation)} = {inline_yaml(plain(field.default))}"
+    first = f"  {key}: {type_words(field.annotation)} = {inline_yaml(plain(field.default))}"
     return first if not field.description else f"{first}\n      {field.description}"
-
-
-def type_name(annotation: Any) -> str:
-    """A type in the words of the configuration: `Literal['a', 'b'] | None` is `a | b | unset`."""
-    import types
-    import typing
-
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return type_name(arguments[0])
-    if origin is typing.Literal:
-        return " | ".join(arguments)
-    if origin in (types.UnionType, typing.Union):
-        return " | ".join(type_name(argument) for argument in arguments)
-    if origin is tuple:
-        return f"list of {type_name(arguments[0])}"
-    if origin is dict:
-        return "mapping"
-    names = {str: "text", int: "integer", float: "number", bool: "true | false", type(None): "unset", Any: "any"}
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:

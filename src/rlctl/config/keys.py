@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rlctl.config.schema import RlctlConfig, Section
+from rlctl.config.passthrough import annotation, installed_field, section_with
+from rlctl.config.schema import PassThrough, RlctlConfig, Section
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -24,15 +25,19 @@ def is_open(annotation: Any) -> bool:
 
 
 def field(key: str) -> FieldInfo | None:
-    """The schema's field for a dotted key; for a key of an open mapping that mapping's field; None if unknown."""
+    """The schema's field for a dotted key; for a key of an open mapping that mapping's field; None if unknown.
+
+    A key of a section that passes fields through is known whatever its name is: `passthrough.checked` looks it up.
+    """
     model: type[Section] | None = RlctlConfig
     found: FieldInfo | None = None
     for part in key.split("."):
         if model is None:
             return found if found is not None and is_open(found.annotation) else None
+        passes = issubclass(model, PassThrough)
         found = model.model_fields.get(part)
         if found is None:
-            return None
+            return FieldInfo(annotation=Any) if passes else None
         model = section_of(found.annotation)
     return found
 
@@ -50,12 +55,12 @@ def holds_keys(key: str) -> bool:
 
 def takes_text(key: str) -> bool:
     """Whether a text is a valid type for this key, so that `2024` given as text can stay one."""
-    found = field(key)
+    found, passed = field(key), installed_field(key)
     if found is None or is_open(found.annotation):
         return False
-    annotation = found.annotation
-    options = typing.get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return str in options
+    kind = found.annotation if passed is None else annotation(passed)
+    options = typing.get_args(kind) if typing.get_origin(kind) in (UnionType, typing.Union) else (kind,)
+    return str in options and not {int, float, bool} & set(options)
 
 
 @functools.cache
@@ -71,6 +76,9 @@ def known_keys() -> tuple[str, ...]:
 def nearest(key: str) -> str | None:
     """The known key that `key` was probably meant to be: the same name in another section, else the most alike."""
     last = key.rpartition(".")[2]
+    passing = section_with(last)
+    if passing is not None:
+        return f"{passing}.{last}"
     same_name = [known for known in known_keys() if known.rpartition(".")[2] == last]
     if len(same_name) == 1:
         return same_name[0]

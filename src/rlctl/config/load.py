@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
 from rlctl.config.nemo_rl import Import, import_recipe
 from rlctl.config.nemo_rl_file import is_nemo_rl
+from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import preset_chain
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import parse_value, read_mapping
@@ -179,11 +180,17 @@ def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
 
 def merge(merged: dict[str, Value], source: Iterable[Value]) -> None:
     """Put a source's leaves over those merged so far."""
-    leaves = list(source)
+    leaves = [canonical_leaf(leaf) for leaf in source]
     for leaf in leaves:
         drop_what_belongs_to_another(merged, leaf)
     for leaf in leaves:
         merged[leaf.key] = leaf
+
+
+def canonical_leaf(leaf: Value) -> Value:
+    """The leaf under rlctl's own key, where it was given under the engine's name for it."""
+    key, value = canonical(leaf.key, leaf.value)
+    return leaf if key == leaf.key else Value(key, value, f"{leaf.origin}, as {leaf.key}")
 
 
 def drop_what_belongs_to_another(merged: dict[str, Value], leaf: Value) -> None:
@@ -200,6 +207,8 @@ def build(merged: Mapping[str, Value]) -> Resolved:
     """Validate the merged leaves, first keys and then values. Raises ConfigError with a line for each problem."""
     problems = [unknown_key(leaf) for leaf in merged.values() if field(leaf.key) is None]
     problems += [not_a_value(leaf) for leaf in merged.values() if is_section(leaf.key)]
+    merged, refused = pass_through(merged)
+    problems += refused
     if problems:
         raise ConfigError("\n".join(problems), "`rlctl config schema` lists every key.")
     try:
@@ -210,22 +219,41 @@ def build(merged: Mapping[str, Value]) -> Resolved:
     return Resolved(config, origins(config, merged))
 
 
+def pass_through(merged: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
+    """The leaves with those for Megatron-Core and vLLM as their fields take them, and a line for each they do not."""
+    taken, problems = dict(merged), []
+    for key, leaf in merged.items():
+        if target_of(key) is None:
+            continue
+        section, name, *deeper = key.split(".")
+        value, why = checked(key, leaf.value)
+        if deeper and not isinstance(merged.get(f"{section}.{name}", Value("", {}, "")).value, Mapping):
+            why = f"`{section}.{name}` is set to a value, which has no keys."
+        taken[key] = replace(leaf, value=value)
+        problems += [f"`{key}` = {leaf.value!r} ({leaf.origin}): {why}"] if why else []
+    return taken, problems
+
+
 def nest(merged: Mapping[str, Value]) -> dict[str, Any]:
     """Leaves by dotted key as nested sections."""
     nested: dict[str, Any] = {}
-    for key, leaf in merged.items():
+    for key, leaf in sorted(merged.items(), key=lambda item: item[0].count(".")):
         *sections, name = key.split(".")
         place = nested
         for section in sections:
             place = place.setdefault(section, {})
-        place[name] = leaf.value
+        place[name] = dict(leaf.value) if isinstance(leaf.value, Mapping) else leaf.value
     return nested
 
 
 def origins(config: RlctlConfig, merged: Mapping[str, Value]) -> dict[str, str]:
     origin = dict.fromkeys(known_keys(), DEFAULT)
     origin |= {leaf.key: DEFAULT for leaf in flatten(config.model_dump(), DEFAULT)}
-    return origin | {key: leaf.origin for key, leaf in merged.items()}
+    for key, leaf in merged.items():
+        # A key inside a mapping that is passed through counts for the mapping, which is one value to the engine.
+        whole = ".".join(key.split(".")[:2]) if target_of(key) else key
+        origin[whole] = leaf.origin
+    return origin
 
 
 def unknown_key(leaf: Value) -> str:

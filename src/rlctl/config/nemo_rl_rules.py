@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.nemo_rl import Entry, Import, Rule
+from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 from rlctl.errors import ConfigError
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
@@ -104,12 +105,37 @@ def when_dtensor(rule: Rule) -> Rule:
     return chosen
 
 
-def with_experts(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
-    """A key for models with experts, which are known by expert parallelism here."""
-    if int(leaves.get(f"{MEGATRON}.expert_model_parallel_size") or 1) > 1:
-        result.entries.append(Entry(name, value, "not yet", "models with experts are planned, but not trained yet"))
+def frozen_router(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """Recipes of dense models freeze a router that they do not have; experts are known by their parallelism here."""
+    if value and int(leaves.get(f"{MEGATRON}.expert_model_parallel_size") or 1) > 1:
+        result.entries.append(Entry(name, value, "not yet", "the router is trained with the other weights"))
     else:
         without("for models with experts")(result, name, value, leaves)
+
+
+def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
+    """Becomes the field of the same name that `section` passes through; `otherwise` applies where the installed
+    version has none (None: the key is unknown)."""
+
+    def rule(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        key = f"{section}.{name.removeprefix(prefix).lstrip('.')}"
+        if value is None or value == {}:
+            without("unset")(result, name, value, leaves)
+            return
+        known = target_of(key) is None or installed_field(key) is not None or TARGETS[section].fields() is None
+        if not known:
+            if otherwise is None:
+                raise ConfigError(f"unknown key `{name}`: neither NeMo-RL's nor a field of {TARGETS[section].words()}.")
+            otherwise(result, name, value, leaves)
+            return
+        ours, translated = canonical(key, value)
+        why = checked(key, value)[1] if ours == key else None
+        if why:
+            result.entries.append(Entry(name, value, "not yet", f"{key}: {why}"))
+        else:
+            to(ours)(result, name, translated, leaves)
+
+    return rule
 
 
 def batches(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:

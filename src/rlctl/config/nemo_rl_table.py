@@ -21,7 +21,9 @@ from rlctl.config.nemo_rl_rules import (
     decay_steps,
     differs,
     expert_engines,
+    frozen_router,
     only,
+    passes,
     prompt_file,
     row_tokens,
     sequence_parallel,
@@ -30,7 +32,6 @@ from rlctl.config.nemo_rl_rules import (
     weight_decay_ends,
     when_dtensor,
     when_megatron,
-    with_experts,
     without,
 )  # fmt: skip
 
@@ -153,8 +154,8 @@ _MEGATRON: dict[str, Rule] = {
     "sequence_parallel": sequence_parallel,
     "activation_checkpointing": to("training.recompute", {True: "full", False: "none"}),
     "recompute_granularity": without("read with activation_checkpointing"),
-    "num_layers_in_first_pipeline_stage": only(None, why="stages are divided by rlctl"),
-    "num_layers_in_last_pipeline_stage": only(None, why="stages are divided by rlctl"),
+    "num_layers_in_first_pipeline_stage": to("training.first_stage_layers"),
+    "num_layers_in_last_pipeline_stage": to("training.last_stage_layers"),
     "pipeline_dtype": without("model.dtype"),
     "converter_type": without("conversion goes by the model's own architecture"),
     "empty_unused_memory_level": KERNELS,
@@ -166,8 +167,11 @@ _MEGATRON: dict[str, Rule] = {
     "linear_ce_fusion_chunk_size": KERNELS,
     "force_overwrite_initial_ckpt": without("conversions are reused when they are of the same model"),
     "force_reconvert_from_hf": without("conversions are reused when they are of the same model"),
-    "freeze_moe_router": with_experts,
-    "track_moe_metrics": without("for models with experts"),
+    "freeze_moe_router": frozen_router,
+    "track_moe_metrics": without("NeMo-RL's own logging"),
+    "moe_per_layer_logging": without("NeMo-RL's own logging"),
+    "moe_grouped_gemm": without("experts are kept one by one, as refit and checkpoints know them"),
+    "*": passes("megatron", MEGATRON),
     "mtp_num_layers": only(None, 0, why="multi-token prediction is not trained"),
     "mtp_loss_scaling_factor": without("multi-token prediction is not trained"),
     "mtp_use_repeated_layer": without("multi-token prediction is not trained"),
@@ -197,7 +201,7 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.use_precision_aware_optimizer": without("optimizer states are float32"),
     "optimizer.optimizer_cpu_offload": to("training.optimizer_offload"),
     "optimizer.optimizer_offload_fraction": without("read with optimizer_cpu_offload"),
-    "optimizer.*": KERNELS,
+    "optimizer.*": passes("optimizer", f"{MEGATRON}.optimizer"),
     "scheduler.lr_decay_style": to("scheduler.decay", {"constant": "constant", "linear": "linear", "cosine": "cosine"}),
     "scheduler.lr_decay_iters": decay_steps,
     "scheduler.lr_warmup_iters": to("scheduler.warmup_steps"),
@@ -206,13 +210,11 @@ _MEGATRON: dict[str, Rule] = {
     "scheduler.end_weight_decay": weight_decay_ends,
     "scheduler.weight_decay_incr_style": only(None, "constant", why="weight decay is constant"),
     "scheduler.*": only(None, why="the schedule is constant, linear or cosine"),
-    "distributed_data_parallel_config.grad_reduce_in_fp32": differs(True, why="gradients are reduced in float32"),
-    "distributed_data_parallel_config.overlap_grad_reduce": KERNELS,
-    "distributed_data_parallel_config.overlap_param_gather": KERNELS,
     "distributed_data_parallel_config.average_in_collective": average_in_collective,
     "distributed_data_parallel_config.use_megatron_fsdp": only(None, False, why="weights are not sharded"),
     "distributed_data_parallel_config.data_parallel_sharding_strategy": without("for Megatron-FSDP"),
-    "distributed_data_parallel_config.*": KERNELS,
+    "distributed_data_parallel_config.use_distributed_optimizer": without("the optimizer is always distributed"),
+    "distributed_data_parallel_config.*": passes("ddp", DDP),
 }  # fmt: skip
 
 _GENERATION: dict[str, Rule] = {
@@ -226,8 +228,8 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.port_range_low": without("ports are chosen by Ray"),
     "policy.generation.port_range_high": without("ports are chosen by Ray"),
     "policy.generation.mcore_generation_config.*": without("generation is by vLLM"),
-    "policy.generation.vllm_kwargs": only(None, why="further arguments of vLLM are not passed through yet"),
-    "policy.generation.vllm_kwargs.*": only(why="further arguments of vLLM are not passed through yet"),
+    "policy.generation.vllm_kwargs": only(None, why="it is a mapping of vLLM's arguments"),
+    "policy.generation.vllm_kwargs.*": passes("vllm", "policy.generation.vllm_kwargs"),
     "policy.generation.colocated.enabled": to("generation.colocated"),
     "policy.generation.colocated.resources.*": only(None, why="both engines are on the same devices"),
     f"{VLLM}.tensor_parallel_size": to("generation.tp"),
@@ -236,10 +238,11 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.gpu_memory_utilization": to("generation.memory_fraction"),
     f"{VLLM}.max_model_len": without("model.max_length"),
     f"{VLLM}.precision": only(None, "bfloat16", "float32", why="engines hold the weights in model.dtype"),
-    f"{VLLM}.kv_cache_dtype": only(None, "auto", why="the KV cache is in model.dtype"),
+    f"{VLLM}.load_format": without("engines read the model's own weights; the first refit replaces them"),
+    f"{VLLM}.skip_tokenizer_init": without("engines take and return token ids, and end texts by rlctl's stop rules"),
+    f"{VLLM}.distributed_executor_backend": without("Ray places the engines"),
     f"{VLLM}.async_engine": differs(None, False, why="engines take a batch at a time"),
-    f"{VLLM}.hf_overrides": only(None, why="the model's configuration is taken as it is"),
-    f"{VLLM}.*": KERNELS,
+    f"{VLLM}.*": passes("vllm", VLLM, without("NeMo-RL's own; rlctl's engine has no such choice")),
 }  # fmt: skip
 
 _REST: dict[str, Rule] = {
@@ -281,19 +284,10 @@ _REST: dict[str, Rule] = {
     "env.*": only(None, why="rewards are those of `rlctl config schema reward`"),
 }  # fmt: skip
 
-# Everything of Megatron's that is about experts.
-_EXPERTS = (
-    "moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate", "moe_permute_fusion",
-    "moe_enable_deepep", "moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_per_layer_logging",
-    "moe_aux_loss_coeff", "moe_router_enable_expert_bias", "moe_grouped_gemm", "moe_flex_dispatcher_backend",
-    "moe_hybridep_num_sms",
-)  # fmt: skip
-
 RULES: dict[str, Rule] = (
     _GRPO
     | _POLICY
     | {f"{MEGATRON}.{key}": when_megatron(rule) for key, rule in _MEGATRON.items()}
-    | {f"{MEGATRON}.{key}": when_megatron(with_experts) for key in _EXPERTS}
     | _GENERATION
     | _REST
 )

@@ -84,40 +84,7 @@ class Job:
 
     def crew_spec(self) -> CrewSpec:
         """What to start."""
-        config, plan = self.config, self.plan
-        policy = PolicySpec(
-            facts=self.facts,
-            parallel=self.parallel,
-            dtype=self.dtype,
-            device=self.device,
-            optimizer=config.optimizer,
-            temperature=config.generation.temperature,
-            threads=plan.training.threads,
-            seed=config.run.seed,
-            timeout_s=config.cluster.step_timeout_s,
-            recompute=plan.training.recompute,
-            megatron=config.megatron.passed,
-            ddp=config.ddp.passed,
-        )
-        engine = engine_spec(
-            config,
-            self.facts,
-            self.model_dir,
-            device=self.device,
-            tokenizer_dir=config.model.tokenizer,
-            max_length=self.max_length,
-            tp=plan.generation.tp,
-            threads=plan.generation.threads,
-        )
-        return CrewSpec(
-            policy=policy,
-            engine=engine,
-            engines=plan.generation.engines,
-            engine_tp=plan.generation.tp,
-            reward=self.rewards,
-            start_timeout_s=config.cluster.start_timeout_s,
-            step_timeout_s=config.cluster.step_timeout_s,
-        )
+        return planned_crew(self.config, self.facts, self.plan, self.model_dir, self.rewards)
 
     def manifest(self) -> dict[str, Any]:
         """What the run directory keeps, and a resume compares."""
@@ -136,6 +103,46 @@ class Job:
             "data": self.prompts.source.fingerprint(),
             "plan": plan_json(self.plan),
         }
+
+
+def planned_crew(
+    config: RlctlConfig, facts: ModelFacts, plan: Plan, model_dir: Path, rewards: RewardPlan | None
+) -> CrewSpec:
+    """What a plan starts: `config` holds the plan's values."""
+    device: Literal["cpu", "cuda"] = "cpu" if plan.cluster.is_cpu else "cuda"
+    policy = PolicySpec(
+        facts=facts,
+        parallel=parallel_spec(plan.training, facts.layers, config.training),
+        dtype=resolve_dtype(config.model.dtype, device),
+        device=device,
+        optimizer=config.optimizer,
+        temperature=config.generation.temperature,
+        threads=plan.training.threads,
+        seed=config.run.seed,
+        timeout_s=config.cluster.step_timeout_s,
+        recompute=plan.training.recompute,
+        megatron=config.megatron.passed,
+        ddp=config.ddp.passed,
+    )
+    engine = engine_spec(
+        config,
+        facts,
+        model_dir,
+        device=device,
+        tokenizer_dir=config.model.tokenizer,
+        max_length=config.model.max_length or plan.workload.max_length,
+        tp=plan.generation.tp,
+        threads=plan.generation.threads,
+    )
+    return CrewSpec(
+        policy=policy,
+        engine=engine,
+        engines=plan.generation.engines,
+        engine_tp=plan.generation.tp,
+        reward=rewards,
+        start_timeout_s=config.cluster.start_timeout_s,
+        step_timeout_s=config.cluster.step_timeout_s,
+    )
 
 
 def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None) -> Job:

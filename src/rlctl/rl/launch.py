@@ -12,13 +12,15 @@ from typing import Any
 
 from rlctl.checkpoints.source import resolve_model
 from rlctl.config.load import DEFAULT, Resolved, Value, build
+from rlctl.config.passthrough import not_checked
 from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.plan import Plan
 from rlctl.planner.render import plan_json, plan_text
-from rlctl.rl.job import Job, check_resumable, prepare_job, require_devices
+from rlctl.rl.arguments import EngineArguments
+from rlctl.rl.job import Job, check_resumable, planned_crew, prepare_job, require_devices
 from rlctl.rl.run import RunSummary, run_grpo
 from rlctl.runs.directory import RunDirectory, newest_run
 from rlctl.runs.interrupt import StopRequest
@@ -133,6 +135,7 @@ def _about(job: Job) -> list[str]:
         f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
         *job.rewards.describe(),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
+        *differences(job.resolved),
     ]
 
 
@@ -142,16 +145,25 @@ class DryRun:
 
     resolved: Resolved
     plan: Plan
+    arguments: EngineArguments
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"config": self.resolved.to_json(), "plan": plan_json(self.plan), "notes": list(self.notes)}
+        return {
+            "config": self.resolved.to_json(),
+            "plan": plan_json(self.plan),
+            "arguments": self.arguments.to_json(),
+            "pinned": self.arguments.pinned(self.resolved),
+            "changed": list(self.resolved.changed),
+            "notes": list(self.notes),
+        }
 
     def text(self) -> str:
         width = max(len(key) for key, _ in self.resolved.leaves())
         lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
         plan = plan_text(self.plan, self.resolved.config.model.name or "")
-        return "\n".join([*lines, "", plan, "", *self.notes])
+        pinned = [f"pinned: {line}" for line in self.arguments.pinned(self.resolved)]
+        return "\n".join([*lines, "", plan, "", *self.arguments.text(), "", *pinned, *self.notes])
 
 
 def dry_run(resolved: Resolved) -> DryRun:
@@ -167,8 +179,16 @@ def dry_run(resolved: Resolved) -> DryRun:
         plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
         unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
         note = f"note: {error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
-        return DryRun(resolved.with_values(plan.config_values()), plan, (note,))
-    return DryRun(job.resolved, job.plan, tuple(_about(job)))
+        resolved = resolved.with_values(plan.config_values())
+        crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
+        return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
+    return DryRun(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(_about(job)))
+
+
+def differences(resolved: Resolved) -> list[str]:
+    """What of an imported recipe runs otherwise than it says, and what could not be checked here, a line each."""
+    changed = [f"runs differently: {line}" for line in resolved.changed]
+    return changed + [f"note: {line}." for line in not_checked(list(resolved.origin))]
 
 
 def _model_is_absent(model: ModelConfig) -> bool:

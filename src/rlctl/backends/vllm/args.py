@@ -39,6 +39,10 @@ class EngineSpec:
     threads: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     """Variables the process must have had before it imports vLLM."""
+    passed: dict[str, Any] = field(default_factory=dict)
+    """Those of the arguments that the user's `vllm` section passes through."""
+    replaced: dict[str, Any] = field(default_factory=dict)
+    """What they stand in the place of."""
 
 
 def engine_spec(
@@ -83,9 +87,14 @@ def engine_spec(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
     }
+    if config.generation.max_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
-    arguments |= specific(config, facts, arguments, colocated) | config.vllm.passed
-    return EngineSpec(device, arguments, threads, engine_env(device, threads, tp=tp, plain_parameters=plain_parameters))
+    arguments |= specific(config, facts, arguments, colocated)
+    passed = config.vllm.passed
+    replaced = {key: value for key, value in arguments.items() if key in passed}
+    environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters)
+    return EngineSpec(device, arguments | passed, threads, environment, passed, replaced)
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:
@@ -114,11 +123,13 @@ def _gpu_arguments(
     config: RlctlConfig, facts: ModelFacts, arguments: dict[str, Any], colocated: bool
 ) -> dict[str, Any]:
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
-    return {
+    values = {
         "gpu_memory_utilization": fraction,
         "enable_sleep_mode": colocated,
-        **({"max_num_seqs": config.generation.max_concurrent} if config.generation.max_concurrent else {}),
+        "max_num_seqs": config.generation.max_concurrent,
+        "kv_cache_memory_bytes": config.generation.kv_cache_bytes,
     }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def default_cache_bytes(facts: ModelFacts, length: int, concurrent: int, dtype: str) -> int:

@@ -1,0 +1,295 @@
+"""Sections that pass fields through to Megatron-Core and vLLM: which fields there are, and which rlctl answers for.
+
+A field is one of three kinds. Some are other names of rlctl's own keys (`megatron.tensor_model_parallel_size` is
+`training.tp`) and are read as those. Some are rlctl's to set, and are refused with the reason. All others are handed to
+the engine as they are, over the value that rlctl would give.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlctl.config import installed
+from rlctl.config.installed import InstalledField
+from rlctl.config.schema import RlctlConfig
+
+Dtype = Literal["float32", "bfloat16", "float16", "uint8", "fp32", "bf16", "fp16", "fp8"]
+"""Torch data types by their names; 8-bit states of an optimizer are bytes."""
+
+
+class Function:
+    """What only Python can say."""
+
+
+NAMESPACE = {"Any": Any, "Literal": Literal, "Dtype": Dtype, "Function": Function}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The class that a section's fields go to."""
+
+    label: str
+    module: str
+    name: str
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def fields(self) -> dict[str, InstalledField] | None:
+        """The installed version's fields by name; None: it is not installed."""
+        return installed.fields_of(self.module, self.name)
+
+    def words(self) -> str:
+        """Class and version for a message."""
+        return f"{self.label} {installed.version(self.package)}'s {self.name.removeprefix('MLA')}"
+
+
+TARGETS = {
+    "megatron": Target("Megatron-Core", "megatron.core.transformer.transformer_config", "MLATransformerConfig"),
+    "optimizer": Target("Megatron-Core", "megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
+    "ddp": Target(
+        "Megatron-Core",
+        "megatron.core.distributed.distributed_data_parallel_config",
+        "DistributedDataParallelConfig",
+    ),
+    "vllm": Target("vLLM", "vllm.engine.arg_utils", "EngineArgs"),
+}
+
+ALIASES = {
+    "megatron.tensor_model_parallel_size": "training.tp",
+    "megatron.pipeline_model_parallel_size": "training.pp",
+    "megatron.virtual_pipeline_model_parallel_size": "training.vpp",
+    "megatron.context_parallel_size": "training.cp",
+    "megatron.expert_model_parallel_size": "training.ep",
+    "megatron.expert_tensor_parallel_size": "training.etp",
+    "megatron.num_layers_in_first_pipeline_stage": "training.first_stage_layers",
+    "megatron.num_layers_in_last_pipeline_stage": "training.last_stage_layers",
+    "megatron.sequence_parallel": "training.sequence_parallel",
+    "megatron.recompute_granularity": "training.recompute",
+    "optimizer.adam_beta1": "optimizer.beta1",
+    "optimizer.adam_beta2": "optimizer.beta2",
+    "optimizer.adam_eps": "optimizer.eps",
+    "optimizer.min_lr": "scheduler.min_lr",
+    "optimizer.optimizer_cpu_offload": "training.optimizer_offload",
+    "optimizer.overlap_param_gather": "ddp.overlap_param_gather",
+    "scheduler.max_lr": "optimizer.lr",
+    "scheduler.lr_warmup_steps": "scheduler.warmup_steps",
+    "scheduler.lr_decay_style": "scheduler.decay",
+    "vllm.tokenizer": "model.tokenizer",
+    "vllm.revision": "model.revision",
+    "vllm.trust_remote_code": "model.trust_remote_code",
+    "vllm.max_model_len": "model.max_length",
+    "vllm.seed": "run.seed",
+    "vllm.tensor_parallel_size": "generation.tp",
+    "vllm.pipeline_parallel_size": "generation.pp",
+    "vllm.data_parallel_size": "generation.dp",
+    "vllm.gpu_memory_utilization": "generation.memory_fraction",
+    "vllm.kv_cache_memory_bytes": "generation.kv_cache_bytes",
+    "vllm.max_num_seqs": "generation.max_concurrent",
+    "vllm.max_num_batched_tokens": "generation.max_batched_tokens",
+}
+"""Fields that are rlctl's own keys under the engine's name."""
+
+RECOMPUTE = {None: "none"}
+
+OF_THE_MODEL = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
+    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+    "qk_l2_norm", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "glu_linear_offset",
+    "activation_func_clamp_value", "attention_output_gate", "softmax_scale", "softmax_type", "window_size",
+    "window_attn_skip_freq", "no_rope_freq", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+    "moe_latent_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim", "rotary_interleaved", "rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "mrope_section",
+    "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "heterogeneous_block_specs",
+)  # fmt: skip
+
+MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODEL} | {
+    "megatron.params_dtype": "set model.dtype",
+    "megatron.pipeline_dtype": "set model.dtype",
+    "megatron.bf16": "set model.dtype",
+    "megatron.fp16": "training is float32 or bfloat16: set model.dtype",
+    "megatron.calculate_per_token_loss": "the loss carries its own normalisation, and gradients are summed over ranks",
+    "megatron.variable_seq_lengths": "rows of tokens differ in length, and rlctl says so where stages exchange them",
+    "megatron.cross_entropy_loss_fusion": "log-probs are computed from parts of the vocabulary by rlctl itself",
+    "megatron.cross_entropy_fusion_impl": "log-probs are computed from parts of the vocabulary by rlctl itself",
+    "megatron.account_for_embedding_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
+    "megatron.account_for_loss_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
+    "megatron.pipeline_model_parallel_layout": "set training.first_stage_layers and last_stage_layers",
+    "megatron.moe_grouped_gemm": "refit and checkpoints know experts one by one",
+    "megatron.mtp_num_layers": "multi-token prediction is not trained",
+    "optimizer.params_dtype": "set model.dtype",
+    "optimizer.bf16": "set model.dtype",
+    "optimizer.fp16": "training is float32 or bfloat16: set model.dtype",
+    "optimizer.use_distributed_optimizer": "the optimizer is always distributed",
+    "ddp.use_distributed_optimizer": "the optimizer is always distributed",
+    "ddp.average_in_collective": "gradients are summed: the loss carries its own normalisation",
+    "ddp.use_megatron_fsdp": "refit and checkpoints read whole parameters of a tensor parallel rank",
+    "ddp.use_custom_fsdp": "refit and checkpoints read whole parameters of a tensor parallel rank",
+    "ddp.data_parallel_sharding_strategy": "it is for Megatron-FSDP, which rlctl does not run",
+    "scheduler.optimizer": "rlctl builds the optimizer",
+    "scheduler.use_checkpoint_opt_param_scheduler": "a resumed run goes on with the schedule in its manifest",
+    "scheduler.override_opt_param_scheduler": "a resumed run goes on with the schedule in its manifest",
+    "vllm.model": "set model.name",
+    "vllm.dtype": "engines hold the weights in model.dtype",
+    "vllm.runner": "engines generate",
+    "vllm.convert": "engines generate",
+    "vllm.logprobs_mode": "log-probs must be those of the distribution that was sampled from",
+    "vllm.enable_expert_parallel": "set generation.ep",
+    "vllm.enable_sleep_mode": "set generation.colocated",
+    "vllm.worker_extension_cls": "it is how a refit reaches the engine's weights",
+    "vllm.weight_transfer_config": "it is how a refit reaches the engine's weights",
+}
+"""Fields that rlctl sets from something else, each with where from or why."""
+
+
+def passed_fields(section: str) -> dict[str, InstalledField] | None:
+    """The fields that a section hands on: those of the installed version that rlctl neither sets nor has a key for."""
+    fields = TARGETS[section].fields()
+    if fields is None:
+        return None
+    return {
+        name: field
+        for name, field in fields.items()
+        if f"{section}.{name}" not in MANAGED.keys() | ALIASES.keys()
+        and name not in own_keys(section)
+        and field.type != "Function"
+    }
+
+
+def json_properties(section: str) -> dict[str, Any]:
+    """The fields that a section hands on, as properties of a JSON Schema."""
+    found = {}
+    for name, field in (passed_fields(section) or {}).items():
+        schema = {} if Function in typing.get_args(annotation(field)) else _adapter(annotation(field)).json_schema()
+        found[name] = schema | ({"description": field.description} if field.description else {})
+    return found
+
+
+def target_of(key: str) -> tuple[Target, str] | None:
+    """The class that a key goes to and its field's name; None: it is a key of rlctl's own."""
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    return (TARGETS[section], name) if section in TARGETS and name and name not in own_keys(section) else None
+
+
+@functools.cache
+def own_keys(section: str) -> frozenset[str]:
+    """The keys that the schema itself has in a section."""
+    return frozenset(RlctlConfig.model_fields[section].annotation.model_fields)
+
+
+def canonical(key: str, value: Any) -> tuple[str, Any]:
+    """The key of rlctl that a field is another name of, and its value there; else both as they are."""
+    if key not in ALIASES:
+        return key, value
+    if key == "megatron.recompute_granularity":
+        value = RECOMPUTE.get(value, value)
+    if key == "scheduler.lr_decay_style" and isinstance(value, str):
+        value = value.lower()
+    return ALIASES[key], value
+
+
+def installed_field(key: str) -> InstalledField | None:
+    """The field of the installed version that a key names; None: there is none, or it cannot be looked up."""
+    found = target_of(key)
+    fields = found[0].fields() if found else None
+    return fields.get(found[1]) if found and fields else None
+
+
+def annotation(field: InstalledField) -> Any:
+    """The type of a field for pydantic; a field whose default is None can be unset whatever it is annotated with."""
+    found = _annotation(field.type)
+    return found | None if field.default == "None" and found is not Any else found
+
+
+@functools.cache
+def _annotation(text: str) -> Any:
+    # The text is made by `installed.type_text` of these names, `Literal` values and Python's own types alone.
+    parts = [eval(part, {"__builtins__": {}}, NAMESPACE | _TYPES) for part in installed.alternatives(text)]
+    return typing.Union[tuple(parts)]  # noqa: UP007
+
+
+_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "set": set, "tuple": tuple}
+
+
+def checked(key: str, value: Any) -> tuple[Any, str | None]:
+    """The value as the field takes it, and what is wrong with it (None: nothing that can be known here)."""
+    if key in MANAGED:
+        return value, f"rlctl sets this itself: {MANAGED[key]}."
+    found = target_of(key)
+    fields = found[0].fields() if found else None
+    if found is None or fields is None:
+        return value, None
+    target, name = found
+    if name not in fields:
+        return value, f"it is not a field of {target.words()}{_meant(key.partition('.')[0], name, fields)}"
+    kind = annotation(fields[name])
+    if kind in (Function, Function | None):
+        return value, "it takes a Python function, which a configuration cannot hold."
+    if key.count(".") > 1:
+        takes = kind is Any or dict in {typing.get_origin(k) or k for k in (typing.get_args(kind) or (kind,))}
+        return value, None if takes else f"{key.split('.')[0]}.{name} takes {type_words(kind)}, and no keys of its own."
+    try:
+        return _adapter(kind).validate_python(value), None
+    except ValidationError:
+        return value, f"it takes {type_words(kind)}."
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind, config={"arbitrary_types_allowed": True})
+
+
+def _meant(section: str, name: str, fields: dict[str, InstalledField]) -> str:
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+    return f"; did you mean `{section}.{close[0]}`?" if close else "."
+
+
+def section_with(name: str) -> str | None:
+    """The section whose class has a field of this name, for a key that stands in the wrong one."""
+    for section, target in TARGETS.items():
+        if name in (target.fields() or {}):
+            return section
+    return None
+
+
+def not_checked(keys: list[str]) -> list[str]:
+    """A line for each section whose keys could not be checked, because what takes them is not installed."""
+    sections = dict.fromkeys(key.partition(".")[0] for key in keys if target_of(key))
+    return [
+        f"{section}.*: {TARGETS[section].label} is not installed, so its fields were not checked"
+        for section in sections
+        if TARGETS[section].fields() is None
+    ]
+
+
+def type_words(kind: Any) -> str:
+    """A type in the words of the configuration: `Literal['a', 'b'] | None` is `a | b | unset`."""
+    import types
+
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return type_words(arguments[0])
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(type_words(argument) for argument in arguments if argument is not Function)
+    if origin in (tuple, list, set) and arguments:
+        return f"list of {type_words(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {
+        str: "text", int: "integer", float: "number", bool: "true | false", type(None): "unset", Any: "any",
+        dict: "mapping", list: "list", tuple: "list", set: "list", Function: "a Python function",
+    }  # fmt: skip
+    return names.get(kind, getattr(kind, "__name__", str(kind)))

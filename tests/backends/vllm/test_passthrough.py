@@ -1,0 +1,65 @@
+"""What the `vllm` section passes through arrives in the configuration that vLLM itself makes of its arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from engines import tiny_facts
+from rlctl.backends.vllm.args import EngineSpec, engine_spec
+from rlctl.config.load import resolve
+
+BUILD = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from rlctl.backends.vllm.compat import supported_arguments
+config = EngineArgs(**supported_arguments(json.loads(sys.argv[1]))).create_engine_config()
+print(json.dumps({
+    "max_logprobs": config.model_config.max_logprobs, "prefix": config.cache_config.enable_prefix_caching,
+    "sequences": config.scheduler_config.max_num_seqs, "tokens": config.scheduler_config.max_num_batched_tokens,
+    "theta": config.model_config.hf_config.max_window_layers, "eager": config.model_config.enforce_eager,
+}))
+"""
+
+
+def spec_with(model: Path, *sets: str) -> EngineSpec:
+    config = resolve(sets=["generation.max_concurrent=4", *sets], environment={}).config
+    return engine_spec(config, tiny_facts(tied=False), model, device="cpu", max_length=128)
+
+
+def built(spec: EngineSpec) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-c", BUILD, json.dumps(spec.arguments)],
+        env=os.environ | spec.environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_fields_reach_the_engines_configuration(tiny_llama: Path) -> None:
+    spec = spec_with(
+        tiny_llama,
+        "vllm.max_logprobs=7",
+        "vllm.enable_prefix_caching=false",
+        "vllm.hf_overrides.max_window_layers=5",
+        "vllm.max_num_seqs=3",
+        "generation.max_batched_tokens=300",
+    )
+    assert spec.passed.keys() == {"max_logprobs", "enable_prefix_caching", "hf_overrides"}
+    assert built(spec) == {
+        "max_logprobs": 7, "prefix": False, "sequences": 3, "tokens": 300, "theta": 5, "eager": True,
+    }  # fmt: skip
+
+
+def test_a_field_takes_the_place_of_what_rlctl_would_give(tiny_llama: Path) -> None:
+    spec = spec_with(tiny_llama, "vllm.block_size=64", "vllm.enforce_eager=true")
+    assert spec.arguments["block_size"] == 64
+    assert spec.replaced == {"block_size": 32, "enforce_eager": True}
