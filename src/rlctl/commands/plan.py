@@ -24,7 +24,7 @@ Colocated = Annotated[
     bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
 ]
 Goal = Annotated[str | None, typer.Option("--goal", metavar="fast|safe|frugal", help="What to aim for.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic, and the engines' exact arguments.")]
 Top = Annotated[int, typer.Option("--top", min=1, help="List this many alternatives.")]
 Compare = Annotated[
     tuple[str, str] | None,
@@ -90,13 +90,14 @@ def plan(
         plans = [planned(resolved_with(*side(text)), top)[0] for text in compare]
         show_comparison(plans[0], plans[1], compare, json_)
         return
+    resolved = resolved_with([])
     try:
-        made, name = planned(resolved_with([]), top)
+        made, _ = planned(resolved, top)
     except NoPlanError as error:
         if json_:
             print_json(no_plan_json(error))
         raise
-    show(made, name, explain, top, json_)
+    show(made, resolved, explain, top, json_)
 
 
 def length(max_length: int | None, max_new_tokens: int | None) -> int | None:
@@ -177,20 +178,29 @@ def no_plan_json(error: NoPlanError) -> dict[str, Any]:
     return {"fits": False, "runnable": False, "not_runnable_because": [error.message], "error": detail}
 
 
-def show(made: Plan, name: str, explain: bool, top: int, json_: bool) -> None:
+def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.planner.explain import explain as arithmetic
     from rlctl.planner.render import plan_json, plan_text
+    from rlctl.rl.arguments import EngineArguments, differences
+    from rlctl.rl.job import planned_crew
 
+    name = resolved.config.model.name or ""
+    planned = resolved.with_values(made.config_values())
+    arguments = EngineArguments.of(planned_crew(planned.config, made.facts, made, Path(name), None))
+    pinned = arguments.pinned(planned)
     if json_:
         data = {"model": name} | plan_json(made)
         data["alternatives"] = [plan_json(other) for other in made.alternatives[:top]]
+        data |= {"arguments": arguments.to_json(), "pinned": pinned, "changed": list(resolved.changed)}
         if explain:
             data["explain"] = arithmetic(made).splitlines()
         print_json(data)
         return
     typer.echo(plan_text(made, name))
     if explain:
-        typer.echo("\n" + arithmetic(made))
+        typer.echo("\n".join(("", arithmetic(made), "", *arguments.text())))
+    for line in (*(f"pinned: {line}" for line in pinned), *differences(planned)):
+        typer.echo(line)
 
 
 def show_comparison(left: Plan, right: Plan, names: tuple[str, str], json_: bool) -> None:

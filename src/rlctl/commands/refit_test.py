@@ -34,9 +34,6 @@ def refit_test(
     generation_tp: Annotated[
         int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")
     ] = None,
-    mover: Annotated[
-        Literal["shared-memory"], typer.Option("--mover", help="What carries the bytes.")
-    ] = "shared-memory",
     receive: Annotated[
         Literal["auto", "loader", "direct"],
         typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),

@@ -102,6 +102,7 @@ def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Ins
         name, default = statement.target.id, statement.value
         if name.startswith("_") or "ClassVar" in ast.unparse(statement.annotation) or not _is_given(default):
             continue
+        default = _default(default, module)
         text = None if default is None else " ".join(ast.unparse(default).split())
         yield name, InstalledField(name, type_text(statement.annotation, module), text, _docstring(following))
 
@@ -113,6 +114,24 @@ def _parameters(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Insta
     for argument, default in zip(given, [*defaults, *init.args.kw_defaults], strict=True):
         kind = type_text(argument.annotation, module) if argument.annotation is not None else "Any"
         yield argument.arg, InstalledField(argument.arg, kind, None if default is None else ast.unparse(default))
+
+
+def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
+    """A default, taken from where it stands when it is that of another class (`ModelConfig.dtype`)."""
+    match node:
+        case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+            found = _class(module, name)
+        case ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=name), ast.Constant(value=attribute)]):
+            found = _class(module, name)
+        case ast.Call(func=ast.Name(id="field" | "Field"), keywords=[ast.keyword(arg="default", value=value), *_]):
+            return value
+        case _:
+            return node
+    for statement in found[1].body if found else ():
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=known), value=ast.expr() as value) if known == attribute:
+                return _default(value, found[0]) if found else node
+    return node
 
 
 def _is_given(default: ast.expr | None) -> bool:
@@ -225,6 +244,7 @@ def _class(module: Module, name: str) -> tuple[Module, ast.ClassDef] | None:
     return found if found is not None and isinstance(found[1], ast.ClassDef) else None  # type: ignore[return-value]
 
 
+@functools.cache
 def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.ClassDef | ast.expr] | None:
     """Where a name is defined: its class, or the expression it stands for, in this module or the one it is from."""
     for statement in _statements(module.tree.body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from rlctl.backends.megatron.args import (
 )
 from rlctl.config.installed import fields_of
 from rlctl.config.load import Resolved
-from rlctl.config.passthrough import TARGETS
+from rlctl.config.passthrough import TARGETS, not_checked
 from rlctl.rl.crew import CrewSpec
+
+OWN_CHOICE = "the engine's own choice"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ class EngineArguments:
         if key in self.ours[section]:
             return self.ours[section][key]
         field = (TARGETS[section].fields() or {}).get(key)
-        return "the engine's own choice" if field is None or field.default is None else field.default
+        try:
+            return ast.literal_eval(field.default or "") if field else OWN_CHOICE
+        except (ValueError, SyntaxError):
+            return OWN_CHOICE  # an expression of the engine's code
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Values by section and field; what JSON cannot hold as text."""
@@ -91,3 +97,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def differences(resolved: Resolved) -> list[str]:
+    """What of an imported recipe runs otherwise than it says, and what could not be checked here, a line each."""
+    changed = [f"runs differently: {line}" for line in resolved.changed]
+    return changed + [f"note: {line}." for line in not_checked(list(resolved.origin))]

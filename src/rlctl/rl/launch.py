@@ -12,14 +12,13 @@ from typing import Any
 
 from rlctl.checkpoints.source import resolve_model
 from rlctl.config.load import DEFAULT, Resolved, Value, build
-from rlctl.config.passthrough import not_checked
 from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.plan import Plan
 from rlctl.planner.render import plan_json, plan_text
-from rlctl.rl.arguments import EngineArguments
+from rlctl.rl.arguments import EngineArguments, differences
 from rlctl.rl.job import Job, check_resumable, planned_crew, prepare_job, require_devices
 from rlctl.rl.run import RunSummary, run_grpo
 from rlctl.runs.directory import RunDirectory, newest_run
@@ -183,12 +182,6 @@ def dry_run(resolved: Resolved) -> DryRun:
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
         return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
     return DryRun(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(_about(job)))
-
-
-def differences(resolved: Resolved) -> list[str]:
-    """What of an imported recipe runs otherwise than it says, and what could not be checked here, a line each."""
-    changed = [f"runs differently: {line}" for line in resolved.changed]
-    return changed + [f"note: {line}." for line in not_checked(list(resolved.origin))]
 
 
 def _model_is_absent(model: ModelConfig) -> bool:

@@ -1,0 +1,127 @@
+"""Every key of the schema is read somewhere, and every option of every command reaches its function's body.
+
+The source is searched for where each section travels: variables, parameters and fields that hold it, by annotation or
+by assignment from the configuration, and the attributes that are read of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rlctl
+from rlctl.cli import COMMANDS
+from rlctl.config.keys import known_keys
+from rlctl.config.schema import RlctlConfig
+
+SOURCE = Path(rlctl.__file__).parent
+SECTIONS = {info.annotation.__name__: name for name, info in RlctlConfig.model_fields.items()}
+"""Section class -> section."""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+
+
+def holders(tree: ast.AST) -> dict[str, set[str]]:
+    """Names (of variables, parameters and fields) -> sections that they hold in this module."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.arg(arg=name, annotation=ast.expr() as kind)
+                | ast.AnnAssign(target=ast.Name(id=name), annotation=ast.expr() as kind)
+            ):
+                for part in ast.walk(kind):
+                    if isinstance(part, ast.Name) and part.id in SECTIONS:
+                        found[name].add(SECTIONS[part.id])
+            case ast.Assign(targets=[target], value=value):
+                targets = target.elts if isinstance(target, ast.Tuple) else [target]
+                values = value.elts if isinstance(value, ast.Tuple) else [value] * len(targets)
+                for one, held in zip(targets, values, strict=False):
+                    if isinstance(one, ast.Name) and isinstance(held, ast.Attribute):
+                        found[one.id].add(held.attr)
+                    if isinstance(one, ast.Attribute) and isinstance(held, ast.Name):
+                        found[one.attr] |= found[held.id]
+    return found
+
+
+def without_validators(tree: ast.Module) -> ast.Module:
+    """The module without the schema's own checks, which make nothing of a value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            node.body = [item for item in node.body if not getattr(item, "name", "").startswith("validate_")]
+    return tree
+
+
+def reads() -> dict[str, list[str]]:
+    """`section.key` -> places that read it."""
+    places: dict[str, list[str]] = defaultdict(list)
+    keys = set(known_keys())
+    parsed = [(name, without_validators(tree)) for name, tree in modules()]
+    fields: dict[str, set[str]] = defaultdict(set)  # of dataclasses, read from other modules too
+    for _, tree in parsed:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                for item in node.body:
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.annotation, ast.Name | ast.Constant):
+                        kind = item.annotation.id if isinstance(item.annotation, ast.Name) else ""
+                        if kind in SECTIONS and isinstance(item.target, ast.Name):
+                            fields[item.target.id].add(SECTIONS[kind])
+    for name, tree in parsed:
+        held = holders(tree)
+        own_class = {id(child): SECTIONS.get(node.name) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+                     for child in ast.walk(node)}  # fmt: skip
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in keys and name.startswith("planner/"):
+                places[node.value].append(f"{name}:{node.lineno} (a pin)")
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value
+            if isinstance(owner, ast.Attribute):
+                sections = {owner.attr} | fields[owner.attr] | held[owner.attr]
+            elif isinstance(owner, ast.Name):
+                sections = held[owner.id] | ({own_class.get(id(node))} if owner.id == "self" else set())
+            else:
+                continue
+            for section in sections:
+                if f"{section}.{node.attr}" in keys:
+                    places[f"{section}.{node.attr}"].append(f"{name}:{node.lineno}")
+    return places
+
+
+@pytest.fixture(scope="module")
+def places() -> dict[str, list[str]]:
+    return reads()
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_a_key_of_the_schema_is_read(key: str, places: dict[str, list[str]]) -> None:
+    assert places[key], f"nothing reads {key}"
+
+
+def test_the_search_finds_nothing_for_a_key_that_is_not_there(places: dict[str, list[str]]) -> None:
+    assert "grpo.no_such_key" not in places
+    assert all(place.partition(":")[0].endswith(".py") for found in places.values() for place in found)
+
+
+def commands() -> Iterator[tuple[str, str, object]]:
+    for name, (module, _) in COMMANDS.items():
+        for registered in importlib.import_module(module).app.registered_commands:
+            yield name, registered.name or "", registered.callback
+
+
+@pytest.mark.parametrize(("command", "sub", "function"), list(commands()), ids=lambda value: str(value)[:40])
+def test_an_option_of_a_command_is_used_in_its_body(command: str, sub: str, function: object) -> None:
+    tree = ast.parse(inspect.getsource(function))  # type: ignore[arg-type]
+    body = ast.Module(tree.body[0].body, [])  # type: ignore[attr-defined]
+    used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+    unused = set(inspect.signature(function).parameters) - used  # type: ignore[arg-type]
+    assert not unused, f"rlctl {command} {sub}: {unused} are parsed and not used"
