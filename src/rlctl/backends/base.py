@@ -229,8 +229,10 @@ class PolicyWorker(Protocol):
     def logprobs(self, column: LogprobColumn) -> LogprobStats | None:
         """Adds the log-probs under the current (or the reference) weights to the loaded batch."""
 
-    def train_minibatch(self, index: int, loss: TokenLoss, lr: float) -> MinibatchResult | None:
-        """One optimizer step on mini-batch `index` of the loaded batch."""
+    def train_minibatch(
+        self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """This rank's parameters by Megatron's names, up to date; not collective. For reading: refit and export."""

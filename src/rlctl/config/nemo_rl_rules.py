@@ -182,19 +182,22 @@ def decay_steps(result: Import, name: str, value: Any, leaves: Mapping[str, Any]
     if constant or value in (None, leaves.get("grpo.max_num_steps")):
         without("the learning rate decays over grpo.steps, if at all")(result, name, value, leaves)
     else:
-        result.entries.append(Entry(name, value, "changed", "the learning rate decays over grpo.steps"))
+        to("scheduler.decay_steps")(result, name, value, leaves)
 
 
 def weight_decay_ends(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
-    same = value in (None, leaves.get(f"{MEGATRON}.optimizer.weight_decay"))
-    result.entries.append(
-        Entry(
-            name,
-            value,
-            "not applicable" if same else "not yet",
-            "optimizer.weight_decay" if same else "weight decay is constant",
-        )
-    )
+    ends = [leaves.get(f"{MEGATRON}.scheduler.{end}_weight_decay") for end in ("start", "end")]
+    if None in ends or ends == 2 * [leaves.get(f"{MEGATRON}.optimizer.weight_decay")]:
+        without("optimizer.weight_decay")(result, name, value, leaves)
+    else:
+        to(f"scheduler.{name.rpartition('.')[2]}")(result, name, value, leaves)
+
+
+def weight_decay_style(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    if value in (None, "constant"):
+        without("weight decay is constant")(result, name, value, leaves)
+    else:
+        to("scheduler.weight_decay_style", {"linear": "linear", "cosine": "cosine"})(result, name, value, leaves)
 
 
 def betas(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from rlctl.config.nemo_rl_rules import (
     to,
     tokenizer,
     weight_decay_ends,
+    weight_decay_style,
     when_dtensor,
     when_megatron,
     without,
@@ -46,6 +47,9 @@ NO_VALIDATION = without("rlctl has no validation pass; rewards of training are i
 LOGS = without("rlctl writes metrics, logs and report to the run directory")
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
 NOT_SYNC = "the loop is synchronous"
+
+DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
+WSD_DECAYS = {name: name.replace("_", "-") for name in ("linear", "cosine", "exponential", "minus_sqrt")}
 
 _GRPO: dict[str, Rule] = {
     "grpo.num_prompts_per_step": to("grpo.prompts"),
@@ -202,14 +206,16 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.optimizer_cpu_offload": to("training.optimizer_offload"),
     "optimizer.optimizer_offload_fraction": without("read with optimizer_cpu_offload"),
     "optimizer.*": passes("optimizer", f"{MEGATRON}.optimizer"),
-    "scheduler.lr_decay_style": to("scheduler.decay", {"constant": "constant", "linear": "linear", "cosine": "cosine"}),
+    "scheduler.lr_decay_style": to("scheduler.decay", DECAYS),
     "scheduler.lr_decay_iters": decay_steps,
     "scheduler.lr_warmup_iters": to("scheduler.warmup_steps"),
-    "scheduler.lr_warmup_init": differs(None, 0, 0.0, why="the learning rate rises from 0"),
+    "scheduler.lr_warmup_init": to("scheduler.init_lr"),
+    "scheduler.lr_wsd_decay_iters": to("scheduler.wsd_steps"),
+    "scheduler.lr_wsd_decay_style": to("scheduler.wsd_decay", WSD_DECAYS),
     "scheduler.start_weight_decay": weight_decay_ends,
     "scheduler.end_weight_decay": weight_decay_ends,
-    "scheduler.weight_decay_incr_style": only(None, "constant", why="weight decay is constant"),
-    "scheduler.*": only(None, why="the schedule is constant, linear or cosine"),
+    "scheduler.weight_decay_incr_style": weight_decay_style,
+    "scheduler.*": only(None, why="rlctl's schedule has no such setting"),
     "distributed_data_parallel_config.average_in_collective": average_in_collective,
     "distributed_data_parallel_config.use_megatron_fsdp": only(None, False, why="weights are not sharded"),
     "distributed_data_parallel_config.data_parallel_sharding_strategy": without("for Megatron-FSDP"),

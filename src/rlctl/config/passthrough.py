@@ -82,6 +82,13 @@ ALIASES = {
     "scheduler.max_lr": "optimizer.lr",
     "scheduler.lr_warmup_steps": "scheduler.warmup_steps",
     "scheduler.lr_decay_style": "scheduler.decay",
+    "scheduler.lr_decay_steps": "scheduler.decay_steps",
+    "scheduler.wsd_decay_steps": "scheduler.wsd_steps",
+    "scheduler.lr_wsd_decay_style": "scheduler.wsd_decay",
+    "scheduler.start_wd": "scheduler.start_weight_decay",
+    "scheduler.end_wd": "scheduler.end_weight_decay",
+    "scheduler.wd_incr_steps": "scheduler.weight_decay_steps",
+    "scheduler.wd_incr_style": "scheduler.weight_decay_style",
     "vllm.tokenizer": "model.tokenizer",
     "vllm.revision": "model.revision",
     "vllm.trust_remote_code": "model.trust_remote_code",
@@ -194,8 +201,8 @@ def canonical(key: str, value: Any) -> tuple[str, Any]:
         return key, value
     if key == "megatron.recompute_granularity":
         value = RECOMPUTE.get(value, value)
-    if key == "scheduler.lr_decay_style" and isinstance(value, str):
-        value = value.lower()
+    if key.endswith("_style") and isinstance(value, str):
+        value = value.lower().replace("_", "-")
     return ALIASES[key], value
 
 

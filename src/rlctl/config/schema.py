@@ -232,11 +232,38 @@ class OptimizerConfig(PassThrough):
 
 
 class SchedulerConfig(Section):
+    """Learning rate and weight decay over the steps of a run, as Megatron's OptimizerParamScheduler has them."""
+
     warmup_steps: NonNegative = 0
-    """Steps over which the learning rate rises linearly from 0."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Steps over which the learning rate rises linearly from `init_lr`."""
+    init_lr: float = Field(0.0, ge=0)
+    """Where the warm-up starts."""
+    decay: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"
+    """How the learning rate falls after the warm-up; wsd (warm-up, stable, decay) holds it and falls at the end."""
+    decay_steps: Positive | None = None
+    """Step at which `min_lr` is reached; unset: grpo.steps."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the decay."""
+    wsd_steps: Positive | None = None
+    """Steps of the fall at the end of wsd; unset: the last fifth."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
+    """How wsd falls."""
+    start_weight_decay: float | None = Field(None, ge=0)
+    """Weight decay of the first step; unset: optimizer.weight_decay throughout."""
+    end_weight_decay: float | None = Field(None, ge=0)
+    """Weight decay at the end of its way."""
+    weight_decay_steps: Positive | None = None
+    """Steps from the first weight decay to the last; unset: grpo.steps."""
+    weight_decay_style: Literal["constant", "linear", "cosine"] = "linear"
+    """How the weight decay changes."""
+
+    @model_validator(mode="after")
+    def validate_ends_of_the_weight_decay(self) -> SchedulerConfig:
+        if (self.start_weight_decay is None) != (self.end_weight_decay is None):
+            raise ValueError("scheduler.start_weight_decay and end_weight_decay are set together or not at all")
+        if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            raise ValueError("scheduler.weight_decay_style = constant needs equal start_ and end_weight_decay")
+        return self
 
 
 class DdpConfig(PassThrough):

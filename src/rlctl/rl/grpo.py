@@ -18,7 +18,7 @@ from rlctl.refit.records import RefitReport
 from rlctl.rl.batch import make_batch
 from rlctl.rl.policy import Policy
 from rlctl.rl.run_loss import loss_metrics
-from rlctl.rl.schedule import learning_rate
+from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.timers import StepTimer
 
@@ -83,7 +83,8 @@ def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTime
             parts.policy.logprobs("reference_logprobs")
     with timer(Phase.TRAINING):
         lr = learning_rate(step, config.grpo.steps, config.optimizer.lr, config.scheduler)
-        results = parts.policy.train(len(batch.minibatches), parts.loss, lr)
+        decay = weight_decay(step, config.grpo.steps, config.optimizer.weight_decay, config.scheduler)
+        results = parts.policy.train(len(batch.minibatches), parts.loss, lr, decay)
     with timer(Phase.REFIT):
         refit = parts.refit(step + 1)
     metrics = {

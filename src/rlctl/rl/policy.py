@@ -57,9 +57,12 @@ class Policy:
         """Add the log-probs under the current (or the reference) weights to the loaded batch."""
         return only_result(self.group.call("logprobs", column))
 
-    def train(self, minibatches: int, loss: TokenLoss, lr: float) -> list[MinibatchResult]:
+    def train(self, minibatches: int, loss: TokenLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:
         """One optimizer step on each mini-batch of the loaded batch, in order."""
-        return [only_result(self.group.call("train_minibatch", index, loss, lr)) for index in range(minibatches)]
+        return [
+            only_result(self.group.call("train_minibatch", index, loss, lr, weight_decay))
+            for index in range(minibatches)
+        ]
 
     def save(self, directory: Path) -> None:
         """Write policy, optimizer and random state into an existing directory."""

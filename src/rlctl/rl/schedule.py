@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs no scheduler state."""
+"""Learning rate and weight decay as pure functions of the step, so that a resumed run needs no scheduler state.
+
+The shapes are those of Megatron's OptimizerParamScheduler, counted from the first step of the run.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,52 @@ from rlctl.config.schema import SchedulerConfig
 def learning_rate(step: int, total_steps: int, peak: float, scheduler: SchedulerConfig) -> float:
     """Learning rate of step `step` (from 0) of `total_steps`.
 
-    Warm-up: peak * (step + 1) / warmup_steps, so that no step is spent at 0. Then the decay runs from `peak` at the
-    first step after the warm-up towards `min_lr`, which would be reached at step `total_steps` and holds from there.
+    Warm-up: from `init_lr` by (step + 1) / warmup_steps of the way to the peak, so that no step is spent at 0. Then the
+    decay runs from `peak` at the first step after the warm-up towards `min_lr`, which would be reached at step
+    `decay_steps` (by default the end of the run) and holds from there.
     """
-    if step < scheduler.warmup_steps:
-        return peak * (step + 1) / scheduler.warmup_steps
-    decay_steps = max(total_steps - scheduler.warmup_steps, 1)
-    progress = min((step - scheduler.warmup_steps) / decay_steps, 1.0)
-    return scheduler.min_lr + (peak - scheduler.min_lr) * _remaining(progress, scheduler.decay)
+    warmup, end = scheduler.warmup_steps, scheduler.decay_steps or total_steps
+    if step < warmup:
+        return scheduler.init_lr + (peak - scheduler.init_lr) * (step + 1) / warmup
+    if scheduler.decay == "constant":
+        return peak
+    if step > end:
+        return scheduler.min_lr
+    if scheduler.decay == "inverse-square-root":
+        return max(scheduler.min_lr, peak * math.sqrt(max(warmup, 1) / max(step, 1)))
+    if scheduler.decay == "wsd":
+        part, shape = max(0.0, 1.0 - (end - step) / _wsd_steps(scheduler, end)), scheduler.wsd_decay
+    else:
+        part, shape = (step - warmup) / max(end - warmup, 1), scheduler.decay
+    return scheduler.min_lr + (peak - scheduler.min_lr) * _remaining(part, shape)
+
+
+def _wsd_steps(scheduler: SchedulerConfig, end: int) -> int:
+    """Steps of the final decay of warm-up, stable, decay; unset: the last fifth."""
+    return scheduler.wsd_steps or max(1, end // 5)
 
 
 def _remaining(progress: float, decay: str) -> float:
     """Part of the way from `min_lr` to the peak that is left, from 1 at `progress` 0 to 0 at 1."""
     match decay:
-        case "constant":
-            return 1.0
         case "linear":
             return 1.0 - progress
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(f"unknown decay {decay!r}: constant, linear or cosine")
+        case "exponential":
+            return 2.0 * 0.5**progress - 1.0
+        case "minus-sqrt":
+            return 1.0 - math.sqrt(progress)
+    raise ValueError(f"unknown decay {decay!r}")
+
+
+def weight_decay(step: int, total_steps: int, constant: float, scheduler: SchedulerConfig) -> float:
+    """Weight decay of step `step`: `constant`, or on the way from `start_weight_decay` to `end_weight_decay` over
+    `weight_decay_steps` (by default the run)."""
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    if start is None or end is None:
+        return constant
+    progress = min(step / (scheduler.weight_decay_steps or total_steps), 1.0)
+    if scheduler.weight_decay_style == "cosine":
+        progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+    return start + (end - start) * progress

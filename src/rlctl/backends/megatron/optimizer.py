@@ -76,12 +76,14 @@ def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs:
     finalize_model_grads(model, None, **kwargs)
 
 
-def take_step(optimizer: Any, lr: float) -> StepOutcome:
-    """One step at learning rate `lr`; none at all when the gradient is not finite (the state stays as it was)."""
+def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> StepOutcome:
+    """One step at learning rate `lr` and `weight_decay` (None: that of the optimizer's configuration); none at all when
+    the gradient is not finite (the state stays as it was)."""
+    decay = optimizer.config.weight_decay if weight_decay is None else weight_decay
     for group in optimizer.param_groups:
         group["lr"] = lr
         # Megatron excludes biases and norms from weight decay by this factor, and leaves applying it to the scheduler.
-        group["weight_decay"] = optimizer.config.weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = decay * group.get("wd_mult", 1.0)
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if overflow or not math.isfinite(norm):

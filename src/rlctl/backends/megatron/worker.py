@@ -197,8 +197,10 @@ class MegatronWorker:
 
         return self._result(logprob_stats([row.columns_C for row in rows], column) if found else None)
 
-    def train_minibatch(self, index: int, loss: TokenLoss, lr: float) -> MinibatchResult | None:
-        """One optimizer step on mini-batch `index` of the loaded batch."""
+    def train_minibatch(
+        self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
         from rlctl.backends.megatron.optimizer import take_step
         from rlctl.backends.megatron.results import micro_batch_loss, minibatch_result
 
@@ -209,7 +211,7 @@ class MegatronWorker:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         found = self._run(rows, lambda row, out: micro_batch_loss(loss, row, out), forward_only=False)
-        outcome = take_step(self.optimizer, lr)
+        outcome = take_step(self.optimizer, lr, weight_decay)
         return self._result(minibatch_result(rows, found, outcome, lr) if found else None)
 
     def _run(
