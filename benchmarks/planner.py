@@ -20,7 +20,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published_rows import PHASES, PROVEN, Row, usable
+from published_rows import PHASES, PROVEN, Row, device_of, facts_of, size, usable, workload_of
 
 from rlctl.errors import RlctlError
 from rlctl.models.catalog import lookup
@@ -30,6 +30,7 @@ from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.cluster import GIB, make_cluster
 from rlctl.planner.constants import BOUNDS, DEFAULTS, Constants
 from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.parameters import count
 from rlctl.planner.plan import Plan, make_plan
 from rlctl.planner.workload import Workload
 
@@ -456,6 +457,34 @@ def show_choices(rows: list[Row]) -> None:
             print(f"       {rejected.plan}: {rejected.why}")
 
 
+def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
+    """Rows that state a part of their layout: the best plan with that part pinned against the own choice, and against
+    the published phases."""
+    for number, fields, why in skipped:
+        if why != "TP and PP not stated" or not fields["step_time_s"]:
+            continue
+        cluster = make_cluster(device_of(fields), size(fields, "num_nodes"), size(fields, "gpus_per_node"))
+        facts, workload, cp = facts_of(fields), workload_of(fields), size(fields, "cp")
+        own, pinned = (
+            make_plan(facts, cluster, workload, pins, gradient_bytes=2, prefer_runnable=False)
+            for pins in ({}, {"training.cp": cp})
+        )
+        seconds = {phase.value: value for phase, value in pinned.seconds.items()}
+        cells = "  ".join(f"{phase} {seconds[phase]:.0f}/{fields[field]}" for phase, field in PHASES.items())
+        gain = own.total_s / pinned.total_s - 1
+        print(
+            f"   {number:>3} {fields['model'].rsplit('/', 1)[-1]} on {cluster.gpus}: published CP{cp} (TP and PP not "
+            f"stated); best with it {pinned.name()}: {pinned.total_s:.0f} s; own {own.name()}: "
+            f"{own.total_s:.0f} s ({100 * gain:+.1f}%)\n       phases predicted/published: {cells}"
+        )
+        tokens = workload.samples * workload.max_length
+        print(
+            f"       {workload.tokens(DEFAULTS.length_sigma) / 1e6:.1f} M tokens a step in packed rows; padded to "
+            f"{workload.max_length} they would be {tokens / 1e6:.1f} M, and forward passes of those alone "
+            f"{2 * count(facts).total * tokens / cluster.gpus / 4e14:.0f} s at 400 TFLOP/s a GPU"
+        )
+
+
 def difference(row: Row, plan: Plan) -> str:
     """Why the own layout of the policy differs from the published one: both under the same model."""
     if plan.training.name() == replace(row.training, grouped_experts=True).name():
@@ -504,6 +533,7 @@ def main() -> None:
     show_bounds(rows, arguments.rows)
     show_throughput(rows, arguments.rows)
     show_choices(rows)
+    show_partly_stated(skipped)
     show_speed()
     if arguments.fit:
         show_fit(rows)

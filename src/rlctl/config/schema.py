@@ -203,7 +203,7 @@ class GenerationConfig(Section):
     memory_fraction: float | None = Field(None, gt=0, lt=1)
     """Part of a GPU's memory that vLLM may use."""
     kv_cache_bytes: Positive | None = None
-    """Size of the KV cache of one engine on a CPU."""
+    """Size of the KV cache: of one engine on a CPU, of each GPU of an engine otherwise."""
     max_concurrent: Positive | None = None
     """Most sequences decoded at once by one engine."""
     max_batched_tokens: Positive | None = None

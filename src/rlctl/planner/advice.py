@@ -108,7 +108,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
     if request.generation_bytes == 2.0:
         yield "FP8 weights in generation", replace(request, generation_bytes=1.0)
     if request.gradient_bytes == 4:
-        yield "gradients accumulated in BF16", replace(request, gradient_bytes=2)
+        yield "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)", replace(request, gradient_bytes=2)
     for factor in (2, 4):
         length = workload.max_length // factor
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)

@@ -107,4 +107,8 @@ def plan_from_config(
     cluster = cluster_from_config(config, assume)
     workload = workload_from_config(config, facts, prompt_tokens)
     precision = {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
-    return make_plan(facts, cluster, workload, pins_from_config(config), precision=precision, top=top)
+    # Float32 is what rlctl gives Megatron unless the user passes something else.
+    gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
+    return make_plan(
+        facts, cluster, workload, pins_from_config(config), precision=precision, gradient_bytes=gradient_bytes, top=top
+    )

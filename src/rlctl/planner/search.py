@@ -312,6 +312,14 @@ def _with_cache(
     fraction = memory_fraction(request, layout, colocated, asleep)
     layout = replace(layout, memory_fraction=fraction)
     free, tokens = plan_kv(facts, layout, workload, request.cluster, request.constants)
+    wanted = request.pin("generation.kv_cache_bytes")
+    if wanted is not None:
+        if wanted > free:
+            return Problem(
+                "generation.kv_cache_bytes",
+                f"{wanted / GIB:.1f} GiB of KV cache a GPU, {max(0.0, free) / GIB:.1f} are left in {fraction} of it",
+            )
+        free, tokens = wanted, int(wanted / kv_bytes_per_token_on_device(facts, layout))
     if tokens < workload.max_length:
         need = weight_bytes(facts, layout) + sum(overhead_bytes(facts, layout, request.constants).values())
         need += workload.max_length * kv_bytes_per_token_on_device(facts, layout)
