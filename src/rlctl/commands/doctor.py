@@ -25,6 +25,7 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
     epilog=examples(
         "rlctl doctor",
         "rlctl doctor --preset 1node --model meta-llama/Llama-3.1-8B",
+        "rlctl doctor --fix",
         "rlctl doctor --json",
         "rlctl doctor --calibrate",
     ),
@@ -41,6 +42,7 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine instead; the planner then uses its own rates.")
     ] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Repair what can safely be repaired, and check it again.")] = False,
     json_: options.Json = False,
 ) -> None:
     """Check this machine, line by line, with a fix for each problem; exit 3 when something needed is not fit.
@@ -58,6 +60,8 @@ def doctor(
     )  # fmt: skip
     checks = []
     for check in examine(wanted(resolved.config)):
+        if fix and check.repair is not None:
+            check = repaired(check)
         checks.append(check)
         if not json_:
             show(check)
@@ -67,6 +71,17 @@ def doctor(
     if failed:
         raise MachineError(f"not fit: {', '.join(failed)}.")
     message("Everything that is needed is fit.")
+
+
+def repaired(check: Check) -> Check:
+    """The check after its repair: ok with what was done, or as it was with why it could not be."""
+    from rlctl.doctor.check import Check
+
+    assert check.repair is not None
+    try:
+        return Check(check.name, "ok", f"{check.detail}; fixed: {check.repair()}")
+    except OSError as error:
+        return Check(check.name, check.status, f"{check.detail}; could not be fixed: {error}", check.fix)
 
 
 def measure(json_: bool) -> None:
@@ -100,6 +115,7 @@ def wanted(config: RlctlConfig) -> Wanted:
         parameters=parameters(config.model.name, config.model.revision),
         run_directory=Path(config.run.dir or "runs"),
         ray_address=config.cluster.ray_address,
+        model=config.model.name,
     )
 
 

