@@ -10,6 +10,7 @@ import torch
 
 from rlctl.backends.vllm.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.segment import Segment
+from rlctl.checkpoints.fingerprints import fingerprint
 
 PROMPTS = [tuple(3 + (37 * i + 11 * j) % 500 for j in range(20 + 7 * i)) for i in range(4)]
 
@@ -21,9 +22,12 @@ class WholeTensorPolicy:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._place(self.tensors())
+
+    def _place(self, tensors: dict[str, torch.Tensor]) -> None:
         self.table: list[tuple[str, str, tuple[int, ...], int]] = []
         offset = 0
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in tensors.items():
             self.table.append((name, "float32", tuple(parameter.shape), offset))
             offset += parameter.numel() * 4
         self.segment = Segment.create(offset)
@@ -32,11 +36,18 @@ class WholeTensorPolicy:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(self.model.parameters())
+
+    def fingerprints(self) -> dict[str, int]:
+        """Of every tensor, as a refit would compare them."""
+        return {name: fingerprint(tensor, tuple(tensor.shape)) for name, tensor in self.tensors().items()}
+
     def perturb(self, seed: int) -> None:
         """Change every element of every tensor, enough to show in log-probs."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in self._parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.02 * noise if parameter.dim() > 1 else 0.1 * noise)
 

@@ -94,11 +94,13 @@ class WorkerGroup:
         start_timeout_s: float,
         call_timeout_s: float,
         wait: bool = True,
+        concurrency: int = 1,
     ) -> None:
         """Start the processes and construct the workers, all at once; returns when each is constructed.
 
         With `wait` off it returns at once; call `ready` before anything else. `worker_class` as `module:Class` is
-        imported in the workers only, and spares the driver what it imports. Raises what `ready` raises.
+        imported in the workers only, and spares the driver what it imports. Each worker takes `concurrency` calls at a
+        time, in threads of its own where that is more than one. Raises what `ready` raises.
         """
         import ray
 
@@ -110,6 +112,7 @@ class WorkerGroup:
             host.options(
                 num_cpus=0,
                 max_restarts=0,
+                max_concurrency=concurrency,
                 scheduling_strategy=placement.strategy(spec.bundles[0].index),
                 runtime_env={"env_vars": spec.environment()},
             ).remote(str(self.log_path(rank)))

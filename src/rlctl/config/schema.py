@@ -217,6 +217,9 @@ class RefitConfig(Section):
     """Limit for each wait of a refit."""
     verify_every: NonNegative = 50
     """Compare every tensor on the first refit and then every so many steps; 0: the first only."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """Completions that are being generated when a refit is due: wait for them, keep them and go on under the new
+    weights (each token carries the version that chose it), or end them."""
 
 
 class OptimizerConfig(PassThrough):

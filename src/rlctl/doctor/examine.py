@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.backends.vllm.interfaces import installed_package
 from rlctl.checkpoints.places import converted_directory
 from rlctl.doctor import communication, gpus, hardware, host, network, places, software
 from rlctl.doctor.check import Check
@@ -31,6 +32,7 @@ def examine(wanted: Wanted) -> Iterator[Check]:
     yield software.check_python()
     yield software.check_engines(versions)
     yield software.check_packages(versions)
+    yield software.check_vllm_interfaces(installed_package(), "cuda" if gpus else "cpu")
     yield software.check_torch_companions(versions)
     yield software.check_transformer_engine(len(found), versions)
     yield gpus.check_vllm_platform(found, versions)

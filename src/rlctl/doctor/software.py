@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rlctl.backends.vllm import interfaces
 from rlctl.doctor.check import Check
 
 PYTHONS = ((3, 11), (3, 12))
@@ -94,6 +96,18 @@ def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], lis
             if applies and not requirement.specifier.contains(versions[name], prereleases=True):
                 text = f"{package} wants {name}{requirement.specifier}, but {versions[name]} is installed"
                 yield Conflict(text, f"{name}{requirement.specifier}")
+
+
+def check_vllm_interfaces(package: Path | None, platform: str) -> Check:
+    """The installed vLLM has every interface that rlctl uses, by its source; `platform` is `cpu` or `cuda`."""
+    if package is None:
+        return Check("vllm-interfaces", "ok", "vLLM is not installed: nothing to check")
+    lacking = interfaces.missing(package, platform)
+    if not lacking:
+        return Check("vllm-interfaces", "ok", f"all {len(interfaces.INTERFACES)} interfaces that rlctl uses are there")
+    more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    fix = "Install the vLLM of the constraints file: `make venv` in a checkout does."
+    return Check("vllm-interfaces", "fail", f"this vLLM lacks {'; '.join(lacking[:3])}{more}", fix)
 
 
 def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:

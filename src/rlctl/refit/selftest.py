@@ -71,6 +71,11 @@ class SelfTest:
         return sorted({name for one in self.comparisons for name in one.extra})
 
     @property
+    def unread(self) -> list[tuple[str, str]]:
+        """Tensors that the engine holds in a form that cannot be read back, and why."""
+        return sorted({pair for one in self.comparisons for pair in one.unread})
+
+    @property
     def problems(self) -> list[str]:
         """Sentences about what is wrong; empty: the test passed."""
         lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
@@ -111,6 +116,8 @@ class SelfTest:
             "logprobs_before": {key: getattr(self.stale, key) for key in ("mean_abs", "max_abs", "kl")}
             if self.stale
             else None,
+            "unread": [{"name": name, "reason": why} for name, why in self.unread],
+            "buffers": max(one.buffers for one in self.comparisons),
             "verify_seconds": self.reports[0].verify_s,
             "reasons": warm.reasons,
             "passed": self.passed,

@@ -21,6 +21,10 @@ class Comparison:
     """The policy holds it, the engine does not."""
     extra: tuple[str, ...] = ()
     """The engine holds it, the policy does not."""
+    unread: tuple[tuple[str, str], ...] = ()
+    """(tensor of the policy, why the engine's copy cannot be read back); says nothing about whether it is equal."""
+    buffers: int = 0
+    """Buffers of the engine that were compared with what they must hold."""
 
     @property
     def equal(self) -> bool:
@@ -40,18 +44,35 @@ def compare(source: dict[str, int], readings: Sequence[Reading]) -> Comparison:
     """The policy's fingerprints against everything that one engine's workers read back.
 
     A tensor that the engine holds several times (replicas, a repacked copy beside a looked-up one) must be equal
-    everywhere; boxes that its workers divide among themselves must add up to it.
+    everywhere; boxes that its workers divide among themselves must add up to it. Buffers, which no refit changes, must
+    hold what they did.
     """
     held: dict[str, list[Reading]] = {}
+    buffers = [r for r in readings if r.expected is not None]
+    unreadable = {r.tensor: r.unreadable for r in readings if r.unreadable}
     for reading in readings:
-        held.setdefault(reading.tensor, []).append(reading)
+        if reading.expected is None and not reading.unreadable:
+            held.setdefault(reading.tensor, []).append(reading)
     both = sorted(set(source) & set(held))
+    absent = {name: _why_unread(name, unreadable) for name in sorted(set(source) - set(held))}
+    changed = {r.tensor for r in buffers if r.value != r.expected}
     return Comparison(
         tensors=len(both),
-        mismatched=tuple(name for name in both if not _agrees(source[name], held[name])),
-        missing=tuple(sorted(set(source) - set(held))),
+        mismatched=(*(name for name in both if not _agrees(source[name], held[name])), *sorted(changed)),
+        missing=tuple(name for name, why in absent.items() if not why),
         extra=tuple(sorted(set(held) - set(source))),
+        unread=tuple((name, why) for name, why in absent.items() if why),
+        buffers=len({r.tensor for r in buffers}),
     )
+
+
+def _why_unread(tensor: str, unreadable: dict[str, str]) -> str:
+    """The reason of a parameter that may hold `tensor`, by their names; empty where there is none."""
+    for parameter, why in unreadable.items():
+        module = parameter.rpartition(".")[0]
+        if tensor == parameter or tensor.startswith((f"{module}.", f"{module.removesuffix('.routed_experts')}.")):
+            return f"{parameter} {why}"
+    return ""
 
 
 def _agrees(value: int, readings: list[Reading]) -> bool:

@@ -17,6 +17,8 @@ from rlctl.envs.plan import RewardPlan
 POLICY_WORKER = "rlctl.refit.policy:RefitPolicyWorker"
 ENGINE_WORKER = "rlctl.backends.vllm.engine:VllmEngine"
 REWARD_WORKER = "rlctl.envs.worker:RewardWorker"
+# Calls that an engine takes at a time where a refit may come into a generation: both, and one that looks.
+ENGINE_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def _engines(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[W
         )
         for index in range(spec.engines)
     ]
-    return _start(spec, "engine", ENGINE_WORKER, specs, placement, log_dir, groups)
+    calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
+    return _start(spec, "engine", ENGINE_WORKER, specs, placement, log_dir, groups, concurrency=calls)
 
 
 def _reward(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup | None:
@@ -120,6 +123,8 @@ def _start(
     placement: Placement,
     log_dir: Path,
     groups: list[WorkerGroup],
+    *,
+    concurrency: int = 1,
 ) -> WorkerGroup:
     group = WorkerGroup(
         name,
@@ -130,6 +135,7 @@ def _start(
         start_timeout_s=spec.start_timeout_s,
         call_timeout_s=spec.step_timeout_s,
         wait=False,
+        concurrency=concurrency,
     )
     groups.append(group)
     return group

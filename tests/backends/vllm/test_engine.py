@@ -13,8 +13,8 @@ import pytest
 from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import HostedEngine, start_engine
 from rlctl.backends.vllm.messages import GroupRequest, Sampling, rollouts_of
-from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
+from rlctl.refit.verify import compare
 
 TOLERANCE = 1e-4  # fp32 on both sides; observed 2e-6
 
@@ -110,17 +110,10 @@ def test_timeout_names_the_engine_and_leaves_it_usable(engine: HostedEngine) -> 
 
 def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]:
     """Tensors of which the engine holds something else than the policy, read back from what it computes with."""
-    tensors = policy.tensors()
-    readings = engine.call("readings")
-    assert {reading.tensor for reading in readings} == set(tensors)
-    return {
-        r.tensor
-        for r in readings
-        if r.value
-        != fingerprint(
-            tensors[r.tensor][tuple(slice(s, s + n) for s, n in zip(r.start, r.extent, strict=True))], r.shape, r.start
-        )
-    }
+    found = compare(policy.fingerprints(), engine.call("readings"))
+    assert found.missing == found.extra == found.unread == ()
+    assert found.buffers > 0
+    return set(found.mismatched)
 
 
 @pytest.mark.parametrize("receive", ["loader", "direct"])

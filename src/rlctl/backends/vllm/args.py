@@ -14,6 +14,7 @@ from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 
 Device = Literal["cpu", "cuda"]
+InFlight = Literal["wait", "keep", "abort"]
 
 WORKER_EXTENSION = "rlctl.backends.vllm.transfer.RlctlWorkerExtension"
 TRANSFER_BACKEND = "rlctl"
@@ -43,6 +44,11 @@ class EngineSpec:
     """Those of the arguments that the user's `vllm` section passes through."""
     replaced: dict[str, Any] = field(default_factory=dict)
     """What they stand in the place of."""
+    in_flight: InFlight = "wait"
+    """What a refit does with samples in flight: wait for them, keep them (their later tokens are the new weights'), or
+    end them with what they have."""
+    drain_timeout_s: float = 300.0
+    """Longest that a refit waits for them."""
 
 
 def engine_spec(
@@ -94,7 +100,16 @@ def engine_spec(
     passed = config.vllm.passed
     replaced = {key: value for key, value in arguments.items() if key in passed}
     environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters)
-    return EngineSpec(device, arguments | passed, threads, environment, passed, replaced)
+    return EngineSpec(
+        device,
+        arguments | passed,
+        threads,
+        environment,
+        passed,
+        replaced,
+        config.refit.in_flight,
+        config.refit.timeout_s,
+    )
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:

@@ -1,4 +1,4 @@
-"""What depends on vLLM's version. Written for 0.26 to 0.33; run on 0.32 (CPU).
+"""What depends on vLLM's version. Written for 0.26 to 0.33; run on 0.32 (CPU); `interfaces` checks the others.
 
 Private names of vLLM are used here and nowhere else.
 """
@@ -6,19 +6,25 @@ Private names of vLLM are used here and nowhere else.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlctl.backends.vllm import interfaces
 from rlctl.errors import MachineError
 
 if TYPE_CHECKING:
     import torch
 
 OLDEST, NEWEST = (0, 26), (0, 33)
-CHECKED = ("0.32.0",)
+CPU_ORDERS = ("vec", "amx", "neon", "vsx")
+"""Instruction sets for whose kernels vLLM reorders experts on CPUs."""
 
 
-def check_version() -> str:
-    """vLLM's version; raises MachineError where it is missing or older than what the interfaces used here need."""
+def check_version(platform: str) -> str:
+    """vLLM's version; raises MachineError where it is missing, too old, or lacks an interface that is used here.
+
+    `platform` is `cpu` or `cuda`.
+    """
     try:
         import vllm
     except ImportError as error:
@@ -29,6 +35,13 @@ def check_version() -> str:
         raise MachineError(
             f"vLLM {vllm.__version__} is too old: rlctl needs {OLDEST[0]}.{OLDEST[1]} or newer.",
             "Install the versions of the constraints file.",
+        )
+    package = interfaces.installed_package()
+    lacking = interfaces.missing(package, platform) if package is not None else []
+    if lacking:
+        raise MachineError(
+            f"vLLM {vllm.__version__} lacks what rlctl uses of it: {'; '.join(lacking[:4])}.",
+            f"rlctl is written for vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}.",
         )
     return str(vllm.__version__)
 
@@ -67,10 +80,54 @@ def keep_parameters_plain() -> None:
     ops._supports_onednn = False
 
 
+def rotate_every_head() -> None:
+    """Give the CPU platform's rotary kernel the shape that it computes rightly; before the model is loaded.
+
+    Given queries [tokens, heads, size], as latent attention does, it rotates them by the wrong angles and says nothing
+    (0.32: DeepSeek-V3's log-probs are off by 0.5); given [tokens, heads x size] it is right.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+    if getattr(kernel, "by_head", False):
+        return
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        if query.dim() < 3:
+            return kernel(self, positions, query, key)
+        flat_query = query.flatten(-2)
+        flat_key = key.flatten(-2) if key is not None and key.dim() > 2 else key
+        kernel(self, positions, flat_query, flat_key)
+        query.copy_(flat_query.view(query.shape))  # the kernel works in place, and so must this
+        if key is not None:
+            key.copy_(flat_key.view(key.shape))
+        return query, key
+
+    forward_cpu.by_head = True  # type: ignore[attr-defined]
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
 def set_weight_version(llm_engine: Any, version: str) -> None:
     """Tell vLLM's own record of the weight version, in versions that keep one."""
     if hasattr(llm_engine, "set_weight_version"):
         llm_engine.set_weight_version(version)
+
+
+def pause(llm_engine: Any) -> list[Any]:
+    """Hold vLLM's scheduler where it is; returns what steps already on their way answer."""
+    core = llm_engine.engine_core.engine_core
+    core.pause_scheduler(mode="keep", clear_cache=False)
+    outputs: list[Any] = []
+    while getattr(core, "batch_queue", None):
+        outputs += llm_engine.step()
+    return outputs
+
+
+def resume(llm_engine: Any) -> None:
+    """Let the scheduler go on; does nothing where it was not held."""
+    core = llm_engine.engine_core.engine_core
+    if core.is_scheduler_paused():
+        core.resume_scheduler()
 
 
 def shut_down(llm: Any) -> None:
@@ -99,3 +156,66 @@ def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
     return found
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """How a kernel of experts keeps their stacked matrices."""
+
+    isa: str = ""
+    """The CPU platform's order for this instruction set; empty: rows and columns as published."""
+    swapped: bool = False
+    """Up before gate."""
+    reason: str = ""
+    """Why the order is not known; empty: it is."""
+
+
+def expert_order(experts: Any) -> ExpertOrder:
+    """How `experts`, vLLM's container of a layer's experts, keeps them."""
+    method = experts.quant_method
+    if not type(method).__name__.startswith("Unquantized"):
+        return ExpertOrder(reason=f"is quantised by {type(method).__name__}")
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
+    if backend in ("TRITON", "BATCHED_TRITON"):
+        return ExpertOrder()
+    if backend == "FLASHINFER_CUTLASS":
+        return ExpertOrder(swapped=True)
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    kernel = kernel or getattr(method, "cpu_fused_moe", None)  # up to 0.26
+    if backend == "CPU" and getattr(kernel, "isa", "") in CPU_ORDERS and not getattr(kernel, "_use_zentorch", False):
+        return ExpertOrder(isa=kernel.isa)
+    return ExpertOrder(reason=f"is kept in the order of the kernel {type(kernel).__name__} ({backend or 'unknown'})")
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """Sizes of each expert on one rank, without what kernels pad."""
+
+    hidden: int
+    width: int
+    """Rows of the gate."""
+    ranks: int
+    """Ranks that share an expert."""
+    rank: int
+
+
+def expert_shard(experts: Any) -> ExpertShard:
+    """What part of each expert this rank holds."""
+    config = experts.moe_config
+    hidden = getattr(config, "hidden_dim_unpadded", None) or config.hidden_dim
+    width = getattr(config, "intermediate_size_per_partition_unpadded", None) or config.intermediate_size_per_partition
+    return ExpertShard(hidden, width, config.tp_size, config.tp_rank)
+
+
+def local_experts(experts: Any) -> list[int]:
+    """Global number of each expert in this rank's stack."""
+    where = getattr(experts, "_expert_map", None)
+    if where is None:
+        return list(range(experts.local_num_experts))
+    held = {int(local): number for number, local in enumerate(where.tolist()) if local >= 0}
+    return [held[local] for local in range(len(held))]
+
+
+def expert_names(experts: Any) -> tuple[str, str, str]:
+    """What the published tensors call an expert's gate, up and down projection."""
+    return experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name

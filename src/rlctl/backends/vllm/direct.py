@@ -1,8 +1,8 @@
 """The direct receive path: boxes of published tensors straight into what a running model computes with.
 
 A parameter that is stored plainly is overwritten in place. One that the CPU platform keeps repacked is packed again
-from the staging memory, without the loader's buffers and bookkeeping. A model with a parameter that `live` does not
-know (experts, latent attention) goes through the loader as a whole.
+from the staging memory, without the loader's buffers and bookkeeping. A model with a parameter that `live` cannot place
+goes through the loader as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from rlctl.backends.vllm.live import Part, Site, sites
+from rlctl.backends.vllm import expert_packing
+from rlctl.backends.vllm.live import Form, Part, Site, sites
 
 Whole = Callable[[str], torch.Tensor]
 """A published tensor by name, in staging memory."""
@@ -21,24 +22,38 @@ class DirectWriter:
     """Writes whole refits into one worker's model. `reason` says why it cannot; None: it can."""
 
     def __init__(self, model: torch.nn.Module, tensors: set[str]) -> None:
-        self.sites, unknown = sites(model)
-        self.reason = _why_not(self.sites, unknown, tensors)
+        self.sites, unreadable = sites(model)
+        self.reason = _why_not(self.sites, unreadable, tensors)
         self._scratch: torch.Tensor | None = None
         if self.reason is None:
             for site in self.sites:
                 if site.lookup and site.packed:
                     _drop_unused_copy(site)
-            self.sites, _ = sites(model)
+            self.sites = sites(model).found
 
     def write(self, whole: Whole) -> None:
         """Bring every parameter up to date. Look-ups come first: a tied output embedding shares their memory."""
         for site in sorted(self.sites, key=lambda site: site.packed):
-            if site.packed:
+            if site.form is Form.REPACKED:
                 self._repack(site, whole)
+            elif site.form is Form.PERMUTED:
+                self._permute(site, whole)
             else:
-                target = getattr(site.module, site.parameter).data
+                stored = site.stored()
                 for part in site.parts:
-                    target[part.row : part.row + part.rows].copy_(_box(site, part, whole))
+                    site.box(part, stored).copy_(_box(site, part, whole))
+
+    def _permute(self, site: Site, whole: Whole) -> None:
+        """Put an expert together as published, padding and all, and write it in its kernel's order."""
+        kept = site.kept()
+        plain = self._buffer(kept.numel(), kept.dtype).view(kept.shape)
+        padded = sum(part.rows * site.columns for part in site.parts) < kept.numel()
+        if padded:
+            plain.zero_()
+        stored = plain.t() if site.transposed else plain
+        for part in site.parts:
+            site.box(part, stored).copy_(_box(site, part, whole))
+        expert_packing.pack(plain, kept, site.isa)
 
     def _repack(self, site: Site, whole: Whole) -> None:
         """Hand the module its weight as the loader would, and let it pack that as it does at the start."""
@@ -70,24 +85,28 @@ class DirectWriter:
 
 
 def _box(site: Site, part: Part, whole: Whole) -> torch.Tensor:
+    """The part of a published tensor that `site` holds, with the tensor's number of dimensions."""
     tensor = whole(part.tensor)
-    rows = tensor[part.start[0] : part.start[0] + part.rows]
-    return rows if tensor.dim() == 1 else rows[:, part.start[1] : part.start[1] + site.columns]
+    if tensor.dim() == 1:
+        return tensor[part.start[0] : part.start[0] + part.rows]
+    leading, (row, column) = part.start[:-2], part.start[-2:]
+    if tensor.dim() == 2 and site.columns == 1 and _is_vector(site):
+        return tensor[row : row + 1, column : column + part.rows]
+    rows = tensor[tuple(slice(at, at + 1) for at in leading)]
+    return rows[..., row : row + part.rows, column : column + site.columns]
 
 
-def _why_not(found: list[Site], unknown: list[str], tensors: set[str]) -> str | None:
-    if unknown:
-        return f"{len(unknown)} parameters are stored in a form of their own ({unknown[0]})"
+def _is_vector(site: Site) -> bool:
+    return site.kept().dim() == 1
+
+
+def _why_not(found: list[Site], unreadable: dict[str, str], tensors: set[str]) -> str | None:
+    if unreadable:
+        name, why = next(iter(unreadable.items()))
+        return f"{len(unreadable)} parameters cannot be written directly ({name} {why})"
     held = {part.tensor for site in found for part in site.parts}
     if held != tensors:
         return f"{len(held ^ tensors)} tensors do not match parameters one to one ({min(held ^ tensors)})"
-    for site in found:
-        parameter = getattr(site.module, site.parameter)
-        if site.packed or not parameter.numel():
-            continue
-        last = max(part.row + part.rows for part in site.parts)
-        if parameter.shape[0] < last or (parameter.dim() == 2 and parameter.shape[1] != site.columns):
-            return f"{site.path}.{site.parameter} has shape {tuple(parameter.shape)}"
     return None
 
 

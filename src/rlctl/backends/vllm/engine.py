@@ -17,21 +17,26 @@ import numpy as np
 
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.args import EngineSpec
+from rlctl.backends.vllm.inflight import ABORTED, Flight, Sample, Turns
 from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
 
 Put = Callable[[Any], Any]
+POISONED = -1
+"""Stands for the version of weights that were spoiled on purpose."""
 
 
 class VllmEngine:
-    """One engine. Calls are taken one at a time, from any thread."""
+    """One engine, from any thread: one call of `generate` at a time, and other calls between its decode steps."""
 
     def __init__(self, spec: EngineSpec, index: int = 0, put: Put | None = None) -> None:
         """`put` stores columns and texts and returns their handle; by default they are returned themselves."""
         self.spec, self.index = spec, index
         self._put: Put = put or (lambda value: value)
-        self._lock = threading.RLock()
+        self._turns, self._one_call = Turns(), threading.Lock()
+        self._flight: Flight | None = None
+        self._draining = False
         self._version = 0
         self._updating: int | None = None
         """Version of the refit that has begun and not succeeded; nothing is generated until one does."""
@@ -44,7 +49,7 @@ class VllmEngine:
         """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
         begun = time.perf_counter()
         _require_environment(self.spec.environment)
-        version = compat.check_version()
+        version = compat.check_version(self.spec.device)
         from vllm import LLM
 
         arguments = compat.supported_arguments(self.spec.arguments)
@@ -72,7 +77,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Let go of the model and of shared memory."""
-        with self._lock:
+        with self._turns.ask():
             if self._llm is None:
                 return
             self._rpc("rlctl_release")
@@ -87,65 +92,72 @@ class VllmEngine:
         Raises InputError for a prompt that does not fit, WaitTimeoutError after `timeout_s`, and WorkerError while
         the weights are half-updated.
         """
-        with self._lock:
-            self._require_whole_weights()
-            self._require_prompts_fit(requests)
-            self._calls += 1
-            ids = {
-                f"{self._calls}.{row}.{sample}": (row, sample)
-                for row, request in enumerate(requests)
-                for sample in range(len(request.seeds))
-            }
-            finished = self._run(requests, sampling, ids, time.monotonic() + timeout_s, timeout_s)
-            return [
-                self._result(request, [finished[row, sample] for sample in range(len(request.seeds))])
-                for row, request in enumerate(requests)
-            ]
+        with self._one_call:
+            deadline = time.monotonic() + timeout_s
+            with self._turns.ask():
+                while self._draining and self._turns.wait(deadline):
+                    pass  # a refit is due, and comes first
+                self._require_whole_weights()
+                self._require_prompts_fit(requests)
+                flight = self._flight = Flight(self._llm.llm_engine)
+            try:
+                self._begin(flight, requests, sampling)
+                self._fly(flight, deadline, timeout_s)
+            finally:
+                with self._turns.ask():
+                    if not flight.done:
+                        flight.abort(self._version)
+                    self._flight = None
+                    self._turns.tell()
+            return [self._result(request, flight.of_row(row)) for row, request in enumerate(requests)]
 
-    def _run(
-        self,
-        requests: Sequence[GroupRequest],
-        sampling: Sampling,
-        ids: dict[str, tuple[int, int]],
-        deadline: float,
-        timeout_s: float,
-    ) -> dict[tuple[int, int], Any]:
-        """vLLM's completion of every (request, sample)."""
-        engine = self._llm.llm_engine
-        finished: dict[tuple[int, int], Any] = {}
-        try:
-            for name, (row, sample) in ids.items():
-                request = requests[row]
-                params = _sampling_params(sampling, request.seeds[sample])
-                engine.add_request(name, {"prompt_token_ids": list(request.prompt_tokens)}, params)
-            while len(finished) < len(ids):
+    def _begin(self, flight: Flight, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        """Hand every sample to vLLM."""
+        self._calls += 1
+        for row, request in enumerate(requests):
+            prompt = {"prompt_token_ids": list(request.prompt_tokens)}
+            for index, seed in enumerate(request.seeds):
+                name = f"{self._calls}.{row}.{index}"
+                flight.samples[name] = Sample(row, index)
+                flight.engine.add_request(name, prompt, _sampling_params(sampling, seed))
+
+    def _fly(self, flight: Flight, deadline: float, timeout_s: float) -> None:
+        """Decode until every sample is finished, giving way to refits between two steps."""
+        while not flight.done:
+            with self._turns.step():
+                while self._updating is not None and not (flight.done or flight.rejected):
+                    if not self._turns.wait(deadline):
+                        self._require_whole_weights()
+                if flight.rejected:
+                    raise WorkerError(f"Engine {self.index} generated with weights that did not pass verification.")
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(
-                        f"Engine {self.index} completed {len(finished)} of {len(ids)} samples in {timeout_s:.0f} s.",
+                        f"Engine {self.index} completed {flight.finished} of {len(flight.samples)} samples in "
+                        f"{timeout_s:.0f} s.",
                         "Raise cluster.step_timeout_s, or ask for fewer or shorter completions.",
                     )
-                for output in engine.step():
-                    if output.finished:
-                        finished[ids[output.request_id]] = output.outputs[0]
-        except BaseException:
-            left = [name for name, place in ids.items() if place not in finished]
-            engine.abort_request(left)
-            raise
-        return finished
+                if not flight.done:
+                    flight.take(flight.engine.step(), self._version)
 
-    def _result(self, request: GroupRequest, completions: list[Any]) -> GroupResult:
-        columns = _columns(request.prompt_tokens, completions, self._version)
+    def _result(self, request: GroupRequest, samples: list[Sample]) -> GroupResult:
+        columns = _columns(request.prompt_tokens, samples)
+        completions = [sample.output for sample in samples]
         return GroupResult(
             group=request.group,
             columns=self._put(columns),
             texts=self._put([completion.text for completion in completions]),
             prompt_tokens=len(request.prompt_tokens),
-            response_tokens=tuple(len(completion.token_ids) for completion in completions),
-            truncated=tuple(completion.finish_reason == "length" for completion in completions),
+            response_tokens=tuple(sample.tokens for sample in samples),
+            truncated=tuple(completion.finish_reason in ("length", ABORTED) for completion in completions),
             finish_reasons=tuple(str(completion.finish_reason) for completion in completions),
-            weight_versions=(self._version,) * len(completions),
-            logprob_sums=tuple(float(columns.logprobs_T[columns.slice(g)].sum()) for g in range(len(completions))),
+            weight_versions=tuple(min(sample.versions, default=self._version) for sample in samples),
+            logprob_sums=tuple(float(columns.logprobs_T[columns.slice(g)].sum()) for g in range(len(samples))),
         )
+
+    def tokens_in_flight(self) -> int:
+        """Tokens that the samples being generated have so far; 0 where nothing is generated."""
+        with self._turns.ask():
+            return self._flight.tokens if self._flight is not None else 0
 
     def _require_prompts_fit(self, requests: Sequence[GroupRequest]) -> None:
         limit = self._llm.llm_engine.vllm_config.model_config.max_model_len
@@ -167,6 +179,8 @@ class VllmEngine:
     def _require_whole_weights(self) -> None:
         if self._llm is None:
             raise WorkerError(f"Engine {self.index} is not started.")
+        if self._updating == POISONED:
+            raise WorkerError(f"Engine {self.index} holds poisoned weights.", "It generates again after a full refit.")
         if self._updating is not None:
             raise WorkerError(
                 f"Engine {self.index} holds half-updated weights: "
@@ -176,63 +190,110 @@ class VllmEngine:
 
     def refit_open(self, init_info: dict[str, Any]) -> None:
         """Exchange what stays the same over all refits (`transfer.InitInfo`)."""
-        with self._lock:
+        with self._turns.ask():
             self._rpc("init_weight_transfer_engine", init_info)
 
     def refit_begin(self, version: int) -> None:
-        """From here until `refit_finish` the engine refuses to generate."""
-        with self._lock:
+        """From here until `refit_finish` the engine chooses no token.
+
+        Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says.
+        """
+        with self._turns.ask():
             if self._llm is None:
                 raise WorkerError(f"Engine {self.index} is not started.")
+            self._settle()
             self._updating = version
             self._rpc("rlctl_restart_update")
             self._rpc("start_weight_update")
 
+    def _settle(self) -> None:
+        """Bring samples in flight to where the weights may change under them."""
+        if self._flight is None:
+            return
+        if self.spec.in_flight == "wait":
+            self._drain()
+        elif self.spec.in_flight == "abort":
+            self._flight.abort(self._version)
+            self._turns.tell()
+        elif self._updating is None:
+            self._flight.take(compat.pause(self._llm.llm_engine), self._version)
+            self._flight.stamp(self._version)
+
+    def _drain(self) -> None:
+        """Let the call in flight finish, and none begin before the refit."""
+        deadline = time.monotonic() + self.spec.drain_timeout_s
+        self._draining = True
+        try:
+            while self._flight is not None:
+                if not self._turns.wait(deadline):
+                    raise WaitTimeoutError(
+                        f"Engine {self.index} still generates {self.spec.drain_timeout_s:.0f} s after a refit was due.",
+                        "Raise refit.timeout_s, or set refit.in_flight to keep or abort.",
+                    )
+        finally:
+            self._draining = False
+            self._turns.tell()
+
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         """Load one part of the weights (`transfer.UpdateInfo`)."""
-        with self._lock:
+        with self._turns.ask():
             if self._updating is None:
                 raise WorkerError("refit_receive without refit_begin.")
             self._rpc("update_weights", update_info)
 
     def refit_finish(self, version: int) -> dict[str, float]:
         """Complete the refit, drop the prefix cache, and take on `version`; returns the seconds of each."""
-        with self._lock:
+        with self._turns.ask():
             if self._updating != version:
                 raise WorkerError(f"refit_finish({version}), but the refit begun is {self._updating}.")
             begun = time.perf_counter()
             self._rpc("finish_weight_update")
             loaded = time.perf_counter()
-            if not self._llm.reset_prefix_cache():
+            # Samples kept in flight compute what they have again, under the new weights.
+            if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=self._flight is not None):
                 raise WorkerError(f"Engine {self.index} could not drop its prefix cache: requests are still running.")
             compat.set_weight_version(self._llm.llm_engine, str(version))
+            compat.resume(self._llm.llm_engine)
             self._version, self._updating = version, None
+            self._turns.tell()
             return {"load": loaded - begun, "cache_reset": time.perf_counter() - loaded}
 
     def refit_reject(self, version: int) -> None:
         """The weights of `version` did not pass verification: refuse to generate until a full refit succeeds."""
-        with self._lock:
+        with self._turns.ask():
             self._updating = version
+            if self._flight is not None:
+                self._flight.rejected = True
+            self._turns.tell()
+
+    def poison(self) -> int:
+        """Make everything the engine computes with not-a-number; returns how many tensors. It refuses to generate
+        until a full refit succeeds, which has then been shown to write every one of them."""
+        with self._turns.ask():
+            self._settle()
+            self._updating = POISONED
+            self._rpc("rlctl_restart_update")
+            return sum(self._rpc("rlctl_poison"))
 
     def refit_close(self) -> None:
         """Let go of what `refit_open` mapped."""
-        with self._lock:
+        with self._turns.ask():
             if self._llm is not None:
                 self._rpc("rlctl_release")
 
     def received(self) -> list[Any]:
         """What each of the engine's workers did in the last refit (`messages.Received`)."""
-        with self._lock:
+        with self._turns.ask():
             return self._rpc("rlctl_received")
 
     def readings(self, tensors: list[str] | None = None) -> list[Any]:
         """Fingerprints of what the engine computes with, of all its workers (`messages.Reading`)."""
-        with self._lock:
+        with self._turns.ask():
             return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         """Every copy of one published tensor in the engine's workers: (site, start of its box, values)."""
-        with self._lock:
+        with self._turns.ask():
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -247,7 +308,7 @@ class VllmEngine:
     @contextmanager
     def exclusively(self) -> Iterator[Any]:
         """The vLLM object, with every other call held off: for measurements and tests."""
-        with self._lock:
+        with self._turns.ask():
             yield self._llm
 
 
@@ -278,22 +339,22 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
     )
 
 
-def _columns(prompt: Sequence[int], completions: list[Any], version: int) -> RolloutColumns:
+def _columns(prompt: Sequence[int], samples: list[Sample]) -> RolloutColumns:
     """The group's columns: prompt and completion of each sample, one behind the other."""
-    lengths = [len(prompt) + len(completion.token_ids) for completion in completions]
+    lengths = [len(prompt) + sample.tokens for sample in samples]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tokens = np.zeros(offsets[-1], np.int32)
     mask = np.zeros(offsets[-1], bool)
     logprobs = np.zeros(offsets[-1], np.float32)
     versions = np.full(offsets[-1], -1, np.int32)
-    for begin, completion in zip(offsets, completions, strict=False):
+    for begin, sample in zip(offsets, samples, strict=False):
         first = begin + len(prompt)
-        chosen = slice(first, first + len(completion.token_ids))
+        chosen = slice(first, first + sample.tokens)
         tokens[begin:first] = prompt
-        tokens[chosen] = completion.token_ids
+        tokens[chosen] = sample.output.token_ids
         mask[chosen] = True
-        logprobs[chosen] = _chosen_logprobs(completion)
-        versions[chosen] = version
+        logprobs[chosen] = _chosen_logprobs(sample.output)
+        versions[chosen] = sample.versions
     return RolloutColumns(tokens, offsets, mask, logprobs, versions)
 
 

@@ -66,7 +66,7 @@ class GroupResult:
     truncated: tuple[bool, ...]
     """Stopped by a length limit rather than by an end token or a stop text."""
     finish_reasons: tuple[str, ...]
-    """`stop` or `length`."""
+    """`stop`, `length`, or `abort` where a refit ended it."""
     weight_versions: tuple[int, ...]
     """Oldest weights that chose a token of the completion."""
     logprob_sums: tuple[float, ...]
@@ -109,11 +109,16 @@ class Reading:
     """Fingerprint of one box as the engine holds it."""
 
     tensor: str
+    """Published name; of a buffer or of a parameter that cannot be read, the engine's own."""
     shape: tuple[int, ...]
     start: tuple[int, ...]
     extent: tuple[int, ...]
     value: int
     site: str
+    expected: int | None = None
+    """Of a buffer, which no refit changes: the value that it must have."""
+    unreadable: str = ""
+    """Why there is no value; empty: there is one."""
 
 
 @dataclass

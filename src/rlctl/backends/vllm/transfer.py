@@ -17,14 +17,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.platforms import current_platform
 
-from rlctl.backends.vllm import compat, live
+from rlctl.backends.vllm import buffers, compat, live
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
 from rlctl.backends.vllm.direct import DirectWriter
 from rlctl.backends.vllm.messages import Reading, Received
+from rlctl.backends.vllm.poison import poison
 from rlctl.backends.vllm.reload import ReloadFixes
 from rlctl.backends.vllm.segment import Segment, SegmentAddress
-from rlctl.errors import ConfigError, VerificationError, WorkerError
+from rlctl.errors import ConfigError, WorkerError
 
 Receive = Literal["loader", "direct", "auto"]
 TensorRow = tuple[str, str, tuple[int, ...], int]
@@ -58,6 +60,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Map the segment and decide how each tensor will be received."""
         self.shutdown()
+        buffers.record(self.model)
         self.info = init_info
         if init_info.address is not None:
             self.segment = Segment(init_info.address)
@@ -137,6 +140,8 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
+if current_platform.is_cpu():
+    compat.rotate_every_head()
 if os.environ.get(PLAIN_PARAMETERS) == "1":
     compat.keep_parameters_plain()
 
@@ -149,19 +154,24 @@ class RlctlWorkerExtension:
         return self.weight_transfer_engine.received
 
     def rlctl_readings(self, tensors: list[str] | None = None) -> list[Reading]:
-        """Fingerprints of `tensors` (None: all) as this worker holds them.
+        """Fingerprints of `tensors` (None: all, and of the buffers) as this worker holds them.
 
-        Raises VerificationError where a parameter is in a form that cannot be read back.
+        A parameter that cannot be read back has a reading that says why.
         """
-        found, unknown = live.sites(self.model_runner.get_model())
-        if unknown and tensors is None:
-            raise VerificationError(f"These parameters of the engine cannot be read back: {', '.join(unknown[:8])}.")
-        wanted = found if tensors is None else [s for s in found if any(p.tensor in set(tensors) for p in s.parts)]
-        return list(live.read(wanted))
+        model = self.model_runner.get_model()
+        found, unreadable = live.sites(model)
+        if tensors is not None:
+            return list(live.read([s for s in found if any(p.tensor in set(tensors) for p in s.parts)]))
+        unread = [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in unreadable.items()]
+        return [*live.read(found), *buffers.read(model), *unread]
 
     def rlctl_values(self, tensor: str) -> list[tuple[str, tuple[int, ...], Any]]:
         """Every copy of one published tensor in this worker: (site, start of its box, values)."""
-        return list(live.values(live.sites(self.model_runner.get_model())[0], tensor))
+        return list(live.values(live.sites(self.model_runner.get_model()).found, tensor))
+
+    def rlctl_poison(self) -> int:
+        """Make everything that this worker computes with not-a-number; returns how many tensors that were."""
+        return poison(self.model_runner.get_model())
 
     def rlctl_restart_update(self) -> None:
         """Forget an update that was begun and never finished."""

@@ -1,0 +1,196 @@
+"""The interfaces of vLLM that rlctl uses, compared with a vLLM package by reading its source; nothing is imported.
+
+Run when an engine starts and by `rlctl doctor`, so that a version in which one is gone says so by name, and not by a
+traceback in the middle of a refit.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A class, function, method or attribute: `module:Name` or `module:Class.name`, with the parameters passed by name.
+
+    `module` may list alternatives for different versions, apart by `|`.
+    """
+
+    where: str
+    parameters: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ("cpu", "cuda")
+
+
+LAYERS = "vllm.model_executor.layers"
+LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+TRANSFER = "vllm.distributed.weight_transfer"
+CORE = "vllm.v1.engine.core:EngineCore"
+ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+EXPERTS = f"{LAYERS}.fused_moe.routed_experts:RoutedExperts|{LAYERS}.fused_moe.layer:FusedMoE"
+CPU = ("cpu",)
+
+INTERFACES: tuple[Interface, ...] = (
+    # Generation (engine.py, inflight.py)
+    Interface("vllm.entrypoints.llm:LLM"),
+    *(
+        Interface(f"vllm.engine.arg_utils:EngineArgs.{name}")
+        for name in (
+            "model", "tokenizer", "trust_remote_code", "dtype", "max_model_len", "tensor_parallel_size", "seed",
+            "logprobs_mode", "disable_log_stats", "worker_extension_cls", "weight_transfer_config", "block_size",
+            "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "gpu_memory_utilization", "enable_sleep_mode",
+        )
+    ),
+    *(
+        Interface(f"vllm.sampling_params:SamplingParams.{name}")
+        for name in (
+            "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "logprobs",
+            "flat_logprobs", "skip_special_tokens",
+        )
+    ),
+    Interface(f"{ENGINE}.add_request", ("request_id", "prompt", "params")),
+    Interface(f"{ENGINE}.step"),
+    Interface(f"{ENGINE}.abort_request", ("request_ids",)),
+    Interface(f"{ENGINE}.collective_rpc", ("method", "args")),
+    Interface(f"{ENGINE}.reset_prefix_cache", ("reset_running_requests",)),
+    Interface("vllm.v1.engine.core_client:InprocClient.engine_core"),
+    Interface(f"{CORE}.pause_scheduler", ("mode", "clear_cache")),
+    Interface(f"{CORE}.resume_scheduler"),
+    Interface(f"{CORE}.is_scheduler_paused"),
+    Interface(f"{CORE}.batch_queue"),
+    Interface(f"{CORE}.shutdown"),
+    # Weight transfer (transfer.py)
+    Interface(f"{TRANSFER}.base:WeightTransferEngine.parse_update_info", ("update_dict",)),
+    Interface(f"{TRANSFER}.base:WeightTransferEngine.start_weight_update"),
+    Interface(f"{TRANSFER}.base:WeightTransferEngine.update_weights", ("update_info",)),
+    Interface(f"{TRANSFER}.base:WeightTransferEngine.finish_weight_update"),
+    Interface(f"{TRANSFER}.base:WeightTransferInitInfo"),
+    Interface(f"{TRANSFER}.base:WeightTransferUpdateInfo"),
+    Interface(f"{TRANSFER}.factory:WeightTransferEngineFactory.register_engine"),
+    Interface(f"{TRANSFER}.factory:WeightTransferEngineFactory._registry"),
+    Interface(f"{WORKER}.init_weight_transfer_engine", ("init_info",)),
+    Interface(f"{WORKER}.start_weight_update"),
+    Interface(f"{WORKER}.update_weights", ("update_info",)),
+    Interface(f"{WORKER}.finish_weight_update"),
+    Interface(f"{WORKER}._weight_update_active"),
+    Interface(f"{WORKER}.weight_transfer_engine"),
+    # The loader's receive path (compat.py, reload.py)
+    Interface(f"{LAYERWISE}:initialize_layerwise_reload", ("model",)),
+    Interface(f"{LAYERWISE}:finalize_layerwise_reload"),
+    Interface(f"{LAYERWISE}:get_layerwise_info", ("layer",)),
+    Interface(f"{LAYERWISE}:_place_kernel_tensors", ("layer", "info")),
+    Interface(f"{LAYERWISE}:LOADING_LAYERS"),
+    # Where weights live (live_layers.py, compat.py)
+    Interface(f"{LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding.shard_indices"),
+    Interface(f"{LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding.org_vocab_size"),
+    Interface(f"{LAYERS}.linear:QKVParallelLinear.num_kv_head_replicas"),
+    Interface(f"{LAYERS}.linear:MergedColumnParallelLinear.output_sizes"),
+    Interface(f"{LAYERS}.linear:LinearBase.disable_tp"),
+    Interface(f"{LAYERS}.attention.mla_attention:MLAAttention.kv_b_proj"),
+    Interface(f"{EXPERTS}.quant_method"),
+    Interface(f"{EXPERTS}.moe_config"),
+    Interface(f"{EXPERTS}.local_num_experts"),
+    Interface(f"{EXPERTS}.ckpt_gate_proj_name"),
+    Interface(f"{LAYERS}.fused_moe.config:FusedMoEConfig.tp_size"),
+    Interface(f"{LAYERS}.fused_moe.config:FusedMoEConfig.tp_rank"),
+    Interface(f"{LAYERS}.fused_moe.config:FusedMoEConfig.intermediate_size_per_partition"),
+    Interface(f"{LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.unquantized_backend"),
+    Interface("vllm._custom_ops:_supports_onednn", platforms=CPU),
+    Interface(
+        f"{LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu", ("positions", "query", "key"), platforms=CPU
+    ),
+    Interface(
+        f"{LAYERS}.fused_moe.experts.cpu_moe:CPUUnquantizedExperts|{LAYERS}.fused_moe.cpu_fused_moe:CPUFusedMOE.isa",
+        platforms=CPU,
+    ),
+    Interface("vllm._custom_ops:cpu_prepack_moe_weight", ("weight", "isa"), CPU),
+)  # fmt: skip
+
+
+def missing(package: Path, platform: str) -> list[str]:
+    """What of the interfaces the vLLM in `package` (the folder `vllm`) lacks on `platform`; empty: nothing.
+
+    `platform` is `cpu` or `cuda`.
+    """
+    return [why for one in INTERFACES if platform in one.platforms for why in _missing(package, one)]
+
+
+def installed_package() -> Path | None:
+    """The folder of the installed vLLM, found without importing it."""
+    spec = find_spec("vllm")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _missing(package: Path, interface: Interface) -> Iterator[str]:
+    alternatives, name = _alternatives(interface.where)
+    found = None
+    for module, owner in alternatives:
+        tree = _parsed(package.joinpath(*module.split(".")[1:]).with_suffix(".py"))
+        found = found or (tree and _find(tree, owner, name))
+    if found is None:
+        yield interface.where
+    elif isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        given = found.args
+        names = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        lacking = [name for name in interface.parameters if name not in names]
+        if lacking and not given.kwarg:
+            yield f"{interface.where} takes no {', '.join(lacking)}"
+
+
+def _alternatives(where: str) -> tuple[list[tuple[str, str]], str]:
+    """([(module, class or "")], name) of `module:Class|module:Class.name` or `module:name`."""
+    path, dot, name = where.rpartition(".")
+    if not dot or ":" in name:
+        path, _, name = where.rpartition(":")
+        return [(path, "")], name
+    if ":" not in path:
+        raise ValueError(f"not an interface: {where}")
+    pairs = [alternative.split(":") for alternative in path.split("|")]
+    return [(module, owner) for module, owner in pairs], name
+
+
+@lru_cache(maxsize=128)
+def _parsed(path: Path) -> ast.Module | None:
+    return ast.parse(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _find(tree: ast.Module, owner: str, name: str) -> ast.AST | None:
+    """The definition of a module's name, or of a class's method or attribute, its bases in the module included."""
+    if not owner:
+        return next((node for node in ast.walk(tree) if _defines(node, name)), None)
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    todo, seen = [owner], set[str]()
+    while todo:
+        one = todo.pop()
+        if one in seen or one not in classes:
+            continue
+        seen.add(one)
+        for node in ast.walk(classes[one]):
+            if _defines(node, name) or _sets_on_self(node, name):
+                return node
+        todo += [base.id for base in classes[one].bases if isinstance(base, ast.Name)]
+    return None
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name == name
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and node.target.id == name
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+
+
+def _sets_on_self(node: ast.AST, name: str) -> bool:
+    """`self.name = ...`, also as a part of a tuple."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )

@@ -1,0 +1,55 @@
+"""What rlctl uses of vLLM is in the installed one, and a version without it is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlctl.backends.vllm.interfaces import INTERFACES, installed_package, missing
+from rlctl.doctor.software import check_vllm_interfaces
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_installed_vllm_has_every_interface(platform: str) -> None:
+    package = installed_package()
+    assert package is not None
+    assert missing(package, platform) == []
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source files of the installed vLLM that the interfaces are in."""
+    package = installed_package()
+    target = tmp_path_factory.mktemp("other-vllm") / "vllm"
+    modules = {one.split(":")[0] for i in INTERFACES for one in i.where.split("|")}
+    for module in modules:
+        file = Path(*module.split(".")[1:]).with_suffix(".py")
+        if (package / file).exists():
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(package / file, target / file)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"),
+    [
+        ("v1/engine/core.py", "def pause_scheduler(", "def hold_scheduler(", "EngineCore.pause_scheduler"),
+        ("v1/engine/llm_engine.py", "reset_running_requests: bool", "with_running: bool", "reset_running_requests"),
+        ("v1/worker/gpu_worker.py", "_weight_update_active", "_updating", "Worker._weight_update_active"),
+    ],
+)
+def test_what_a_version_lacks_is_named(copy: Path, tmp_path: Path, file: str, old: str, new: str, named: str) -> None:
+    package = tmp_path / "vllm"
+    shutil.copytree(copy, package)
+    text = (package / file).read_text()
+    assert old in text
+    (package / file).write_text(text.replace(old, new))
+    lacking = missing(package, "cpu")
+    assert len(lacking) == 1
+    assert named in lacking[0]
+    found = check_vllm_interfaces(package, "cpu")
+    assert found.status == "fail"
+    assert named in found.detail
+    assert check_vllm_interfaces(copy, "cpu").status == "ok"

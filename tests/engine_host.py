@@ -1,0 +1,141 @@
+"""A process that holds one tiny engine at a time, and a policy whose published tensors go to it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine_policies import WholeTensorPolicy
+
+TESTS = Path(__file__).parent
+
+
+class SwappingEngine:
+    """A worker that starts one engine after the other: their imports are paid for once."""
+
+    def __init__(self, put: Any = None) -> None:
+        self.put, self.engine = put, None
+
+    def swap(self, spec: Any) -> Any:
+        """End the engine and start another; returns what it says of itself."""
+        from rlctl.backends.vllm.engine import VllmEngine
+
+        self.close()
+        self.engine = VllmEngine(spec, 0, self.put)
+        return self.engine.start()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.engine, method)(*args)
+
+    def break_parameter(self, tensor: str) -> None:
+        """Spoil one element of every copy of `tensor` that can be spoiled in place."""
+        from rlctl.backends.vllm import live
+
+        def spoil(worker: Any) -> None:
+            for site in live.sites(worker.model_runner.get_model()).found:
+                if any(part.tensor == tensor for part in site.parts) and not site.packed:
+                    site.kept().view(-1)[3] += 1.0
+
+        self.on_model(spoil)
+
+    def break_buffer(self, name: str, by: float = 1.0) -> None:
+        """Change one element of a buffer, as a reload that loses it would."""
+
+        def spoil(worker: Any) -> None:
+            dict(worker.model_runner.get_model().named_buffers())[name].view(-1)[-1] += by
+
+        self.on_model(spoil)
+
+    def on_model(self, function: Any) -> Any:
+        with self.engine.exclusively() as llm:
+            return llm.llm_engine.collective_rpc(function)
+
+    def buffers(self) -> list[str]:
+        def names(worker: Any) -> list[str]:
+            return [name for name, _ in worker.model_runner.get_model().named_buffers()]
+
+        return self.on_model(names)[0]
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+            gc.collect()
+
+
+@contextlib.contextmanager
+def hosted(placement: Any, logs: Path) -> Iterator[Any]:
+    """A worker group of one process, for one engine after the other."""
+    from rlctl.backends.vllm.args import engine_env
+    from rlctl.cluster.objects import put
+    from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+
+    env = engine_env("cpu", 1) | {"PYTHONPATH": str(TESTS)}
+    worker = WorkerSpec({"put": put}, (placement.bundles[0],), env)
+    group = WorkerGroup(
+        "families", SwappingEngine, [worker], placement, logs, start_timeout_s=240.0, call_timeout_s=120.0
+    )
+    yield group
+    group.stop()
+
+
+class PublishedPolicy(WholeTensorPolicy):
+    """Tensors as a model directory holds them; transformers reads them from there for reference log-probs."""
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors.torch import load_file
+
+        self.directory, self._tensors, self._model = directory, load_file(directory / "model.safetensors"), None
+        self._place(self._tensors)
+
+    def tensors(self) -> dict[str, Any]:
+        return self._tensors
+
+    def _parameters(self) -> list[Any]:
+        self._model = None
+        return list(self._tensors.values())
+
+    @property
+    def model(self) -> Any:
+        """The transformers model of the tensors as they are now."""
+        import shutil
+        import tempfile
+
+        import torch
+        from safetensors.torch import save_file
+        from transformers import AutoModelForCausalLM
+
+        if self._model is None:
+            with tempfile.TemporaryDirectory() as copy:
+                shutil.copy(self.directory / "config.json", copy)
+                save_file(self._tensors, Path(copy) / "model.safetensors", metadata={"format": "pt"})
+                # Eager: the batched forms of experts and of attention with sinks sum in another order.
+                model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32, attn_implementation="eager")
+            self._model = model.eval()
+        return self._model
+
+
+class FamilyEngine:
+    """What tests call an engine of one family through."""
+
+    def __init__(self, group: Any, family: str, model: Path, tp: int) -> None:
+        from rlctl.backends.vllm.args import engine_spec
+        from rlctl.config.schema import RlctlConfig
+        from tiny_families import tiny_family_facts
+
+        self.group, self.family, self.model = group, family, model
+        config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
+        facts = tiny_family_facts(model)
+        spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=1)
+        self.info = group.call("swap", spec, timeout_s=240.0)[0]
+        self.policy = PublishedPolicy(model)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.group.call("call", method, *args)[0]
+
+    def host(self, method: str, *args: Any) -> Any:
+        """A method of the host itself."""
+        return self.group.call(method, *args)[0]
