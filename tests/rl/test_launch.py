@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlctl.cli import run
-from rlctl.rl import launch
-from rlctl.rl.job import prepare_job
-from rlctl.runs.directory import MANIFEST, RunDirectory, write_json
+from rlctl.errors import InputError
+from rlctl.rl.job import Job, prepare_job
+from rlctl.rl.launch import resumed_job
+from rlctl.runs.checkpoints import write_json
+from rlctl.runs.directory import MANIFEST, RunDirectory
 
 BROKEN = """
 def raises(completion, **row):
@@ -23,13 +26,7 @@ def words(completion, **row):
 
 
 @pytest.fixture(autouse=True)
-def no_engine_is_started(monkeypatch, tmp_path):
-    """Every case here must end before; a case that does not is shown by this error and not by a minute of waiting."""
-
-    def started(*_: object) -> None:
-        raise AssertionError("the run would have started")
-
-    monkeypatch.setattr(launch, "run_grpo", started)
+def elsewhere(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
@@ -83,26 +80,11 @@ def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, c
     assert not (files / "run").exists()
 
 
-def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama, capsys, monkeypatch):
-    def fails(job, run_directory, *_: object) -> None:
-        run_directory.logs.mkdir()
-        (run_directory.logs / "engine-0.log").write_text("why")
-        raise launch.MachineError("no engine.")
-
-    monkeypatch.setattr(launch, "run_grpo", fails)
+def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama, capsys):
     for _ in range(2):
-        assert run(train(tiny_llama)) == 3
-        assert "no engine." in capsys.readouterr().err
-        assert [path.name for path in (files / "run").iterdir()] == ["logs"]
-
-
-def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(files, tiny_llama, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "run_grpo", interrupted)
-    assert run(train(tiny_llama)) == 130
-    assert not (files / "run").exists()
+        assert run(train(tiny_llama, "--ray-address", "127.0.0.1:1")) == 3
+        assert "--ray-address 127.0.0.1:1" in capsys.readouterr().err
+        assert not (files / "run").exists()
 
 
 def begun(arguments: list[str], path: Path) -> None:
@@ -117,54 +99,56 @@ def begun(arguments: list[str], path: Path) -> None:
     directory = RunDirectory(path)
     directory.create()
     directory.write_manifest(prepare_job(resolved).manifest())
-    with directory.checkpoint(2, {}):
-        pass
+    checkpoint = directory.new_checkpoint(2)
+    checkpoint.begin()
+    checkpoint.commit({})
     directory.release()
 
 
-def resumed(monkeypatch) -> list[tuple]:
-    """The calls with which a resumed run would start."""
-    calls: list[tuple] = []
+def go_on(path: Path, *, allow_changes: bool = False, **flags: Any) -> tuple[Job, list[str]]:
+    """What a run would be resumed with, and what was said about it."""
+    from rlctl.commands import options
 
-    def start(job, run_directory, display, stop, checkpoint) -> launch.RunSummary:
-        calls.append((job, checkpoint))
-        return launch.RunSummary(str(run_directory.path), 4, False, 0.0, 0.5, 1.0, None)
-
-    monkeypatch.setattr(launch, "run_grpo", start)
-    return calls
+    said: list[str] = []
+    resolved = options.resolve_config(run_dir=str(path), **flags)
+    return resumed_job(RunDirectory(path), resolved, said.append, allow_changes=allow_changes), said
 
 
-def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_llama, capsys, monkeypatch):
+def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_llama, capsys):
     begun(train(tiny_llama), files / "run")
-    calls = resumed(monkeypatch)
+    job, _ = go_on(files / "run", steps=6)
+    assert (job.config.grpo.steps, job.config.grpo.prompts, job.config.generation.max_new_tokens) == (6, 2, 4)
     resume = ["train", "grpo", "--resume", "--run-dir", "run"]
-    assert run([*resume, "--steps", "6"]) == 0
-    assert "mean reward 0.000 -> 0.500" in capsys.readouterr().out
-    job, checkpoint = calls[0]
-    assert (job.config.grpo.steps, checkpoint.step, job.config.generation.max_new_tokens) == (6, 2, 4)
     for more, said in (
         (["--lr", "0.5"], "`optimizer.lr` = 0.5 (flag --lr), but the run was begun with 1e-06"),
         (["--seed", "7"], "`run.seed` = 7"),
+        (["--prompts", "4"], "`grpo.prompts` = 4 (flag --prompts), but the run was begun with 2"),
         (["--steps", "2"], "has finished its 2 steps"),
         (["--set", "grpo.clip_low=0.3"], "`grpo.clip_low` = 0.3 (--set)"),
     ):
         assert run([*resume, *more]) == 2
         assert said in capsys.readouterr().err
-    assert len(calls) == 1
+    assert run(train(tiny_llama, "--allow-changes")) == 2
+    assert "--allow-changes is for --resume" in capsys.readouterr().err
 
 
-def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_tied, capsys, monkeypatch):
+def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_tied):
     begun(train(tiny_llama), files / "run")
-    calls = resumed(monkeypatch)
-    resume = ["train", "grpo", "--resume", "--run-dir", "run"]
     os.symlink(tiny_llama, files / "moved")
-    assert run([*resume, "--model", "moved"]) == 0
-    assert calls[0][0].config.model.name == "moved"
-    assert run([*resume, "--model", str(tiny_llama_tied)]) == 2
-    assert "does not hold the model that the run began with" in capsys.readouterr().err
+    assert go_on(files / "run", model="moved")[0].config.model.name == "moved"
+    with pytest.raises(InputError, match="does not hold the model that the run began with"):
+        go_on(files / "run", model=str(tiny_llama_tied))
     (files / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    assert run([*resume, "--model", str(tiny_llama)]) == 2
-    assert "--data is not what the run began with (rows, sha256 changed)" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"--data is not what the run began with \(rows, sha256 changed\)"):
+        go_on(files / "run", model=str(tiny_llama))
+
+
+def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied):
+    begun(train(tiny_llama), files / "run")
+    job, said = go_on(files / "run", allow_changes=True, model=str(tiny_llama_tied), prompts=4)
+    assert job.config.grpo.prompts == 4
+    assert sum("going on although" in line for line in said) == 2
+    assert any("`grpo.prompts` = 4" in line for line in said)
 
 
 def test_a_damaged_run_directory_is_a_sentence(files, capsys):

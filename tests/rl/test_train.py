@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,32 @@ def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_l
     assert "died during `generate`" in text or "died during" in text
     assert f"rlctl train grpo --resume --run-dir {run_dir}" in text
     assert "Traceback" not in text
+
+
+def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir), log) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while not (run_dir / "manifest.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130, log.read_text()
+    assert not run_dir.exists()
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run_dir)
+    shard = next((run_dir / "checkpoints" / "step_4" / "policy").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    done = finish(resume(run_dir, "--steps", "5"))
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint step_4 is damaged: {shard.name} is not what was written" in done.stderr
+    assert "resuming after step 2" in done.stderr
+    assert results(run_dir)[:STEPS] == results(uninterrupted[0])
 
 
 def _worker_name(process: psutil.Process, run_dir: Path) -> str | None:

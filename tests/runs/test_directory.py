@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run, write_json
+from rlctl.runs.checkpoints import write_json
+from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run
 from rlctl.runs.interrupt import StopRequest
 
 
@@ -18,9 +19,12 @@ def run(tmp_path):
     run.release()
 
 
-def save(run: RunDirectory, step: int) -> None:
-    with run.checkpoint(step, {"note": step * 10}) as directory:
-        (directory / "weights").write_bytes(b"w" * 100)
+def save(run: RunDirectory, step: int, reward: float = 0.0) -> None:
+    new = run.new_checkpoint(step)
+    with new.writing():
+        new.begin()
+        (new.policy / "weights").write_bytes(b"w" * 100)
+        new.commit({"note": step * 10, "metrics": {"reward_mean": reward}})
 
 
 def test_checkpoints_come_back_in_order_with_their_state(run):
@@ -28,16 +32,21 @@ def test_checkpoints_come_back_in_order_with_their_state(run):
         save(run, step)
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 9, 10]
     newest = run.checkpoints()[-1]
-    assert newest.state() == {"note": 100, "step": 10}
+    assert newest.state() == {"note": 100, "step": 10, "metrics": {"reward_mean": 0.0}}
     assert (newest.policy / "weights").read_bytes() == b"w" * 100
 
 
 def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(run):
     save(run, 1)
     full = OSError(28, "No space left on device")
-    with pytest.raises(RlctlError, match="step 2 could not be written"), run.checkpoint(2, {}) as directory:
-        raise full if (directory / "part").write_bytes(b"x") else AssertionError
-    with pytest.raises(KeyboardInterrupt), run.checkpoint(3, {}):
+    new = run.new_checkpoint(2)
+    new.begin()
+    (new.policy / "part").write_bytes(b"x")
+    with pytest.raises(RlctlError, match="step 2 could not be written"), new.writing():
+        raise full
+    new = run.new_checkpoint(3)
+    new.begin()
+    with pytest.raises(KeyboardInterrupt), new.writing():
         raise KeyboardInterrupt
     assert os.listdir(run.path / "checkpoints") == ["step_1"]
 
@@ -46,15 +55,25 @@ def test_a_save_that_was_killed_is_not_a_checkpoint_and_is_cleared_away(run):
     save(run, 1)
     (run.path / "checkpoints" / ".step_2.partial").mkdir()
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [1]
-    run.prune(None)
+    run.clear_partial()
     assert os.listdir(run.path / "checkpoints") == ["step_1"]
 
 
-def test_prune_keeps_the_newest(run):
-    for step in range(1, 5):
-        save(run, step)
-    run.prune(2)
-    assert [checkpoint.step for checkpoint in run.checkpoints()] == [3, 4]
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "left"),
+    [
+        (None, None, [1, 2, 3, 4, 5]),
+        (2, None, [4, 5]),
+        (None, 1, [2, 5]),
+        (2, 2, [2, 3, 4, 5]),
+        (1, 9, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_prune_keeps_the_newest_and_the_best(run, keep_last, keep_best, left):
+    for step, reward in enumerate((0.1, 0.9, 0.5, 0.2, 0.3), start=1):
+        save(run, step, reward)
+    run.prune(keep_last, keep_best)
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == left
 
 
 def test_a_place_that_is_taken_is_refused(run, tmp_path):
@@ -135,9 +154,9 @@ def test_a_full_disk_is_an_error_that_names_the_run(run):
     full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(RlctlError, match=f"{run.path} cannot be written to: No space left"), run.writing():
         raise full
-    with pytest.raises(RlctlError, match="step 2 could not be written"), run.checkpoint(2, {}):
+    with pytest.raises(RlctlError, match="step 2 could not be written"), run.new_checkpoint(2).writing():
         raise WorkerError(f"policy rank 0 failed in `save`: {full}.")
-    with pytest.raises(WaitTimeoutError), run.writing(), run.checkpoint(2, {}):
+    with pytest.raises(WaitTimeoutError), run.writing(), run.new_checkpoint(2).writing():
         raise WaitTimeoutError("policy rank 0 did not finish `save`")  # an OSError by its class, but not of the disk
     with pytest.raises(ConnectionResetError), run.writing():
         raise ConnectionResetError(errno.ECONNRESET, "reset")

@@ -240,6 +240,18 @@ class PolicyWorker(Protocol):
     def save(self, directory: Path | str) -> None:
         """Writes model, optimizer and random state into an existing directory; not atomic."""
 
+    def save_begin(self, directory: Path | str) -> None:
+        """Takes a snapshot and starts writing it into an existing directory; one save at a time."""
+
+    def save_written(self) -> bool:
+        """Whether `save_finish` would not have to wait for this rank."""
+
+    def save_finish(self) -> dict[str, str]:
+        """Waits until the checkpoint is complete on all ranks; returns the digests of the files of this one."""
+
+    def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
+        """What is wrong with this rank's share of the files that a save wrote: a sentence each."""
+
     def load(self, directory: Path | str) -> None:
         """Reads what `save` wrote, under any parallelism."""
 

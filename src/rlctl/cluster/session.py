@@ -14,6 +14,7 @@ from rlctl.errors import MachineError
 
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
+CONNECT_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -54,6 +55,7 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
                 _system_config={"prestart_worker_first_driver": False},
             )
         else:
+            _require_answer(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
         wanted = f"--ray-address {address}" if address else f"Ray on {socket.gethostname()}"
@@ -64,6 +66,13 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
         ray.shutdown()
         if address is None:
             _end_children(children_before)
+
+
+def _require_answer(address: str) -> None:
+    """Connect once: Ray itself tries a wrong address for minutes. Raises OSError or ValueError."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon:  # else `auto`, which Ray resolves
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
 
 
 def _object_store_bytes() -> int:

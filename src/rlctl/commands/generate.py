@@ -12,7 +12,7 @@ from rlctl.commands.output import command_app, examples, message, print_json
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.runs.directory import Checkpoint
+    from rlctl.runs.checkpoints import Checkpoint
 
 app = command_app()
 

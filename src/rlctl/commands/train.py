@@ -9,6 +9,7 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, print_json
+from rlctl.errors import InputError
 
 app = command_app()
 
@@ -44,6 +45,10 @@ def grpo(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")
     ] = False,
+    allow_changes: Annotated[
+        bool,
+        typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed."),
+    ] = False,
     tokenizer: options.Tokenizer = None,
     chat_template: options.ChatTemplate = None,
     backend: options.Backend = None,
@@ -67,13 +72,15 @@ def grpo(
         "gpus_per_node": gpus_per_node, "gpu": gpu, "ray_address": ray_address,
     }  # fmt: skip
     resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
+    if allow_changes and not resume:
+        raise InputError("--allow-changes is for --resume.", "Leave it out.")
     from rlctl.rl import launch
 
     if dry_run:
         report = launch.dry_run(resolved)
         print_json(report.to_json()) if json_ else print(report.text())
         return
-    summary = launch.train_grpo(resolved, resume=resume, quiet=json_)
+    summary = launch.train_grpo(resolved, resume=resume, quiet=json_, allow_changes=allow_changes)
     if json_:
         print_json(dataclasses.asdict(summary))
     else:

@@ -303,7 +303,9 @@ class RunConfig(Section):
     checkpoint_every: NonNegative = 50
     """Save every so many steps (and at the end); 0: at the end only."""
     keep_last: Positive | None = None
-    """Checkpoints to keep; unset: all."""
+    """Newest checkpoints to keep; unset: all, or with keep_best one."""
+    keep_best: Positive | None = None
+    """Checkpoints to keep for their mean reward, besides the newest."""
     save_final: bool = True
     """Save a checkpoint at the end."""
     log_rollouts: NonNegative = 4

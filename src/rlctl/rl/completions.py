@@ -25,7 +25,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.rl.batch import sample_seed
 from rlctl.rl.crew import ENGINE_WORKER
-from rlctl.runs.directory import Checkpoint
+from rlctl.runs.checkpoints import Checkpoint
 
 Tell = Callable[[str], None]
 

@@ -82,8 +82,10 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
 def _policy(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup:
     size, first = spec.policy.parallel.world_size, placement.bundles[0]
     rendezvous = {"master_addr": first.node, "master_port": free_port(placement, first)}
-    threads = spec.policy.threads
+    threads, gpus = spec.policy.threads, spec.policy.device == "cuda"
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    if not gpus:
+        env["THP_MEM_ALLOC_ENABLE"] = "1"  # torch asks for huge pages: fresh small ones cost more than what fills them
     specs = [
         WorkerSpec(
             {"rank": rank, "world_size": size, **rendezvous, "spec": spec.policy}, (placement.bundles[rank],), env

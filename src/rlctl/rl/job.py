@@ -88,6 +88,7 @@ class Job:
 
     def manifest(self) -> dict[str, Any]:
         """What the run directory keeps, and a resume compares."""
+        tokenizer = self.config.model.tokenizer
         return {
             "rlctl": __version__,
             "python": platform.python_version(),
@@ -96,6 +97,7 @@ class Job:
             "config": self.resolved.to_json(),
             "model": {
                 "fingerprint": model_fingerprint(self.model_dir),
+                "tokenizer": model_fingerprint(Path(tokenizer)) if tokenizer else None,
                 "directory": str(self.model_dir),
                 "label": self.source.label,
                 "note": self.source.note,
@@ -197,19 +199,18 @@ def require_devices(job: Job) -> None:
     )
 
 
-def check_resumable(stored: dict[str, Any], job: Job) -> None:
-    """Raise InputError when data or model are not those of the stored manifest."""
+def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
+    """In which respects data, model and tokenizer are not those of the stored manifest: half a sentence each."""
     then, now = stored.get("data", {}), job.prompts.source.fingerprint()
+    found = []
     if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
-        raise InputError(
-            f"--resume: --data is not what the run began with ({', '.join(changed)} changed).",
-            "Restore it, or start a new run.",
-        )
-    if stored.get("model", {}).get("fingerprint") != model_fingerprint(job.model_dir):
-        raise InputError(
-            f"--resume: {job.model_dir} does not hold the model that the run began with.",
-            "Restore it, or start a new run.",
-        )
+        found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")
+    begun_with, model = stored.get("model", {}), job.manifest()["model"]
+    if begun_with.get("fingerprint") != model["fingerprint"]:
+        found.append(f"{job.model_dir} does not hold the model that the run began with")
+    if begun_with.get("tokenizer") != model["tokenizer"]:
+        found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
+    return found
 
 
 def _version(package: str) -> str | None:

@@ -19,7 +19,7 @@ from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.plan import Plan
 from rlctl.planner.render import plan_json, plan_text
 from rlctl.rl.arguments import EngineArguments, differences
-from rlctl.rl.job import Job, check_resumable, planned_crew, prepare_job, require_devices
+from rlctl.rl.job import Job, content_changes, planned_crew, prepare_job, require_devices
 from rlctl.rl.run import RunSummary, run_grpo
 from rlctl.runs.directory import RunDirectory, newest_run
 from rlctl.runs.interrupt import StopRequest
@@ -31,17 +31,19 @@ ASSUMED_GPU = "h100"
 # What a resumed run may change: how long, where and how it is watched; nothing that its numbers follow from. The model
 # may have moved: what it holds is compared.
 CHANGEABLE = (
-    "grpo.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.save_final", "run.log_rollouts",
-    "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length", "reward.timeout_s", "model.name",
-    "grpo.logprob_diff_warning", "grpo.logprob_diff_error",
+    "grpo.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
+    "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
+    "reward.timeout_s", "model.name", "grpo.logprob_diff_warning", "grpo.logprob_diff_error",
 )  # fmt: skip
 
 
-def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool) -> RunSummary:
+def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False) -> RunSummary:
     """Run, or continue, a GRPO run; returns when it is finished or was asked to stop."""
     with Display(steps=resolved.config.grpo.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
         display.doing("model, data and plan")
-        return _resume(resolved, display, stop) if resume else _begin(resolved, display, stop)
+        if resume:
+            return _resume(resolved, display, stop, allow_changes)
+        return _begin(resolved, display, stop)
 
 
 def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
@@ -52,33 +54,46 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummar
         try:
             run.write_manifest(job.manifest())
             _introduce(display, job, run)
-            return run_grpo(job, run, display, stop, None)
+            return run_grpo(job, run, display, stop, resume=False)
         except BaseException as error:
             if not run.has_steps():
                 run.abandon(keep_logs=isinstance(error, Exception))
             raise
 
 
-def _resume(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
+def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool) -> RunSummary:
     named = resolved.config.run.dir
     run = RunDirectory(Path(named) if named else newest_run(RUNS))
     with _locked(run, run.reopen):
-        stored = run.manifest()
-        job = prepare_job(continued(stored, resolved), display.say)
-        require_devices(job)
-        check_resumable(stored, job)
+        job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
         display.steps = job.config.grpo.steps
-        run.prune(None)
-        checkpoints = run.checkpoints()
-        latest = checkpoints[-1] if checkpoints else None
-        if latest is not None and latest.step >= job.config.grpo.steps:
-            raise InputError(
-                f"--resume: {run.path} has finished its {job.config.grpo.steps} steps.", "Give more with --steps."
-            )
+        run.clear_partial()
         run.write_manifest(job.manifest())
         _introduce(display, job, run)
-        display.say(f"resuming after step {latest.step}" if latest else "no checkpoint yet: starting again from step 1")
-        return run_grpo(job, run, display, stop, latest)
+        return run_grpo(job, run, display, stop, resume=True)
+
+
+def resumed_job(run: RunDirectory, resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool) -> Job:
+    """What the run in `run` goes on with: its stored configuration and what `resolved` newly sets.
+
+    Raises InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` hears of it.
+    """
+    stored = run.manifest()
+    merged, changes = continued(stored, resolved)
+    job = prepare_job(merged, tell)
+    require_devices(job)
+    for change in [*changes, *content_changes(stored, job)]:
+        if not allow_changes:
+            raise InputError(
+                f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
+            )
+        tell(f"going on although {change}")
+    checkpoints = run.checkpoints()
+    if checkpoints and checkpoints[-1].step >= job.config.grpo.steps:
+        raise InputError(
+            f"--resume: {run.path} has finished its {job.config.grpo.steps} steps.", "Give more with --steps."
+        )
+    return job
 
 
 @contextlib.contextmanager
@@ -92,25 +107,19 @@ def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
         run.release()
 
 
-def continued(stored: dict[str, Any], resolved: Resolved) -> Resolved:
-    """The stored configuration with what `resolved` newly sets, if a resumed run may change it.
-
-    Raises InputError naming the first key that it may not.
-    """
+def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, list[str]]:
+    """The stored configuration with what `resolved` newly sets, and what of that a resumed run should not change."""
     values = {key: Value(key, entry["value"], entry["origin"]) for key, entry in stored["config"].items()}
+    changes = []
     for key, value in resolved.leaves():
-        if resolved.origin[key] == DEFAULT or (key in values and values[key].value == value):
+        origin = resolved.origin[key]
+        if origin == DEFAULT or (key in values and values[key].value == value):
             continue
         if not key.startswith(CHANGEABLE):
-            raise InputError(
-                f"--resume: `{key}` = {value!r} ({resolved.origin[key]}), but the run was begun with "
-                f"{values[key].value!r}."
-                if key in values
-                else f"--resume: `{key}` was not set when the run was begun.",
-                "Leave it out to continue, or start a new run.",
-            )
-        values[key] = Value(key, value, resolved.origin[key])
-    return build({key: value for key, value in values.items() if value.origin != DEFAULT})
+            before = f"the run was begun with {values[key].value!r}" if key in values else "it was not set at first"
+            changes.append(f"`{key}` = {value!r} ({origin}), but {before}")
+        values[key] = Value(key, value, origin)
+    return build({key: value for key, value in values.items() if value.origin != DEFAULT}), changes
 
 
 def _name(job: Job) -> str:

@@ -64,9 +64,21 @@ class Policy:
             for index in range(minibatches)
         ]
 
-    def save(self, directory: Path) -> None:
-        """Write policy, optimizer and random state into an existing directory."""
-        self.group.call("save", directory)
+    def save_begin(self, directory: Path) -> None:
+        """Take a snapshot of policy, optimizer and random state, and start writing it into an existing directory."""
+        self.group.call("save_begin", directory)
+
+    def save_written(self) -> bool:
+        """Whether `save_finish` would not have to wait."""
+        return all(self.group.call("save_written"))
+
+    def save_finish(self) -> dict[str, str]:
+        """Wait until the save is complete; returns the digest of each file."""
+        return {name: digest for part in self.group.call("save_finish") for name, digest in part.items()}
+
+    def damaged_files(self, directory: Path, digests: dict[str, str]) -> list[str]:
+        """What is wrong with the files that a save wrote: a sentence each. Every rank reads a share of them."""
+        return [problem for part in self.group.call("damaged_files", directory, digests) for problem in part]
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote, under any parallelism."""

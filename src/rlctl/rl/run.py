@@ -22,7 +22,9 @@ from rlctl.rl.job import Job
 from rlctl.rl.policy import Policy
 from rlctl.rl.rewards import WorkerRewards
 from rlctl.rl.run_loss import RunLoss
-from rlctl.runs.directory import Checkpoint, RunDirectory
+from rlctl.rl.saving import Saver, newest_intact
+from rlctl.runs.checkpoints import Checkpoint
+from rlctl.runs.directory import RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics
@@ -58,17 +60,17 @@ class RunSummary:
         return "\n".join(lines)
 
 
-def run_grpo(
-    job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume_from: Checkpoint | None
-) -> RunSummary:
+def run_grpo(job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool) -> RunSummary:
     """Train until the last step or a stop request. The run directory is locked and has its manifest.
+
+    With `resume` it goes on from the newest checkpoint that is intact.
 
     Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
     try:
         with run.writing():
-            interrupted = _train(job, run, display, stop, resume_from)
+            interrupted = _train(job, run, display, stop, resume)
     except RlctlError as error:
         _report(run, display)
         raise _with_resume_hint(error, run) from error
@@ -90,17 +92,22 @@ def run_grpo(
     )
 
 
-def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume_from: Checkpoint | None) -> bool:
+def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> bool:
     """Start the processes, run the steps, stop the processes; whether a stop was requested."""
     with contextlib.ExitStack() as stack:
-        loggers = _loggers(job, run, resume_from, stack)
         display.doing("starting Ray")
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None))
         stop.install()  # Ray has brought its own handlers
         display.doing("starting policy and engines")
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs))
-        parts = stack.enter_context(_parts(job, crew, display, resume_from))
-        return _Loop(job, run, display, parts, loggers, 0 if resume_from is None else resume_from.step).run(stop)
+        policy = _policy(job, crew, display)
+        resume_from = _load_newest(run, policy, display) if resume else None
+        loggers = _loggers(job, run, resume_from, stack)
+        parts = stack.enter_context(_parts(job, crew, policy))
+        saver = Saver(run, policy, job.config.run)
+        stack.callback(saver.abandon)
+        first = 0 if resume_from is None else resume_from.step
+        return _Loop(job, run, display, parts, loggers, saver, first).run(stop)
 
 
 def _report(run: RunDirectory, display: Display) -> list[dict[str, Any]]:
@@ -114,9 +121,8 @@ def _report(run: RunDirectory, display: Display) -> list[dict[str, Any]]:
     return lines
 
 
-@contextlib.contextmanager
-def _parts(job: Job, crew: Crew, display: Display, resume_from: Checkpoint | None) -> Iterator[GrpoParts]:
-    """The loop's parts on running processes, with the policy's weights loaded."""
+def _policy(job: Job, crew: Crew, display: Display) -> Policy:
+    """The policy on running processes, with the weights that the run begins with."""
     config = job.config
     policy = Policy(
         crew.policy,
@@ -130,8 +136,25 @@ def _parts(job: Job, crew: Crew, display: Display, resume_from: Checkpoint | Non
     if config.grpo.holds_reference:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
-    if resume_from is not None:
-        policy.load(resume_from.policy)
+    return policy
+
+
+def _load_newest(run: RunDirectory, policy: Policy, display: Display) -> Checkpoint | None:
+    """Bring the policy to where the run goes on from; None: there is no checkpoint yet."""
+    display.doing("checking the checkpoint")
+    found = newest_intact(run.checkpoints(), policy, display.say)
+    if found is None:
+        display.say("no checkpoint yet: starting again from step 1")
+        return None
+    display.say(f"resuming after step {found.step}")
+    policy.load(found.policy)
+    return found
+
+
+@contextlib.contextmanager
+def _parts(job: Job, crew: Crew, policy: Policy) -> Iterator[GrpoParts]:
+    """The loop's parts on running processes."""
+    config = job.config
     prompts = job.prompts
     sampling = Sampling.from_config(config.generation, stop=prompts.stop, stop_token_ids=prompts.stop_token_ids)
     generator = EngineGenerator(
@@ -163,11 +186,12 @@ class _Loop:
         display: Display,
         parts: GrpoParts,
         loggers: Sequence[Logger],
+        saver: Saver,
         first: int,
     ) -> None:
         """`first` is the step to begin with, counted from 0."""
         self.job, self.run_directory, self.display, self.parts = job, run, display, parts
-        self.loggers, self.first = loggers, first
+        self.loggers, self.saver, self.first = loggers, saver, first
         self.agreement = Agreement.from_config(job.config.grpo, job.dtype)
 
     def run(self, stop: StopRequest) -> bool:
@@ -195,10 +219,10 @@ class _Loop:
             self._tell_troubles(step, result.metrics)
         except DivergenceError:
             self._log(step, _with_times(result.metrics, timer))  # the report shows what it came to; no checkpoint does
+            self.saver.finish()  # that of a step before
             raise
-        if self._checkpoint_due(step, last or stop.requested):
-            with timer(Phase.CHECKPOINT):
-                self._save(step, _with_times(result.metrics, timer))
+        with timer(Phase.CHECKPOINT):
+            self._save(step, last or stop.requested, _with_times(result.metrics, timer))
         self._log(step, _with_times(result.metrics, timer))
 
     def _log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -213,16 +237,12 @@ class _Loop:
         if warning := self.agreement.check(step, metrics):
             self.display.say(warning)
 
-    def _checkpoint_due(self, step: int, ending: bool) -> bool:
-        every = self.job.config.run.checkpoint_every
-        return (ending and self.job.config.run.save_final) or (every > 0 and (step + 1) % every == 0)
-
-    def _save(self, step: int, metrics: dict[str, Any]) -> None:
-        """`metrics` go into the checkpoint: a run killed before its metrics line is written finds them there."""
-        self.display.doing(f"saving step {step + 1}")
-        with self.run_directory.checkpoint(step + 1, {"metrics": metrics}) as directory:
-            self.parts.policy.save(directory)
-        self.run_directory.prune(self.job.config.run.keep_last)
+    def _save(self, step: int, ending: bool, metrics: dict[str, Any]) -> None:
+        """Begin a save when one is due; the last one is waited for."""
+        if self.saver.due(step, ending):
+            self.display.doing(f"saving step {step + 1}")
+            self.saver.begin(step, metrics)
+        self.saver.finish() if ending else self.saver.finish_if_written()
 
     def _keep_rollouts(self, step: int, result: StepResult) -> None:
         rows = self.job.prompts.rows(step)

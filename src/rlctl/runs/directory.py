@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.errors import InputError, RlctlError
+from rlctl.runs.checkpoints import (
+    DISK_ERRORS,
+    Checkpoint,
+    NewCheckpoint,
+    checkpoints_in,
+    clear_partial,
+    superfluous,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
+CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 LOGS = "logs"
-DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
-_CHECKPOINT_NAME = re.compile(r"step_(\d+)")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: the state after `step` finished steps."""
-
-    step: int
-    path: Path
-
-    @property
-    def policy(self) -> Path:
-        """Where the policy backend wrote its part."""
-        return self.path / "policy"
-
-    def state(self) -> dict[str, Any]:
-        """What the loop saved besides the policy."""
-        try:
-            return json.loads((self.path / STATE).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise InputError(
-                f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before."
-            ) from error
 
 
 class RunDirectory:
@@ -175,35 +157,9 @@ class RunDirectory:
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         )
 
-    @contextlib.contextmanager
-    def checkpoint(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
-        """Write a checkpoint after `step` finished steps: the block fills the yielded directory.
-
-        Then it is flushed to the disk and renamed into place. An exception in the block leaves no checkpoint and
-        removes what was written.
-        """
-        final = self.path / "checkpoints" / f"step_{step}"
-        aside = final.with_name(f".step_{step}.partial")
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            (aside / "policy").mkdir(parents=True)
-            yield aside / "policy"
-            write_json(aside / STATE, {**state, "step": step})
-            _flush_tree(aside)
-            if final.exists():
-                shutil.rmtree(final)
-            aside.rename(final)
-            _flush(final.parent)
-        except BaseException as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            # A worker fails to write in the worker: what arrives here is text. Some of our own errors are OSErrors too.
-            full = isinstance(error, RlctlError) and os.strerror(errno.ENOSPC) in str(error)
-            if not full and (isinstance(error, RlctlError) or not isinstance(error, OSError)):
-                raise
-            reason = os.strerror(errno.ENOSPC) if full else error
-            raise RlctlError(
-                f"Checkpoint of step {step} could not be written to {final}: {reason}.", "Free space on that disk."
-            ) from error
+    def new_checkpoint(self, step: int) -> NewCheckpoint:
+        """A checkpoint to be written after `step` finished steps."""
+        return NewCheckpoint(self.path / CHECKPOINTS, step)
 
     def has_steps(self) -> bool:
         """Whether the run finished a step: there is something to look at or to go on from."""
@@ -211,20 +167,16 @@ class RunDirectory:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
-        directory = self.path / "checkpoints"
-        found = (
-            [(_CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in directory.iterdir()]
-            if directory.is_dir()
-            else []
-        )
-        return sorted((Checkpoint(int(m[1]), entry) for m, entry in found if m), key=lambda checkpoint: checkpoint.step)
+        return checkpoints_in(self.path / CHECKPOINTS)
 
-    def prune(self, keep_last: int | None) -> None:
-        """Remove all but the newest `keep_last` checkpoints, and what killed saves left behind."""
-        for partial in (self.path / "checkpoints").glob(".step_*.partial"):
-            shutil.rmtree(partial)
-        for checkpoint in self.checkpoints()[: -keep_last if keep_last else 0]:
+    def prune(self, keep_last: int | None, keep_best: int | None = None) -> None:
+        """Remove checkpoints that are neither among the newest nor among the best; by default none."""
+        for checkpoint in superfluous(self.checkpoints(), keep_last, keep_best):
             shutil.rmtree(checkpoint.path)
+
+    def clear_partial(self) -> None:
+        """Remove what killed saves left behind."""
+        clear_partial(self.path / CHECKPOINTS)
 
 
 def newest_run(root: Path) -> Path:
@@ -233,27 +185,3 @@ def newest_run(root: Path) -> Path:
     if not manifests:
         raise InputError(f"--resume: there is no run below {root.absolute()}.", "Name one with --run-dir.")
     return manifests[-1].parent
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old or the new file, never a part."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    _flush(aside)
-    aside.replace(path)
-    _flush(path.parent)
-
-
-def _flush_tree(root: Path) -> None:
-    for directory, _, files in os.walk(root):
-        for name in files:
-            _flush(Path(directory) / name)
-        _flush(Path(directory))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,40 +1,87 @@
 """Policy checkpoints through megatron.core.dist_checkpointing: model, optimizer, random state; loaded under any
-parallelism."""
+parallelism. A save takes a snapshot, then writes it in the background while training goes on."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
-from rlctl.backends.megatron.compat import call_known
+from rlctl.backends.megatron.compat import call_known, write_checkpoints_in_this_process
 from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
+from rlctl.checkpoints import pickles
+from rlctl.checkpoints.identity import file_digest
 from rlctl.errors import InputError
 
 
-def save(directory: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Writes the policy into an existing empty directory; every rank calls it. Complete when it returns on all of
-    them."""
-    state = _sharded_state(chunks, optimizer, is_loading=False)
-    state["random"] = _random_state_of_rank()
-    state["layout"] = _layout()
-    dist_checkpointing.save(state, str(directory))
-    torch.distributed.barrier()
+class Save:
+    """A save under way on this rank. Every rank makes one and finishes it; the checkpoint is complete when all have."""
+
+    def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
+        """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
+        write_checkpoints_in_this_process()
+        state = _sharded_state(chunks, optimizer, is_loading=False)
+        for key, _ in _chunk_keys(chunks):
+            _detach_from_live_weights(state[key])
+        state["random"] = _random_state_of_rank()
+        state["layout"] = _layout()
+        self._request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+        self._arguments = list(self._request.async_fn_args)
+        if self._request.preload_fn is not None and torch.cuda.is_available():
+            self._arguments[1] = self._request.preload_fn()  # device to host
+        self._directory, self._digests = directory, dict[str, str]()
+        pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = pool.submit(self._write)
+        pool.shutdown(wait=False)
+
+    def _write(self) -> None:
+        if self._request.async_fn is None:  # this rank has nothing to write
+            return
+        self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
+        for path, name, _ in self._arguments[1]:
+            self._digests[name] = file_digest(Path(path))
+        self._arguments.clear()  # the snapshot
+
+    @property
+    def written(self) -> bool:
+        """Whether `finish` will not have to wait for this rank."""
+        return self._writing.done()
+
+    def finish(self) -> dict[str, str]:
+        """Waits for the writing, then puts the index beside it; collective. Returns the digests of files written here."""
+        self._writing.result()
+        for step in self._request.finalize_fns:
+            step()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            index = [path for path in self._directory.iterdir() if path.suffix != ".distcp"]
+            self._digests |= {path.name: file_digest(path) for path in index}
+        return self._digests
+
+
+def _detach_from_live_weights(state: dict[str, Any]) -> None:
+    """The model's part of the state refers to the parameters themselves; the optimizer's part is a copy already."""
+    for leaf in nested_values(state):
+        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
+            leaf.data = leaf.data.detach().clone()
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     """Reads what `save` wrote. Random state is taken over only under the parallelism it was saved with.
 
     Raises:
-        InputError: `directory` holds no policy checkpoint.
+        InputError: `directory` holds no policy checkpoint, or one with a pickle that could run code.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise InputError(
             f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
         )
+    pickles.scan(directory)
     saved_layout = dist_checkpointing.load_common_state_dict(str(directory)).get("layout")
     for inner in inner_optimizers(optimizer):
         inner._init_optimizer_states_with_dummy_values()

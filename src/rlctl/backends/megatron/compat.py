@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import queue
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -103,3 +104,34 @@ def destroy_subgroups() -> None:
 
     for group in [group for group in _world.pg_map if group is not GroupMember.WORLD]:
         destroy_process_group(group)
+
+
+def write_checkpoints_in_this_process() -> None:
+    """Has Megatron's checkpoint writer write where it is called.
+
+    It would fork a process for each file and start another one for the results: a fork after communication and autograd
+    threads exist deadlocks now and then.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    writer = filesystem_async.FileSystemWriterAsync
+
+    def write_here(
+        transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
+    ) -> None:
+        results: Any = {}
+        for index, bucket in enumerate(write_buckets):
+            done, count = queue.Queue(), queue.Queue()
+            count.put(index)
+            writer.write_preloaded_data(transform_list, index, bucket, done, count, True, use_msc=use_msc)
+            index, outcome = done.get()
+            if isinstance(outcome, Exception):
+                results = outcome
+                break
+            results[index] = outcome
+        global_results_queue.put(results)
+
+    writer.write_preloaded_data_multiproc = staticmethod(write_here)
+    results: queue.Queue = queue.Queue()
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
+        setattr(filesystem_async, name, lambda *args, **kwargs: results)

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import importlib
 import pkgutil
-import queue
 import sys
 import types
 import warnings
@@ -335,33 +334,6 @@ def _exchange_uneven_parts() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
 
 
-def _write_checkpoints_in_this_process() -> None:
-    """The checkpoint writer forks; a fork after gloo and autograd threads exist deadlocks now and then."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    writer = filesystem_async.FileSystemWriterAsync
-
-    def write_here(
-        transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
-    ) -> None:
-        results: Any = {}
-        for index, bucket in enumerate(write_buckets):
-            done, count = queue.Queue(), queue.Queue()
-            count.put(index)
-            writer.write_preloaded_data(transform_list, index, bucket, done, count, True, use_msc=use_msc)
-            index, outcome = done.get()
-            if isinstance(outcome, Exception):
-                results = outcome
-                break
-            results[index] = outcome
-        global_results_queue.put(results)
-
-    writer.write_preloaded_data_multiproc = staticmethod(write_here)
-    results: queue.Queue = queue.Queue()
-    for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
-        setattr(filesystem_async, name, lambda *args, **kwargs: results)
-
-
 # --- gaps of Megatron-Core without TransformerEngine, CUDA or not
 # ------------------------------------------------------------
 
@@ -439,7 +411,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     _split_rotary_without_pinning,
     _convert_cpu_splits,
     _exchange_uneven_parts,
-    _write_checkpoints_in_this_process,
     _name_missing_gemm,
     _name_missing_mla_linears,
     _recompute_without_fp8,

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,11 @@ from rlctl.backends.base import (
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.weights import policy_world
 from rlctl.checkpoints.huggingface import load_rank
-from rlctl.errors import InputError
+from rlctl.checkpoints.identity import damaged_files
+from rlctl.errors import InputError, WorkerError
+
+if TYPE_CHECKING:
+    from rlctl.backends.megatron.checkpoint import Save
 
 
 class MegatronWorker:
@@ -39,6 +43,7 @@ class MegatronWorker:
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
+        self._save: Save | None = None
 
     # --- life cycle
     # ----------------------------------------------------------------------------------------------------------
@@ -241,10 +246,33 @@ class MegatronWorker:
 
     def save(self, directory: Path | str) -> None:
         """Writes model, optimizer and random state into an existing directory; not atomic."""
-        from rlctl.backends.megatron.checkpoint import save
+        self.save_begin(directory)
+        self.save_finish()
 
+    def save_begin(self, directory: Path | str) -> None:
+        """Takes a snapshot and starts writing it into an existing directory; one save at a time."""
+        from rlctl.backends.megatron.checkpoint import Save
+
+        if self._save is not None:
+            raise WorkerError("save_begin while a save is under way.")
         self._gather_parameters()
-        save(Path(directory), self.chunks, self.optimizer)
+        self._save = Save(Path(directory), self.chunks, self.optimizer)
+
+    def save_written(self) -> bool:
+        """Whether `save_finish` would not have to wait for this rank."""
+        return self._save is None or self._save.written
+
+    def save_finish(self) -> dict[str, str]:
+        """Waits until the checkpoint is complete on all ranks; returns the digests of the files of this one."""
+        save, self._save = self._save, None
+        if save is None:
+            raise WorkerError("save_finish without a save under way.")
+        return save.finish()
+
+    def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
+        """What is wrong with this rank's share of the files that a save wrote: a sentence each."""
+        names = sorted(digests)[self.rank :: self.world_size]
+        return damaged_files(Path(directory), {name: digests[name] for name in names})
 
     def load(self, directory: Path | str) -> None:
         """Reads what `save` wrote, under any parallelism."""
