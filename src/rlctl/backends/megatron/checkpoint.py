@@ -53,7 +53,7 @@ class Save:
         return self._writing.done()
 
     def finish(self) -> dict[str, str]:
-        """Waits for the writing, then puts the index beside it; collective. Returns the digests of files written here."""
+        """Waits for the writing, then puts the index beside it; collective. Returns digests of what was written."""
         self._writing.result()
         for step in self._request.finalize_fns:
             step()
