@@ -143,6 +143,15 @@ def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_
         go_on(files / "run", model=str(tiny_llama))
 
 
+def test_a_resume_may_lay_the_run_out_anew(files, tiny_llama):
+    begun(train(tiny_llama), files / "run")
+    before, _ = go_on(files / "run")
+    assert (before.parallel.pp, before.resolved.origin["training.pp"]) == (1, "planner")
+    after, said = go_on(files / "run", allow_changes=False, set_=["training.pp=2"])
+    assert (after.parallel.pp, after.resolved.origin["training.dp"]) == (2, "planner")
+    assert not [line for line in said if "although" in line]
+
+
 def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied):
     begun(train(tiny_llama), files / "run")
     job, said = go_on(files / "run", allow_changes=True, model=str(tiny_llama_tied), prompts=4)

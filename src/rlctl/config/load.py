@@ -24,6 +24,7 @@ from rlctl.config.yaml_values import parse_value, read_mapping
 from rlctl.errors import ConfigError
 
 DEFAULT = "default"
+PLANNER = "planner"
 PRESET = "preset "
 ENVIRONMENT_PREFIX = "RLCTL_"
 
@@ -72,7 +73,7 @@ class Resolved:
     changed: tuple[str, ...] = ()
     """What of an imported recipe runs, but not exactly as written, a line each."""
 
-    def with_values(self, values: Mapping[str, Any], origin: str = "planner") -> Resolved:
+    def with_values(self, values: Mapping[str, Any], origin: str = PLANNER) -> Resolved:
         """The same configuration with `values` (by dotted key) put in and marked as coming from `origin`."""
         leaves = {key: Value(key, leaf, self.origin[key]) for key, leaf in self.leaves() if self.origin[key] != DEFAULT}
         built = build(leaves | {key: Value(key, value, origin) for key, value in values.items()})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.source import resolve_model
-from rlctl.config.load import DEFAULT, Resolved, Value, build
+from rlctl.config.load import DEFAULT, PLANNER, Resolved, Value, build
 from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
@@ -34,6 +34,19 @@ CHANGEABLE = (
     "grpo.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
     "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
     "reward.timeout_s", "model.name", "grpo.logprob_diff_warning", "grpo.logprob_diff_error",
+)  # fmt: skip
+# How the same computation is laid out over devices: numbers agree within rounding. What the planner decided is planned
+# again when one of these changes.
+LAYOUT = (
+    "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
+    *(f"training.{key}" for key in (
+        "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "first_stage_layers", "last_stage_layers",
+        "recompute", "optimizer_offload", "micro_batch_tokens", "threads",
+    )),
+    *(f"generation.{key}" for key in (
+        "engines", "tp", "pp", "dp", "ep", "colocated", "memory_fraction", "kv_cache_bytes", "max_concurrent",
+        "max_batched_tokens", "threads",
+    )),
 )  # fmt: skip
 
 
@@ -110,12 +123,13 @@ def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
 def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, list[str]]:
     """The stored configuration with what `resolved` newly sets, and what of that a resumed run should not change."""
     values = {key: Value(key, entry["value"], entry["origin"]) for key, entry in stored["config"].items()}
+    given = [(key, value, resolved.origin[key]) for key, value in resolved.leaves() if resolved.origin[key] != DEFAULT]
+    given = [(key, value, origin) for key, value, origin in given if key not in values or values[key].value != value]
+    if any(key in LAYOUT for key, _, _ in given):
+        values = {key: value for key, value in values.items() if value.origin != PLANNER}
     changes = []
-    for key, value in resolved.leaves():
-        origin = resolved.origin[key]
-        if origin == DEFAULT or (key in values and values[key].value == value):
-            continue
-        if not key.startswith(CHANGEABLE):
+    for key, value, origin in given:
+        if not key.startswith(CHANGEABLE) and key not in LAYOUT:
             before = f"the run was begun with {values[key].value!r}" if key in values else "it was not set at first"
             changes.append(f"`{key}` = {value!r} ({origin}), but {before}")
         values[key] = Value(key, value, origin)
