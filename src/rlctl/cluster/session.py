@@ -15,6 +15,7 @@ from rlctl.errors import MachineError
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
+START_ATTEMPTS = 3
 
 
 @contextlib.contextmanager
@@ -40,6 +41,27 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
     children_before = {child.pid for child in psutil.Process().children(recursive=True)}
     try:
         if address is None:
+            _start(gpus, namespace)
+        else:
+            _require_answer(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+    except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
+        wanted = f"--ray-address {address}" if address else f"Ray on {socket.gethostname()}"
+        raise MachineError(f"{wanted} did not start or answer: {error}.", "Run `rlctl doctor` to see why.") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if address is None:
+            _end_children(children_before)
+
+
+def _start(gpus: int | None, namespace: str) -> None:
+    """Start Ray on this machine; again where a busy machine was too slow for the half minute that Ray waits."""
+    import ray
+
+    for attempt in range(START_ATTEMPTS):
+        try:
             ray.init(
                 address="local",
                 num_gpus=gpus,
@@ -54,18 +76,13 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
                 # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
                 _system_config={"prestart_worker_first_driver": False},
             )
-        else:
-            _require_answer(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
-    except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
-        wanted = f"--ray-address {address}" if address else f"Ray on {socket.gethostname()}"
-        raise MachineError(f"{wanted} did not start or answer: {error}.", "Run `rlctl doctor` to see why.") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        if address is None:
-            _end_children(children_before)
+            return
+        except Exception as error:  # noqa: BLE001 - Ray gives the timeout no class of its own; others are raised again
+            if "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
+            if attempt + 1 == START_ATTEMPTS:
+                raise TimeoutError(f"{error} (tried {START_ATTEMPTS} times)") from error
 
 
 def _require_answer(address: str) -> None:
