@@ -77,7 +77,7 @@ def _start(gpus: int | None, namespace: str) -> None:
                 _system_config={"prestart_worker_first_driver": False},
             )
             return
-        except Exception as error:  # noqa: BLE001 - Ray gives the timeout no class of its own; others are raised again
+        except Exception as error:  # Ray gives the timeout no class of its own; others are raised again
             if "timed out during startup" not in str(error):
                 raise
             ray.shutdown()
