@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rlctl.backends.base import RolloutRow
 from rlctl.backends.packing import plan_batch, row_tokens
+from rlctl.config.schema import TrainingConfig
 from rlctl.errors import ConfigError
 
 LIMIT = 100
@@ -23,9 +24,16 @@ groups = st.lists(
 )
 
 
-@given(groups, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([1, 4]), st.sampled_from([1, 3]))
+@given(
+    groups,
+    st.integers(1, 4),
+    st.sampled_from(["packed", "dynamic", "single"]),
+    st.booleans(),
+    st.sampled_from([1, 4]),
+    st.sampled_from([1, 3]),
+)
 def test_every_rollout_once_in_rows_that_fit(
-    shape: list, dp: int, packing: bool, share: bool, multiple: int, rows_multiple: int
+    shape: list, dp: int, how: str, share: bool, multiple: int, rows_multiple: int
 ) -> None:
     minibatches = [
         [row for g, (prompt, completions) in enumerate(shape) for row in group_rows(g, prompt, completions)],
@@ -33,8 +41,8 @@ def test_every_rollout_once_in_rows_that_fit(
     ]
     columns = {group: f"handle {group}" for group in [*range(len(shape)), 99]}
     plan = plan_batch(
-        minibatches, columns, dp=dp, micro_batch_tokens=LIMIT, packing=packing, share_prompts=share, multiple=multiple,
-        micro_batch_multiple=rows_multiple,
+        minibatches, columns, dp=dp, micro_batch_tokens=LIMIT, packing=how == "packed", dynamic=how == "dynamic",
+        share_prompts=share, multiple=multiple, micro_batch_multiple=rows_multiple,
     )  # fmt: skip
     assert len(plan.shards) == dp
     tokens = padded = 0
@@ -45,10 +53,13 @@ def test_every_rollout_once_in_rows_that_fit(
         assert len(plan.shards[0].minibatches[index]) % rows_multiple == 0
         lengths = [row_tokens(micro, plan.shards[0].share_prompts) for micro in held]
         assert max(lengths) <= LIMIT
-        assert packing or all(len(micro) <= 1 for micro in held)
+        assert how != "single" or all(len(micro) <= 1 for micro in held)
         tokens += sum(lengths)
-        padded += sum(max(multiple, -(-n // multiple) * multiple) - n for n in lengths)
-    assert (plan.stats.tokens, plan.stats.padded_tokens) == (tokens, padded)
+        if how == "dynamic":
+            lengths = [len(micro) * max((r.tokens for r in micro), default=0) for micro in held]
+            assert max(lengths) <= LIMIT
+        padded += sum(max(multiple, -(-n // multiple) * multiple) for n in lengths)
+    assert (plan.stats.tokens, plan.stats.padded_tokens) == (tokens, padded - tokens)
     assert plan.stats.unshared_tokens == sum(r.tokens for rows in minibatches for r in rows)
     for shard in plan.shards:
         needed = {r.group for rows in shard.minibatches for micro in rows for r in micro}
@@ -71,3 +82,21 @@ def test_ranks_are_balanced_by_compute() -> None:
 def test_a_rollout_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"training\.micro_batch_tokens = 100"):
         plan_batch([group_rows(0, 50, [51])], {0: "h"}, dp=1, micro_batch_tokens=LIMIT)
+
+
+def test_dynamic_rows_hold_rollouts_of_like_length() -> None:
+    rows = group_rows(0, 5, [5, 45, 6, 44, 5, 6])
+    plan = plan_batch([rows], {0: "h"}, dp=1, micro_batch_tokens=LIMIT, packing=False, dynamic=True)
+    assert sorted(sorted(r.tokens for r in micro) for micro in plan.shards[0].minibatches[0]) == [
+        [10, 10, 11, 11],
+        [49, 50],
+    ]
+    assert plan.stats.padded_tokens == 2 + 1
+
+
+def test_packing_and_dynamic_batching_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="dynamic_batching"):
+        plan_batch([group_rows(0, 5, [5])], {0: "h"}, dp=1, micro_batch_tokens=LIMIT, dynamic=True)
+    with pytest.raises(ValueError, match="training.packing=false"):
+        TrainingConfig(dynamic_batching=True)
+    assert TrainingConfig(dynamic_batching=True, packing=False).dynamic_batching

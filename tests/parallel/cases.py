@@ -28,6 +28,7 @@ class Case:
     kind: str = "llama"
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
     packing: bool = True
+    dynamic: bool = False
     share_prompts: bool = True
     micro_batch_tokens: int = 64
     temperature: float = 1.0
@@ -87,6 +88,7 @@ def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
         dp=case.parallel.dp,
         micro_batch_tokens=case.micro_batch_tokens,
         packing=case.packing,
+        dynamic=case.dynamic,
         share_prompts=case.share_prompts,
         multiple=case.parallel.row_multiple,
         micro_batch_multiple=case.parallel.micro_batch_multiple,
@@ -112,8 +114,19 @@ def run_case(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int,
     for step in range(2):
         results.append(worker.train_minibatch(0, Loss(), Optim().lr))
         if step == 0:
+            gather_gradients(worker)
             grads = list(pieces(worker, "grad"))
     return Piece(results, logprobs, grads, list(pieces(worker, "data")))
+
+
+def gather_gradients(worker: MegatronWorker) -> None:
+    """The whole sum on every rank: the distributed optimizer leaves each data-parallel rank its own part of it."""
+    for chunk in worker.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets if group.size() > 1 else ():
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def run_checkpoint(

@@ -14,6 +14,8 @@ from parallel.reference import Optim, Reference, hf_model, make_batch, megatron_
 from rlctl.backends.base import ParallelSpec, only_result
 
 Pools = Callable[[int], Pool]
+TOLERANCE = 1e-6
+"""Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
 
 
 @cache
@@ -32,32 +34,34 @@ def check(pools: Pools, case: Case) -> None:
     logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
     assert logprobs.keys() == expected.logprobs.keys()
     for key, value in expected.logprobs.items():
-        assert close(logprobs[key], value, 1e-5), key
+        assert close(logprobs[key], value, 1e-5), (
+            key
+        )  # a log-softmax over logits of size 10: their own rounding is 1e-6
     for step in range(2):
         result = only_result([rank.results[step] for rank in ranks])
-        assert abs(result.loss - expected.losses[step]) <= 1e-6 * max(1, abs(expected.losses[step]))
-        assert abs(result.grad_norm - expected.norms[step]) <= 1e-5 * expected.norms[step]
+        for found, wanted in ((result.loss, expected.losses[step]), (result.grad_norm, expected.norms[step])):
+            assert abs(found - wanted) <= TOLERANCE * max(1, abs(wanted))
         assert not result.skipped
         assert result.sums["tokens"] == sum(len(value) for value in expected.logprobs.values())
     first = only_result([rank.results[0] for rank in ranks])
     assert abs(first.sums["entropy"] / sum(float(e.sum()) for e in expected.entropy.values()) - 1) < 1e-5
-    assert abs(first.maxima["top"] - max(float(v.abs().max()) for v in expected.logprobs.values())) < 1e-4
+    assert abs(first.maxima["top"] - max(float(v.abs().max()) for v in expected.logprobs.values())) < 1e-5
     params, spread = assemble([rank.params for rank in ranks])
     assert spread == 0
     assert params.keys() == expected.params.keys()
     for name, value in expected.params.items():
-        assert close(params[name], value, 1e-6), (name, (params[name] - value).abs().max())
-    if case.parallel.dp * case.parallel.cp == 1:  # the distributed optimizer leaves each rank only its part of the sum
-        grads, _ = assemble([rank.grads for rank in ranks])
-        unclip = (first.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
-        for name, value in expected.grads.items():
-            assert close(grads[name] * unclip, value, 2e-6), (name, (grads[name] * unclip - value).abs().max())
+        assert close(params[name], value, TOLERANCE), (name, (params[name] - value).abs().max())
+    grads, _ = assemble([rank.grads for rank in ranks])
+    unclip = (first.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
+    for name, value in expected.grads.items():
+        assert close(grads[name] * unclip, value, TOLERANCE), (name, (grads[name] * unclip - value).abs().max())
 
 
 ALONE = {
     "packed": Case(),
     "not-shared": Case(share_prompts=False),
     "not-packed": Case(packing=False),
+    "dynamic": Case(packing=False, dynamic=True, micro_batch_tokens=80),
     "one-row": Case(micro_batch_tokens=512),
     "chunks": Case(chunk=7, temperature=0.7),
     "tied": Case("llama-tied", temperature=1.3),
@@ -92,6 +96,7 @@ PAIRS = {
     "pp2-uneven": Case("llama-tied", ParallelSpec(pp=2, first_stage_layers=1)),
     "vpp2-one-micro-batch": Case(parallel=ParallelSpec(pp=2, vpp=2), micro_batch_tokens=512),
     "cp2": Case(parallel=ParallelSpec(cp=2)),
+    "cp2-dynamic": Case("qwen2", ParallelSpec(cp=2), packing=False, dynamic=True),
     "cp2-qwen3": Case("qwen3", ParallelSpec(cp=2), share_prompts=False),
     "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),

@@ -139,6 +139,8 @@ class BatchShard:
     """For each optimizer step its micro-batches, as many on every data-parallel rank."""
     share_prompts: bool = False
     """Rollouts of one group in one micro-batch stand behind a single copy of their prompt."""
+    rectangular: bool = False
+    """Rollouts of a micro-batch are padded to the longest of them."""
 
 
 @dataclass(frozen=True)

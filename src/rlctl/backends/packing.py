@@ -63,6 +63,7 @@ def plan_batch(
     dp: int,
     micro_batch_tokens: int,
     packing: bool = True,
+    dynamic: bool = False,
     share_prompts: bool = True,
     multiple: int = 1,
     micro_batch_multiple: int = 1,
@@ -74,6 +75,7 @@ def plan_batch(
         columns: handle of the columns of each group; a shard carries those it needs.
         micro_batch_tokens: most tokens of a row.
         packing: False gives each rollout a row of its own.
+        dynamic: without packing, rows of rollouts of like length, padded to the longest of them.
         share_prompts: rollouts of a group in one row stand behind one copy of their prompt; needs packing.
         multiple: rows are padded to a multiple of this many tokens (tp x 2 cp under sequence and context parallelism).
         micro_batch_multiple: each rank gets a multiple of this many rows, empty ones where rollouts do not suffice.
@@ -82,11 +84,14 @@ def plan_batch(
         ConfigError: a rollout is longer than a row.
     """
     share = share_prompts and packing
-    ranks = [
-        _divide(_units(rows, micro_batch_tokens, share), dp, micro_batch_tokens, packing, micro_batch_multiple)
-        for rows in minibatches
-    ]
-    shards = tuple(_shard([rank[r] for rank in ranks], columns, share) for r in range(dp))
+    if packing and dynamic:
+        raise ConfigError("training.dynamic_batching is instead of training.packing.", "Set training.packing=false.")
+    bins_of = _packed if packing else _rectangles if dynamic else _single
+    ranks = []
+    for rows in minibatches:
+        units = sorted(_units(rows, micro_batch_tokens, share), key=lambda u: (-u.cost, u.rows[0].group, u.rows[0].row))
+        ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
+    shards = tuple(_shard([rank[r] for rank in ranks], columns, share, dynamic) for r in range(dp))
     return BatchPlan(shards, _stats(minibatches, ranks, shards, dp, multiple))
 
 
@@ -135,17 +140,32 @@ def _unit(rows: tuple[RolloutRow, ...]) -> Unit:
     return Unit(rows, tokens, tokens + attention / ATTENTION_TOKENS * 2)
 
 
-def _divide(units: list[Unit], dp: int, limit: int, packing: bool, step: int) -> list[list[MicroBatch]]:
-    """Rows of each rank: `dp` lists of equal length, a multiple of `step`."""
-    order = sorted(units, key=lambda unit: (-unit.cost, unit.rows[0].group, unit.rows[0].row))
-    if not packing:
-        count = -(-len(units) // (dp * step)) * step
-        bins = [[unit] for unit in order] + [[] for _ in range(count * dp - len(units))]
-    else:
-        count = max(1, -(-sum(unit.tokens for unit in units) // (limit * dp * step))) * step
-        while (bins := _fill(order, count * dp, limit)) is None:
-            count += step
-    return _spread(bins, dp, count)
+def _packed(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
+    """A multiple of `step` bins, as few as the units (by falling cost) fit, of even cost."""
+    count = max(1, -(-sum(unit.tokens for unit in units) // (limit * step))) * step
+    while (bins := _fill(units, count, limit)) is None:
+        count += step
+    return bins
+
+
+def _single(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
+    """A bin for each unit, and empty ones to a multiple of `step`."""
+    return [*([unit] for unit in units), *([] for _ in range(-len(units) % step))]
+
+
+def _rectangles(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
+    """Bins of neighbours in length whose padded rectangle fits; the costliest are halved until `step` divides them."""
+    bins: list[list[Unit]] = []
+    for unit in sorted(units, key=lambda unit: -unit.tokens):
+        if bins and bins[-1][0].tokens * (len(bins[-1]) + 1) <= limit:
+            bins[-1].append(unit)
+        else:
+            bins.append([unit])
+    while len(bins) % step and len(largest := max(bins, key=len)) > 1:
+        half = len(largest) // 2
+        bins += [largest[:half], largest[half:]]
+        bins.remove(largest)
+    return [*bins, *([] for _ in range(-len(bins) % step))]
 
 
 def _fill(order: list[Unit], count: int, limit: int) -> list[list[Unit]] | None:
@@ -163,8 +183,9 @@ def _fill(order: list[Unit], count: int, limit: int) -> list[list[Unit]] | None:
     return bins
 
 
-def _spread(bins: list[list[Unit]], dp: int, count: int) -> list[list[MicroBatch]]:
-    """Bins by falling cost, each to the rank with the least to do that still lacks one."""
+def _spread(bins: list[list[Unit]], dp: int) -> list[list[MicroBatch]]:
+    """Bins by falling cost, each to the rank with the least to do that still lacks one; as many on each rank."""
+    count = len(bins) // dp
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
     load = [0.0] * dp
     for units in sorted(bins, key=lambda units: -sum(unit.cost for unit in units)):
@@ -179,9 +200,13 @@ def _in_batch_order(units: list[Unit]) -> MicroBatch:
     return tuple(row for unit in ordered for row in unit.rows)
 
 
-def _shard(minibatches: list[list[MicroBatch]], columns: dict[int, object], share: bool) -> BatchShard:
+def _shard(
+    minibatches: list[list[MicroBatch]], columns: dict[int, object], share: bool, rectangular: bool
+) -> BatchShard:
     needed = sorted({row.group for rows in minibatches for micro in rows for row in micro})
-    return BatchShard({group: columns[group] for group in needed}, tuple(tuple(rows) for rows in minibatches), share)
+    return BatchShard(
+        {group: columns[group] for group in needed}, tuple(tuple(rows) for rows in minibatches), share, rectangular
+    )
 
 
 def _stats(
@@ -194,9 +219,10 @@ def _stats(
     share = shards[0].share_prompts
     tokens = padded = 0
     for rows in ranks:
-        lengths = [row_tokens(micro, share) for rank in rows for micro in rank]
-        tokens += sum(lengths)
-        padded += sum(max(multiple, -(-length // multiple) * multiple) - length for length in lengths)
+        micros = [micro for rank in rows for micro in rank]
+        used = sum(row_tokens(micro, share) for micro in micros)
+        tokens += used
+        padded += sum(_row_length(micro, shards[0], multiple) for micro in micros) - used
     busiest = mean = 0.0
     for rows in ranks:
         costs = [sum(_micro_cost(micro, share) for micro in rank) for rank in rows]
@@ -208,6 +234,14 @@ def _stats(
         micro_batches=sum(len(rank) for rank in (rows[0] for rows in ranks)),
         imbalance=busiest / mean - 1 if mean else 0.0,
     )
+
+
+def _row_length(micro: MicroBatch, shard: BatchShard, multiple: int) -> int:
+    """Tokens of a row with its padding."""
+    length = row_tokens(micro, shard.share_prompts)
+    if shard.rectangular and micro:
+        length = len(micro) * max(row.tokens for row in micro)
+    return max(multiple, -(-length // multiple) * multiple)
 
 
 def _micro_cost(micro: MicroBatch, share: bool) -> float:

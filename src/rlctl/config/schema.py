@@ -172,10 +172,18 @@ class TrainingConfig(Section):
     """Most tokens of one packed row (micro-batch) on one rank."""
     packing: bool = True
     """Put rollouts of different lengths into one row; off gives each rollout a row of its own."""
+    dynamic_batching: bool = False
+    """Instead of packing: rollouts of like length, padded to the longest, as many as `micro_batch_tokens` take."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     threads: Positive | None = None
     """CPU threads of each training process."""
+
+    @model_validator(mode="after")
+    def validate_one_way_of_batching(self) -> TrainingConfig:
+        if self.packing and self.dynamic_batching:
+            raise ValueError("training.dynamic_batching is instead of training.packing: set training.packing=false")
+        return self
 
 
 class GenerationConfig(Section):

@@ -93,6 +93,9 @@ def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTime
         "lr": lr,
         "padding_fraction": packing.padding_fraction,
         "trained_tokens": packing.tokens,
+        "unshared_tokens": packing.unshared_tokens,
+        "micro_batches": packing.micro_batches,
+        "imbalance": packing.imbalance,
         "refit_seconds": {phase.value: value for phase, value in refit.seconds.items()},
         "refit_verified": refit.verified,
     }

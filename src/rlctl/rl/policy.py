@@ -17,6 +17,7 @@ from rlctl.backends.base import (
 from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.workers import WorkerGroup
+from rlctl.config.schema import TrainingConfig
 from rlctl.rl.batch import TrainBatch
 
 
@@ -24,10 +25,11 @@ class Policy:
     """Drives the ranks of a policy; every call is collective over them."""
 
     def __init__(
-        self, group: WorkerGroup, parallel: ParallelSpec, *, micro_batch_tokens: int, packing: bool, share_prompts: bool
+        self, group: WorkerGroup, parallel: ParallelSpec, training: TrainingConfig, *, micro_batch_tokens: int
     ) -> None:
+        """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout."""
         self.group, self.parallel = group, parallel
-        self._micro_batch_tokens, self._packing, self._share_prompts = micro_batch_tokens, packing, share_prompts
+        self._training, self._micro_batch_tokens = training, micro_batch_tokens
 
     def load_hf(self, directory: Path) -> None:
         """Fill the weights from a Hugging Face directory."""
@@ -44,8 +46,9 @@ class Policy:
             batch.columns,
             dp=self.parallel.dp,
             micro_batch_tokens=self._micro_batch_tokens,
-            packing=self._packing,
-            share_prompts=self._share_prompts,
+            packing=self._training.packing,
+            dynamic=self._training.dynamic_batching,
+            share_prompts=self._training.share_prompts,
             multiple=self.parallel.row_multiple,
             micro_batch_multiple=self.parallel.micro_batch_multiple,
         )

@@ -124,13 +124,7 @@ def _report(run: RunDirectory, display: Display) -> list[dict[str, Any]]:
 def _policy(job: Job, crew: Crew, display: Display) -> Policy:
     """The policy on running processes, with the weights that the run begins with."""
     config = job.config
-    policy = Policy(
-        crew.policy,
-        job.parallel,
-        micro_batch_tokens=job.micro_batch_tokens,
-        packing=config.training.packing,
-        share_prompts=config.training.share_prompts,
-    )
+    policy = Policy(crew.policy, job.parallel, config.training, micro_batch_tokens=job.micro_batch_tokens)
     display.doing("loading weights")
     policy.load_hf(job.model_dir)
     if config.grpo.holds_reference:

@@ -52,9 +52,16 @@ class PackedRow:
 
 
 def build_row(
-    micro_batch: MicroBatch, columns: dict[int, RolloutColumns], share: bool, multiple: int, device: torch.device
+    micro_batch: MicroBatch,
+    columns: dict[int, RolloutColumns],
+    share: bool,
+    multiple: int,
+    device: torch.device,
+    rectangular: bool = False,
 ) -> PackedRow:
     """Packs the rollouts of `micro_batch` into a row padded to a multiple of `multiple` tokens.
+
+    `rectangular` (without `share`) pads each rollout to the longest: attention is then one batch of equal lengths.
 
     Raises:
         InputError: rollouts of one group have different prompts, or the columns disagree with the driver's lengths.
@@ -66,7 +73,8 @@ def build_row(
     chosen: dict[str, list[np.ndarray]] = {
         name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
     }
-    start = 0
+    start = padding = 0
+    width = max((row.tokens for row in micro_batch), default=0) if rectangular else 0
     for index, rows in _unit_rows(micro_batch, share):
         prompt, parts = _unit_parts(rows, columns[rows[0].group], share)
         offset = start + len(prompt)
@@ -86,10 +94,14 @@ def build_row(
             offset += len(completion)
         tokens += [prompt, *(part[0] for part in parts)]
         positions += [np.arange(len(prompt)), *(len(prompt) + np.arange(len(part[0])) for part in parts)]
+        if (short := width - (offset - start)) > 0:  # behind the rollout, where causal attention never looks
+            tokens.append(np.zeros(short, np.int64))
+            positions.append(offset - start + np.arange(short))
+            offset, padding = offset + short, padding + short
         lengths = tuple(len(part[0]) for part in parts)
-        units.append(Unit(start, len(prompt), lengths) if share else Unit(start, len(prompt) + sum(lengths)))
+        units.append(Unit(start, len(prompt), lengths) if share else Unit(start, offset - start))
         start = offset
-    return _to_device(tokens, positions, units, sources, chosen, start, multiple, device)
+    return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
 
 
 def _unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[RolloutRow]]]:
@@ -134,10 +146,12 @@ def _to_device(
     units: list[Unit],
     sources: list[np.ndarray],
     chosen: dict[str, list[np.ndarray]],
-    length: int,
+    lengths: tuple[int, int],
     multiple: int,
     device: torch.device,
 ) -> PackedRow:
+    """`lengths` with and without the padding inside."""
+    length, used = lengths
     padding = max(multiple, -(-length // multiple) * multiple) - length
     if padding:
         units = [*units, Unit(length, padding)]
@@ -152,7 +166,7 @@ def _to_device(
         tokens_T=tensor(tokens, torch.int64),
         positions_T=tensor(positions, torch.int64),
         units=tuple(units),
-        tokens=length,
+        tokens=used,
         sources_U=sources_U,
         inverse_C=inverse_C,
         targets_C=tensor(chosen["targets"], torch.int64),

@@ -186,7 +186,10 @@ class MegatronWorker:
         columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
         multiple = self.spec.parallel.row_multiple
         self._rows = [
-            [build_row(micro, columns, shard.share_prompts, multiple, self.device) for micro in minibatch]
+            [
+                build_row(micro, columns, shard.share_prompts, multiple, self.device, shard.rectangular)
+                for micro in minibatch
+            ]
             for minibatch in shard.minibatches
         ]
 
