@@ -97,6 +97,6 @@ def test_dynamic_rows_hold_rollouts_of_like_length() -> None:
 def test_packing_and_dynamic_batching_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="dynamic_batching"):
         plan_batch([group_rows(0, 5, [5])], {0: "h"}, dp=1, micro_batch_tokens=LIMIT, dynamic=True)
-    with pytest.raises(ValueError, match="training.packing=false"):
+    with pytest.raises(ValueError, match=r"training\.packing=false"):
         TrainingConfig(dynamic_batching=True)
     assert TrainingConfig(dynamic_batching=True, packing=False).dynamic_batching

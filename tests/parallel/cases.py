@@ -15,7 +15,7 @@ from parallel.reference import Optim, advantage, facts, prompt_tokens, token_los
 from rlctl.backends.base import LossOutput, MinibatchResult, ParallelSpec, PolicySpec, RolloutRow, TokenBatch
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
-from rlctl.config.schema import OptimizerConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.data.rollouts import RolloutColumns
 
 WEIGHT = 0.01
@@ -34,6 +34,8 @@ class Case:
     temperature: float = 1.0
     chunk: int = 1024
     recompute: str = "none"
+    freeze_router: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
 
@@ -71,6 +73,8 @@ def spec_of(case: Case) -> PolicySpec:
         threads=1,
         logprob_chunk_tokens=case.chunk,
         recompute=case.recompute,
+        freeze_router=case.freeze_router,
+        lora=case.lora,
         megatron=case.megatron,
         ddp=case.ddp,  # type: ignore[arg-type]
     )
@@ -164,7 +168,7 @@ def fill(worker: MegatronWorker, weights: dict[str, Tensor]) -> None:
 def take(whole: Tensor, name: str, part: int, parts: int, axis: int | None) -> Tensor:
     if axis is None:
         return whole
-    if "linear_fc1" in name:  # gate and up are split each
+    if "linear_fc1" in name and "lora_a" not in name:  # gate and up are split each
         return torch.cat([half.chunk(parts)[part] for half in whole.chunk(2)])
     return whole.chunk(parts, axis)[part]
 
@@ -189,6 +193,8 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
         if what != "grad":
             named += [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]
         for name, param in named:
+            if what == "grad" and not param.requires_grad:
+                continue
             expert = "local_experts" in name
             split = getattr(param, "tensor_model_parallel", False)
             size = ps.get_expert_tensor_parallel_world_size() if expert else ps.get_tensor_model_parallel_world_size()

@@ -212,6 +212,21 @@ def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, te
     return out
 
 
+def reference_logprobs(
+    model: Any, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]
+) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """(log-probs, the engine's) of each rollout's chosen tokens under `weights` in place of the model's own."""
+
+    def call(tokens: Tensor) -> Any:
+        return torch.func.functional_call(model, weights, (tokens,))
+
+    return {
+        (group, row): (_chosen(call, columns, row, 1.0)[0], _engine(columns, row))
+        for group, columns in batch.items()
+        for row in range(columns.rollouts)
+    }
+
+
 def _tied(model: Any) -> dict[str, Tensor]:
     return {"lm_head.weight": model.model.embed_tokens.weight.grad} if model.config.tie_word_embeddings else {}
 

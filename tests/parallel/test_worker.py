@@ -12,7 +12,7 @@ import torch
 
 from parallel.cases import Case, plan_of, run_broken, run_case, run_logprobs, run_reference_policy, run_tree_limits
 from parallel.pool import Pool
-from parallel.reference import facts, hf_model, make_batch, megatron_weights
+from parallel.reference import Optim, facts, hf_model, make_batch, megatron_weights
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.errors import InputError
@@ -91,3 +91,26 @@ def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, paralle
 def test_sizes_must_fit_the_processes() -> None:
     with pytest.raises(InputError, match="2 ranks, but there are 1 processes"):
         MegatronWorker(0, 1, "127.0.0.1", 0, PolicySpec(facts("llama"), ParallelSpec(tp=2)))
+
+
+def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools) -> None:
+    weights = weights_of("qwen3moe")
+    case = Case("qwen3moe")
+    free, frozen = (
+        pools(1).run(run_case, one, weights, make_batch())[0]
+        for one in (case, dataclasses.replace(case, freeze_router=True))
+    )
+    routers = {name for name in weights if ".router." in name}
+    assert routers
+    clip = [(piece.results[0].grad_norm + 1e-6) / Optim().clip for piece in (free, frozen)]
+    grads = [
+        {name: grad * factor for name, grad, *_ in piece.grads}
+        for piece, factor in zip((free, frozen), clip, strict=True)
+    ]
+    assert grads[0].keys() - grads[1].keys() == routers
+    for name, grad in grads[1].items():
+        assert torch.allclose(grad, grads[0][name], rtol=0, atol=1e-6), name
+    for name, value, *_ in frozen.params:
+        assert torch.equal(value, weights[name]) == (name in routers), name
+    squares = sum(float(grad.square().sum()) for grad in grads[1].values())
+    assert abs(frozen.results[0].grad_norm - squares**0.5) < 1e-5

@@ -7,11 +7,11 @@ chose, rollout after rollout in the order of the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlctl.config.schema import OptimizerConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
@@ -94,6 +94,10 @@ class PolicySpec:
     timeout_s: float = 600.0
     """Limit for each collective."""
     recompute: Literal["none", "selective", "full"] = "none"
+    freeze_router: bool = False
+    """Routers of experts keep their weights."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Rank 0: all weights are trained."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -236,7 +240,7 @@ class PolicyWorker(Protocol):
     ) -> MinibatchResult | None:
         """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
 
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's parameters by Megatron's names, up to date; not collective. For reading: refit and export."""
 
     def save(self, directory: Path | str) -> None:

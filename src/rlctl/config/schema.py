@@ -142,6 +142,17 @@ class GrpoConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters instead of all weights."""
+
+    rank: NonNegative = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = Field(32.0, gt=0)
+    """Adapters are scaled by alpha / rank."""
+    targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1)] = ("attention", "mlp")
+    """Layers with adapters: projections of attention, and of MLPs (dense and shared experts; not routed experts)."""
+
+
 class TrainingConfig(Section):
     backend: Literal["auto", "megatron"] = "auto"
     tp: Positive | None = None
@@ -176,6 +187,9 @@ class TrainingConfig(Section):
     """Instead of packing: rollouts of like length, padded to the longest, as many as `micro_batch_tokens` take."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
+    freeze_router: bool = False
+    """Train no router of experts; where tokens go still changes with the layers below."""
+    lora: LoraConfig = LoraConfig()
     threads: Positive | None = None
     """CPU threads of each training process."""
 

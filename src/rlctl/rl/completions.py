@@ -178,11 +178,17 @@ def _refitted(job: CompletionJob, length: int, logs: Path) -> Iterator[WorkerGro
     engine, config = _engine(job, length, colocated=True), job.config
     limits = config.cluster
     policy = PolicySpec(
-        facts=job.facts, dtype=engine.arguments["dtype"], device=job.device, threads=config.training.threads
+        facts=job.facts,
+        dtype=engine.arguments["dtype"],
+        device=job.device,
+        threads=config.training.threads,
+        lora=config.training.lora,
     )
     tp = config.generation.tp or 1
     spec = CrewSpec(policy, engine, 1, tp, None, limits.start_timeout_s, limits.step_timeout_s)
     with start_crew(spec, logs) as crew:
+        if config.training.lora.rank:  # the checkpoint holds the adapters alone
+            crew.policy.call("load_hf", job.source.directory)
         crew.policy.call("load", job.checkpoint.policy)
         session = RefitSession(
             crew.policy,

@@ -123,6 +123,8 @@ def planned_crew(
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,
         recompute=plan.training.recompute,
+        freeze_router=config.training.freeze_router,
+        lora=config.training.lora,
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )

@@ -17,6 +17,8 @@ from rlctl.models.facts import ModelFacts
 
 def has_transformer_engine(spec: PolicySpec) -> bool:
     """Whether TransformerEngine is there for a policy on GPUs (it has no CPU kernels)."""
+    if spec.lora.rank:  # adapters are written for Megatron's own linear layers
+        return False
     return spec.device == "cuda" and find_spec("transformer_engine") is not None
 
 

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from rlctl.backends.megatron.compat import call_known, write_checkpoints_in_this_process
+from rlctl.backends.megatron.lora import is_adapter
 from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
 from rlctl.checkpoints import pickles
 from rlctl.checkpoints.identity import file_digest
@@ -90,7 +91,8 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
         wanted["random"] = _random_state_of_rank()
     found = dist_checkpointing.load(wanted, str(directory))
     for key, chunk in _chunk_keys(chunks):
-        _core(chunk).load_state_dict(found[key])
+        core = _core(chunk)
+        core.load_state_dict(found[key], strict=not _has_adapters(core))
     optimizer.load_state_dict(_fit_optimizers(found["optimizer"], optimizer))
     fuse_adam(optimizer)
     if same_layout:
@@ -105,12 +107,22 @@ def _sharded_state(chunks: list[Any], optimizer: Any, is_loading: bool) -> dict[
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    state = {key: _core(chunk).sharded_state_dict(metadata=metadata) for key, chunk in _chunk_keys(chunks)}
+    state = {key: _trained_part(_core(chunk), metadata) for key, chunk in _chunk_keys(chunks)}
     models = state["model"] if "model" in state else dict(state)
     state["optimizer"] = call_known(
         optimizer.sharded_state_dict, model_sharded_state_dict=models, is_loading=is_loading, metadata=metadata
     )
     return state
+
+
+def _trained_part(core: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    """A chunk's weights; of a model with adapters these alone, the others are those that the run began with."""
+    state = core.sharded_state_dict(metadata=metadata)
+    return {key: value for key, value in state.items() if is_adapter(key)} if _has_adapters(core) else state
+
+
+def _has_adapters(core: Any) -> bool:
+    return any(is_adapter(name) for name, _ in core.named_parameters())
 
 
 def _chunk_keys(chunks: list[Any]) -> list[tuple[str, Any]]:

@@ -19,6 +19,8 @@ from rlctl.backends.megatron.args import transformer_values
 from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
 from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config
 from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
+from rlctl.backends.megatron.lora import adapt
+from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.rotary import RowRotary
 from rlctl.backends.megatron.rows import PackedRow
 from rlctl.errors import ConfigError
@@ -134,7 +136,7 @@ def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | Non
     tp = spec.parallel.tp
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, vp_stage, use_te=spec.device == "cuda" and has_transformer_engine()),
+        transformer_layer_spec=_layer_spec(config, vp_stage, use_te=_uses_te(spec)),
         vocab_size=-(-facts.vocab // tp) * tp,
         max_sequence_length=facts.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -149,7 +151,22 @@ def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | Non
         vocab=facts.vocab,
     )
     _use_row_rotary(model, facts)
+    if spec.freeze_router:
+        _freeze_routers(model)
+    if spec.lora.rank:
+        adapt(model, spec.lora, spec.seed)
     return model.to(spec.device)
+
+
+def _freeze_routers(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if ".router." in name:
+            param.requires_grad_(False)
+
+
+def _uses_te(spec: PolicySpec) -> bool:
+    """Whether layers are TransformerEngine's; adapters are written for Megatron's own."""
+    return spec.device == "cuda" and not spec.lora.rank and has_transformer_engine()
 
 
 def _use_row_rotary(model: GPTModel, facts: ModelFacts) -> None:
@@ -200,7 +217,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     """
     facts = spec.facts
     _refuse(spec)
-    values = transformer_values(spec, spec.device == "cuda" and has_transformer_engine())
+    values = transformer_values(spec, _uses_te(spec))
     values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
     return make_config(
         TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"
@@ -219,5 +236,4 @@ def _refuse(spec: PolicySpec) -> None:
         raise ConfigError("multi-head latent attention under tensor parallelism needs sequence parallelism.")
     if facts.heads % parallel.tp:
         raise ConfigError(f"training.tp = {parallel.tp} does not divide the model's {facts.heads} attention heads.")
-    if spec.megatron.get("cross_entropy_loss_fusion"):
-        raise ConfigError("megatron.cross_entropy_loss_fusion changes gradients by 2e-4 and is not used.", "Remove it.")
+    refuse_wrong_numbers(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,25 +111,51 @@ class MegatronWorker:
     # --- weights
     # -------------------------------------------------------------------------------------------------------------
 
-    def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by Megatron's names; views of the live weights.
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's parameters and persistent buffers by Megatron's names, for reading; views of the live weights
+        but for those with adapters, which are merged when they are asked for.
 
         Layers are counted within the pipeline stage, over the whole model where a rank has several chunks of it.
         """
-        self._gather_parameters()
-        return {name: value.data for name, value in self._named()}
+        from rlctl.backends.megatron.lora import Adapted, MergedParameters
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        self._gather_parameters()
+        plain = {name: value.data for name, value in self._named()}
+        if not self.spec.lora.rank:
+            return plain
+        adapted = {
+            f"{self._name(core, name)}.weight": module
+            for core in self._cores()
+            for name, module in core.named_modules()
+            if isinstance(module, Adapted)
+        }
+        return MergedParameters(plain, adapted)
+
+    def _cores(self) -> list[Any]:
+        """The GPTModel of each chunk, inside its wrappers."""
+        cores = []
         for chunk in self.chunks:
             core = chunk.module
             while hasattr(core, "module"):
                 core = core.module
-            values = [*core.named_parameters(), *((n, b) for n, b in core.named_buffers() if n.endswith("expert_bias"))]
-            for name, value in values:
-                parts = name.split(".")
-                if len(self.chunks) > 1 and parts[:2] == ["decoder", "layers"]:
-                    parts[2] = str(core.decoder.layers[int(parts[2])].layer_number - 1)
-                yield ".".join(parts), value
+            cores.append(core)
+        return cores
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of the model itself (no adapters) and its persistent buffers."""
+        from rlctl.backends.megatron.lora import is_adapter
+
+        for core in self._cores():
+            buffers = ((name, value) for name, value in core.named_buffers() if name.endswith("expert_bias"))
+            for name, value in (*core.named_parameters(), *buffers):
+                if not is_adapter(name):
+                    yield self._name(core, name), value
+
+    def _name(self, core: Any, name: str) -> str:
+        parts = name.split(".")
+        if len(self.chunks) > 1 and parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(core.decoder.layers[int(parts[2])].layer_number - 1)
+        return ".".join(parts)
 
     @property
     def layer_spec(self) -> Literal["local", "te"]:
@@ -140,12 +166,15 @@ class MegatronWorker:
     def load_hf(self, directory: Path | str) -> None:
         """Fills the weights from a Hugging Face directory, each rank reading its own part; the optimizer starts
         afresh."""
-        load_rank(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, self.parameters())
+        live = {name: value.data for name, value in self._named()}
+        load_rank(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, live)
         self.weights_changed()
 
     def hold_reference(self) -> None:
-        """Keeps a frozen copy of the current weights as the reference policy."""
-        self._reference = {name: value.clone() for name, value in self.parameters().items()}
+        """Keeps a frozen copy of the current weights as the reference policy; with adapters it is the model without
+        them, and nothing is copied."""
+        values = {} if self.spec.lora.rank else self.parameters()
+        self._reference = {name: value.clone() for name, value in values.items()}
 
     def weights_changed(self) -> None:
         """To be called after the live weights were written from outside: the optimizer takes them over."""
@@ -166,6 +195,12 @@ class MegatronWorker:
             return
         if self._reference is None:
             raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
+        if self.spec.lora.rank:
+            from rlctl.backends.megatron.lora import base_weights
+
+            with base_weights(self._cores()):
+                yield
+            return
         live = self.parameters()
         named = dict(self._named())
         try:

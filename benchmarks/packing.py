@@ -1,0 +1,203 @@
+"""What packing makes of the lengths of real rollouts: padding, imbalance between ranks, and training tokens per second.
+
+    python benchmarks/packing.py [--lengths FILE] [--dp 4] [--micro-batch-tokens 2048] [--model DIR --threads 2]
+
+Compares rlctl's packing (with and without shared prompts) and its dynamic batching with what is commonly done: no
+packing (as many rollouts to a micro-batch as fit at the longest length, padded to the longest of them), and
+first-fit-decreasing by tokens with the bins dealt out to the ranks in turn.
+
+`padding` is the part of computed tokens that is padding. `imbalance` is the compute of the busiest rank over the mean,
+minus 1; compute counts the quadratic attention with the model's own sizes (without --model: SmolLM2-135M's). With
+--model it also trains: every rank's share, one after the other in one process on random tokens of these lengths; a step
+takes as long as its slowest rank, and tokens per second are those of the rollouts, prompts counted for each. Times are
+the best of the repeats, all ways taking turns. Prints one JSON object.
+
+`data/rollout_lengths.csv`: 24 reasoning-gym prompts of 12 tasks, 8 completions each, sampled with temperature 1 from
+SmolLM2-135M-Instruct, at most 384 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.backends.base import BatchShard, LossOutput, PolicySpec, RolloutRow, TokenBatch
+from rlctl.backends.packing import plan_batch, row_tokens
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import facts_from_hf_config
+
+LENGTHS = Path(__file__).parent / "data" / "rollout_lengths.csv"
+Shards = tuple[BatchShard, ...]
+
+
+class PolicyGradient:
+    """Plain policy gradient."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        return LossOutput(-(batch.logprobs_T * batch.advantages_T * batch.token_weights_T).sum())
+
+
+def read_rows(path: Path) -> list[RolloutRow]:
+    """One rollout a line: group, prompt_tokens, completion_tokens."""
+    seen: dict[int, int] = {}
+    rows = []
+    for line in csv.DictReader(path.open()):
+        group, prompt, new = (int(line[key]) for key in ("group", "prompt_tokens", "completion_tokens"))
+        seen[group] = seen.get(group, -1) + 1
+        rows.append(RolloutRow(group, seen[group], prompt, prompt + new, 1.0 if seen[group] % 2 else -1.0, 0.01))
+    return rows
+
+
+def padded(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
+    """No packing: rollouts as they come, a fixed number to a micro-batch."""
+    size = max(1, limit // max(row.tokens for row in rows))
+    count = -(-len(rows) // (size * dp))
+    micros = [tuple(rows[i * size : (i + 1) * size]) for i in range(count * dp)]
+    return tuple(BatchShard(columns, (tuple(micros[r::dp]),), rectangular=True) for r in range(dp))
+
+
+def first_fit_decreasing(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
+    bins: list[list[RolloutRow]] = []
+    for row in sorted(rows, key=lambda row: -row.tokens):
+        fits = (b for b in bins if sum(r.tokens for r in b) + row.tokens <= limit)
+        if (place := next(fits, None)) is None:
+            bins.append([row])
+        else:
+            place.append(row)
+    bins += [[] for _ in range(-len(bins) % dp)]
+    return tuple(BatchShard(columns, (tuple(tuple(b) for b in bins[r::dp]),)) for r in range(dp))
+
+
+def ours(**how: bool) -> Callable[..., Shards]:
+    def plan(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
+        return plan_batch([rows], columns, dp=dp, micro_batch_tokens=limit, **how).shards
+
+    return plan
+
+
+WAYS: dict[str, Callable[..., Shards]] = {
+    "no packing": padded,
+    "first-fit-decreasing": first_fit_decreasing,
+    "dynamic": ours(packing=False, dynamic=True, share_prompts=False),
+    "packed": ours(share_prompts=False),
+    "packed, shared prompts": ours(),
+}
+
+
+def computed(shard: BatchShard) -> tuple[int, int]:
+    """(tokens of rollouts, tokens with padding) of a rank; rows that exist only to pair up are one token each."""
+    used = total = 0
+    for micro in shard.minibatches[0]:
+        length = row_tokens(micro, shard.share_prompts)
+        used += length
+        total += max(1, len(micro) * max((r.tokens for r in micro), default=0) if shard.rectangular else length)
+    return used, total
+
+
+def compute(shard: BatchShard, facts: ModelFacts) -> float:
+    """Multiplications of a rank's forward pass: matrices by tokens, attention by pairs of tokens."""
+    per_token = facts.layers * (
+        facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads) + 3 * facts.hidden * facts.intermediate
+    )
+    per_pair = facts.layers * 2 * facts.heads * facts.head_dim
+    pairs = 0.0
+    for micro in shard.minibatches[0]:
+        width = max((row.tokens for row in micro), default=0)
+        prompts: set[int] = set()
+        for row in micro:
+            length = width if shard.rectangular else row.tokens
+            pairs += length**2 / 2
+            if shard.share_prompts and row.group in prompts:
+                pairs -= row.prompt_tokens**2 / 2
+            prompts.add(row.group)
+    return computed(shard)[1] * per_token + pairs * per_pair
+
+
+def random_columns(rows: Sequence[RolloutRow], vocab: int) -> dict[int, RolloutColumns]:
+    """Random tokens of the rollouts' lengths."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for group in sorted({row.group for row in rows}):
+        own = [row for row in rows if row.group == group]
+        prompt = rng.integers(0, vocab, own[0].prompt_tokens)
+        parts = [np.concatenate([prompt, rng.integers(0, vocab, row.tokens - len(prompt))]) for row in own]
+        mask = np.concatenate([np.arange(row.tokens) >= row.prompt_tokens for row in own])
+        offsets = np.cumsum([0, *(row.tokens for row in own)]).astype(np.int32)
+        logprobs, version = -5.0 * mask.astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+        found[group] = RolloutColumns(np.concatenate(parts).astype(np.int32), offsets, mask, logprobs, version)
+    return found
+
+
+def train_seconds(plans: dict[str, Shards], args: argparse.Namespace, facts: ModelFacts) -> dict[str, float]:
+    """Seconds of a step, that is of its slowest rank, for each way."""
+    from rlctl.backends.megatron.worker import MegatronWorker
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    worker = MegatronWorker(0, 1, "127.0.0.1", port, PolicySpec(facts, threads=args.threads))
+    worker.setup()
+    worker.load_hf(args.model)
+    best = {name: [float("inf")] * len(shards) for name, shards in plans.items()}
+    for repeat in range(args.repeats + 1):
+        for name, shards in plans.items():
+            for rank, shard in enumerate(shards):
+                begun = time.perf_counter()
+                worker.load_batch(shard, list)
+                worker.train_minibatch(0, PolicyGradient(), 0.0)
+                if repeat:  # the first is for warming up
+                    best[name][rank] = min(best[name][rank], time.perf_counter() - begun)
+    worker.close()
+    return {name: max(seconds) for name, seconds in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, help="CSV: group, prompt_tokens, completion_tokens")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory: also measure training")
+    for name, value in (("dp", 4), ("micro-batch-tokens", 2048), ("threads", 2), ("repeats", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    facts = lookup("SmolLM2-135M")
+    if args.model is not None:
+        facts = facts_from_hf_config(json.loads((args.model / "config.json").read_text()))
+    assert facts is not None
+    rows = read_rows(args.lengths)
+    columns: dict[int, Any] = random_columns(rows, facts.vocab)
+    plans = {name: way(rows, columns, args.dp, args.micro_batch_tokens) for name, way in WAYS.items()}
+    tokens = sum(row.tokens for row in rows)
+    seconds = train_seconds(plans, args, facts) if args.model is not None else {}
+    report: dict[str, Any] = {"rollouts": len(rows), "tokens": tokens, "longest": max(row.tokens for row in rows)}
+    for name, shards in plans.items():
+        used, total = (sum(values) for values in zip(*map(computed, shards), strict=True))
+        costs = [compute(shard, facts) for shard in shards]
+        report[name] = {
+            "micro_batches": len(shards[0].minibatches[0]),
+            "computed_tokens": total,
+            "padding": round(1 - used / total, 4),
+            "imbalance": round(max(costs) / np.mean(costs) - 1, 4),
+        }
+        if seconds:
+            report[name] |= {
+                "step_s": round(seconds[name], 3),
+                "tokens_per_s": round(tokens / seconds[name], 1),
+                "ratio_to_no_packing": round(seconds["no packing"] / seconds[name], 2),
+                "ratio_to_first_fit_decreasing": round(seconds["first-fit-decreasing"] / seconds[name], 2),
+            }
+    json.dump(report, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What would train on wrong gradients without an error is refused by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.errors import ConfigError
+from rlctl.models.catalog import lookup
+
+FACTS = lookup("SmolLM2-135M")
+
+
+def spec(parallel: ParallelSpec, device: str = "cpu", **megatron: object) -> PolicySpec:
+    assert FACTS is not None
+    return PolicySpec(FACTS, parallel, device=device, megatron=megatron)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "key", "value"),
+    [
+        (ParallelSpec(), "cross_entropy_loss_fusion", True),
+        (ParallelSpec(), "attention_dropout", 0.1),
+        (ParallelSpec(), "moe_aux_loss_coeff", [0.0, 0.01]),
+        (ParallelSpec(), "moe_z_loss_coeff", 1e-3),
+        (ParallelSpec(pp=2), "deallocate_pipeline_outputs", True),
+        (ParallelSpec(pp=2, vpp=2), "overlap_p2p_comm", False),
+        (ParallelSpec(pp=2, vpp=2), "batch_p2p_comm", True),
+    ],
+)
+def test_wrong_numbers_are_refused_with_the_reason(parallel: ParallelSpec, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"megatron\.{key}.*: ") as error:
+        refuse_wrong_numbers(spec(parallel, **{key: value}))
+    assert error.value.hint
+
+
+def test_what_is_right_elsewhere_is_not_refused_there() -> None:
+    refuse_wrong_numbers(spec(ParallelSpec(pp=2), "cuda", deallocate_pipeline_outputs=True))
+    refuse_wrong_numbers(spec(ParallelSpec(), deallocate_pipeline_outputs=True))
+    refuse_wrong_numbers(spec(ParallelSpec(pp=2, vpp=2), overlap_p2p_comm=True, moe_aux_loss_coeff=0.0))
