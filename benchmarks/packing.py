@@ -166,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="CSV: group, prompt_tokens, completion_tokens")
     parser.add_argument("--model", type=Path, help="Hugging Face directory: also measure training")
+    parser.add_argument("--groups", type=int, help="only the first so many prompts")
     for name, value in (("dp", 4), ("micro-batch-tokens", 2048), ("threads", 2), ("repeats", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
@@ -173,7 +174,7 @@ def main() -> None:
     if args.model is not None:
         facts = facts_from_hf_config(json.loads((args.model / "config.json").read_text()))
     assert facts is not None
-    rows = read_rows(args.lengths)
+    rows = [row for row in read_rows(args.lengths) if args.groups is None or row.group < args.groups]
     columns: dict[int, Any] = random_columns(rows, facts.vocab)
     plans = {name: way(rows, columns, args.dp, args.micro_batch_tokens) for name, way in WAYS.items()}
     tokens = sum(row.tokens for row in rows)

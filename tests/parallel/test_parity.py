@@ -71,6 +71,9 @@ ALONE = {
     "deepseek": Case("deepseek"),
     "recompute-full": Case(recompute="full"),
     "recompute-selective": Case(recompute="selective"),
+    "recompute-mlp": Case(recompute="selective", megatron={"recompute_modules": ["mlp"]}),
+    "recompute-moe": Case("deepseek", recompute="selective", megatron={"recompute_modules": ["moe", "core_attn"]}),
+    "recompute-mla": Case("deepseek", recompute="selective"),
 }
 
 
@@ -107,6 +110,7 @@ PAIRS = {
     "mla-cp2": Case("deepseek", ParallelSpec(cp=2)),
     "mla-pp2": Case("deepseek", ParallelSpec(pp=2)),
     "recompute": Case(parallel=ParallelSpec(tp=2), recompute="full"),
+    "recompute-selective": Case("qwen3", ParallelSpec(tp=2), recompute="selective"),
 }
 
 

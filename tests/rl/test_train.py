@@ -267,6 +267,29 @@ def test_uneven_stages_and_mini_batches_with_a_reference_compute_the_same_run(tm
 
 
 @pytest.mark.slow
+def test_adapters_train_refit_resume_and_generate(tiny_llama, tmp_path):
+    """The engine holds merged weights: its log-probs agree with the adapters' at every step, also after a resume."""
+    lora = ("--set", "training.lora.rank=4", "--set", "grpo.kl_coefficient=0.05")
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    done = finish(command(tiny_llama, whole, *lora))
+    assert done.returncode == 0, done.stderr
+    lines = results(whole)
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)  # B is 0: the policy is the reference
+    assert lines[-1]["kl"] > 1e-6
+    assert all(0 < line["logprob_diff"]["max"] < 1e-4 for line in lines)
+
+    assert finish(command(tiny_llama, run_dir, *lora, *layout("tp=2"), "--steps", "2")).returncode == 0
+    size = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "step_2" / "policy").iterdir())
+    assert size < 0.5 * (tiny_llama / "model.safetensors").stat().st_size  # with Adam's two states: adapters alone
+    done = finish(resume(run_dir, "--steps", str(STEPS)))
+    assert done.returncode == 0, done.stderr
+    same_run(lines, results(run_dir))
+    rlctl = str(Path(sys.executable).with_name("rlctl"))
+    done = finish([rlctl, "generate", "--run-dir", str(run_dir), "--prompt", "2 + 3", "--max-new-tokens", "4"])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_a_run_whose_engines_disagree_too_much_stops_and_shows_it(tiny_llama, tmp_path):
     """The limit is set below what rounding makes of it, so that a right pair of engines exceeds it."""
     run_dir = tmp_path / "run"

@@ -240,6 +240,13 @@ class PolicyWorker(Protocol):
     ) -> MinibatchResult | None:
         """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
 
+    def sleep(self) -> int:
+        """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that this rank's device
+        got back. Not collective, and nothing else may be called before `wake`."""
+
+    def wake(self) -> None:
+        """Brings back what `sleep` moved; not collective."""
+
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's parameters by Megatron's names, up to date; not collective. For reading: refit and export."""
 

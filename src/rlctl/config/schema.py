@@ -176,7 +176,9 @@ class TrainingConfig(Section):
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor parallel ranks."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations that the backward pass computes again: none, norms and activation functions, or whole layers."""
+    """Activations that the backward pass computes again: none, attention and norms, or whole layers. With `selective`,
+    `megatron.recompute_modules` names other parts of a layer (core_attn, layernorm, mla_up_proj, mlp, moe,
+    shared_experts)."""
     optimizer_offload: bool | None = None
     """Keep the optimizer's states in host memory and update there."""
     micro_batch_tokens: Positive | None = None
@@ -187,6 +189,8 @@ class TrainingConfig(Section):
     """Instead of packing: rollouts of like length, padded to the longest, as many as `micro_batch_tokens` take."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
+    offload: bool | None = None
+    """Weights and optimizer wait in host memory while the engines generate; unset: on GPUs that both engines share."""
     freeze_router: bool = False
     """Train no router of experts; where tokens go still changes with the layers below."""
     lora: LoraConfig = LoraConfig()

@@ -56,6 +56,8 @@ class GrpoParts:
     refit: Callable[[int], RefitReport]
     """Bring the policy's weights into the engines, as the given version."""
     loss: TokenLoss
+    offload: bool = False
+    """Whether the policy waits in host memory while the engines generate."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class StepResult:
 
 def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTimer) -> StepResult:
     """One step on weights of version `step`; leaves weights of version `step + 1` in policy and engines."""
-    with timer(Phase.GENERATION):
+    with timer(Phase.GENERATION), parts.policy.asleep(parts.offload) as freed_bytes:
         rollouts = parts.generator.generate(step)
     with timer(Phase.REWARD):
         scores = parts.rewards.score(step, rollouts)
@@ -96,6 +98,7 @@ def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTime
         "unshared_tokens": packing.unshared_tokens,
         "micro_batches": packing.micro_batches,
         "imbalance": packing.imbalance,
+        "offloaded_bytes": freed_bytes,
         "refit_seconds": {phase.value: value for phase, value in refit.seconds.items()},
         "refit_verified": refit.verified,
     }

@@ -75,6 +75,12 @@ class Job:
         return max(self.plan.training.micro_batch_tokens, self.max_length)
 
     @property
+    def offload(self) -> bool:
+        """Whether the policy waits in host memory during generation."""
+        wanted = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
+
+    @property
     def parallel(self) -> ParallelSpec:
         return parallel_spec(self.plan.training, self.facts.layers, self.config.training)
 

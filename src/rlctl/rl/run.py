@@ -165,7 +165,7 @@ def _parts(job: Job, crew: Crew, policy: Policy) -> Iterator[GrpoParts]:
     session.open()
     try:
         rewards = WorkerRewards(crew.reward, prompts.rows, timeout_s=config.reward.timeout_s)
-        yield GrpoParts(generator, rewards, policy, session.refit, RunLoss(config.grpo))
+        yield GrpoParts(generator, rewards, policy, session.refit, RunLoss(config.grpo), job.offload)
     finally:
         session.close()
 

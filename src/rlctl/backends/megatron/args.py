@@ -125,8 +125,14 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
     if spec.recompute == "full":
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif spec.recompute == "selective":
-        values |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        values |= {"recompute_granularity": "selective", "recompute_modules": _selected(spec)}
     return values
+
+
+def _selected(spec: PolicySpec) -> list[str]:
+    """What selective recomputation computes again: cheap to compute, large to keep. `megatron.recompute_modules` names
+    others (also mlp, moe and shared_experts)."""
+    return ["core_attn", "layernorm", *(["mla_up_proj"] if spec.facts.mla is not None else [])]
 
 
 def _moe_values(facts: ModelFacts) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from rlctl.errors import InputError, WorkerError
 if TYPE_CHECKING:
     from rlctl.backends.megatron.checkpoint import Save
 
+if TYPE_CHECKING:
+    from rlctl.backends.megatron.offload import Offloaded
+
 
 class MegatronWorker:
     """One rank. Its process must be its own: Megatron's groups are globals. Methods as in `PolicyWorker`."""
@@ -44,6 +47,7 @@ class MegatronWorker:
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
         self._save: Save | None = None
+        self._offloaded: Offloaded | None = None
 
     # --- life cycle
     # ----------------------------------------------------------------------------------------------------------
@@ -210,6 +214,23 @@ class MegatronWorker:
         finally:
             for name, param in named.items():
                 param.data = live[name]
+
+    def sleep(self) -> int:
+        """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that the device got
+        back."""
+        from rlctl.backends.megatron.offload import Offloaded
+
+        if self._offloaded is not None:
+            return 0
+        self._gather_parameters()
+        self._offloaded = Offloaded(self.chunks, self.optimizer, (self._reference or {}).values())
+        return self._offloaded.device_bytes
+
+    def wake(self) -> None:
+        """Brings back what `sleep` moved."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     # --- batches
     # -------------------------------------------------------------------------------------------------------------
