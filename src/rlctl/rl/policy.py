@@ -70,7 +70,7 @@ class Policy:
 
     @contextlib.contextmanager
     def asleep(self, wanted: bool) -> Iterator[int]:
-        """Weights and optimizer in host memory while the block runs, if `wanted`; the bytes that the devices got back."""
+        """Weights and optimizer in host memory while the block runs, if `wanted`; the bytes that devices got back."""
         if not wanted:
             yield 0
             return

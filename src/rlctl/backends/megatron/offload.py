@@ -21,7 +21,7 @@ class Offloaded:
     def __init__(self, chunks: list[Any], optimizer: Any, more: Iterable[Tensor] = ()) -> None:
         """`more`: further tensors to move, such as those of a reference policy."""
         self.device_bytes = 0
-        """Bytes that the device got back: what its allocator returned where it has one, else the size of the storages."""
+        """What the device's allocator gave back; without one, the size of the storages."""
         cuda = torch.cuda.is_available()
         before = torch.cuda.memory_reserved() if cuda else 0
         gradients = _storages(buffer.grad_data for buffer in _buffers(chunks))
