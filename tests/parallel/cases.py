@@ -161,6 +161,8 @@ def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[t
 
 def fill(worker: MegatronWorker, weights: dict[str, Tensor]) -> None:
     for name, tensor, part, parts, axis in pieces(worker, "live"):
+        if ".lora_" in name and name not in weights:
+            continue  # as they begin: a policy equal to its base
         tensor.copy_(take(weights[name], name, part, parts, axis))
     worker.weights_changed()
 
@@ -327,3 +329,22 @@ def run_built_configs(rank: int, spec: PolicySpec) -> tuple[Any, Any, Any]:
         key: value for key, value in vars(worker.config).items() if isinstance(value, str | int | float | None)
     }
     return transformer, worker.chunks[0].ddp_config, worker.optimizer.config
+
+
+def run_asleep(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+    """(results and parameters of two steps without a sleep between them and with one, bytes freed, bytes left)."""
+    found, freed, left = [], 0, 0
+    for sleeps in (False, True):
+        worker = make_worker(rank, case, weights)
+        worker.hold_reference()
+        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        results = [worker.train_minibatch(0, Loss(), Optim().lr)]
+        if sleeps:
+            freed = worker.sleep()
+            left = sum(param.untyped_storage().nbytes() for chunk in worker.chunks for param in chunk.parameters())
+            left += sum(value.untyped_storage().nbytes() for value in (worker._reference or {}).values())
+            worker.wake()
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        results.append(worker.logprobs("reference_logprobs"))
+        found.append((results, [(name, value) for name, value, *_ in pieces(worker, "data")]))
+    return found, freed, left

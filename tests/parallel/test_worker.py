@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.cases import Case, plan_of, run_broken, run_case, run_logprobs, run_reference_policy, run_tree_limits
+from parallel.cases import (
+    Case,
+    plan_of,
+    run_asleep,
+    run_broken,
+    run_case,
+    run_logprobs,
+    run_reference_policy,
+    run_tree_limits,
+)
 from parallel.pool import Pool
 from parallel.reference import Optim, facts, hf_model, make_batch, megatron_weights
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.config.schema import LoraConfig
 from rlctl.errors import InputError
 
 Pools = Callable[[int], Pool]
@@ -114,3 +124,14 @@ def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools
         assert torch.equal(value, weights[name]) == (name in routers), name
     squares = sum(float(grad.square().sum()) for grad in grads[1].values())
     assert abs(frozen.results[0].grad_norm - squares**0.5) < 1e-5
+
+
+@pytest.mark.parametrize("case", [Case("qwen3moe", ParallelSpec(dp=2, ep=2)), Case(lora=LoraConfig(rank=2))])
+def test_a_sleep_empties_the_device_and_changes_no_bit(pools: Pools, case: Case) -> None:
+    weights = weights_of(case.kind)
+    for (plain, slept), freed, left in pools(case.parallel.world_size).run(run_asleep, case, weights, make_batch()):
+        assert left == 0
+        whole = sum(value.numel() for value in weights.values()) * 4
+        assert freed > whole / case.parallel.world_size
+        assert plain[0] == slept[0]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(plain[1], slept[1], strict=True))
