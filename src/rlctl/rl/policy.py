@@ -30,7 +30,12 @@ class Policy:
     ) -> None:
         """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout."""
         self.group, self.parallel = group, parallel
-        self._training, self._micro_batch_tokens = training, micro_batch_tokens
+        self._micro_batch_tokens = micro_batch_tokens
+        self._batching = {
+            "packing": training.packing,
+            "dynamic": training.dynamic_batching,
+            "share_prompts": training.share_prompts,
+        }
 
     def load_hf(self, directory: Path) -> None:
         """Fill the weights from a Hugging Face directory."""
@@ -47,9 +52,7 @@ class Policy:
             batch.columns,
             dp=self.parallel.dp,
             micro_batch_tokens=self._micro_batch_tokens,
-            packing=self._training.packing,
-            dynamic=self._training.dynamic_batching,
-            share_prompts=self._training.share_prompts,
+            **self._batching,
             multiple=self.parallel.row_multiple,
             micro_batch_multiple=self.parallel.micro_batch_multiple,
         )
