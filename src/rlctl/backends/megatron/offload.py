@@ -38,7 +38,7 @@ class Offloaded:
     def restore(self) -> None:
         """Everything back where it was; gradients are zero."""
         for storage, host in self._kept:
-            storage.resize_(host.nbytes())
+            storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
         for storage, size in self._gradients:
             storage.resize_(size)
