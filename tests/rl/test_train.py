@@ -271,7 +271,7 @@ def test_adapters_train_refit_resume_and_generate(tiny_llama, tmp_path):
     """The engine holds merged weights: its log-probs agree with the adapters' at every step, also after a resume."""
     lora = ("--set", "training.lora.rank=4", "--set", "grpo.kl_coefficient=0.05")
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    done = finish(command(tiny_llama, whole, *lora))
+    done = finish(command(tiny_llama, whole, *lora, *layout("tp=1")))
     assert done.returncode == 0, done.stderr
     lines = results(whole)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)  # B is 0: the policy is the reference

@@ -28,8 +28,6 @@ from rlctl.errors import InputError, WorkerError
 
 if TYPE_CHECKING:
     from rlctl.backends.megatron.checkpoint import Save
-
-if TYPE_CHECKING:
     from rlctl.backends.megatron.offload import Offloaded
 
 
