@@ -136,6 +136,9 @@ class FamilyEngine:
     def call(self, method: str, *args: Any) -> Any:
         return self.group.call("call", method, *args)[0]
 
+    def submit(self, method: str, *args: Any) -> list[Any]:
+        return self.group.submit("call", method, *args)
+
     def host(self, method: str, *args: Any) -> Any:
         """A method of the host itself."""
         return self.group.call(method, *args)[0]

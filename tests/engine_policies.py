@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlctl.backends.vllm.channel import whole_tensors
 from rlctl.backends.vllm.messages import GroupRequest, Sampling
-from rlctl.backends.vllm.segment import Segment
 from rlctl.checkpoints.fingerprints import fingerprint
+from rlctl.refit.channels import plan_channels
+from rlctl.refit.records import SourceSetup, TableRow
+from rlctl.refit.source import RefitSource
+from rlctl.weights.plan import SingleWorld, World
 
 PROMPTS = [tuple(3 + (37 * i + 11 * j) % 500 for j in range(20 + 7 * i)) for i in range(4)]
 
 
-class WholeTensorPolicy:
-    """A transformers model, and a segment that holds its tensors whole."""
+class WholeTensorPolicy(RefitSource):
+    """A transformers model on one rank, which this process is, as the sending side of refits."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -25,13 +32,9 @@ class WholeTensorPolicy:
         self._place(self.tensors())
 
     def _place(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.table: list[tuple[str, str, tuple[int, ...], int]] = []
-        offset = 0
-        for name, parameter in tensors.items():
-            self.table.append((name, "float32", tuple(parameter.shape), offset))
-            offset += parameter.numel() * 4
-        self.segment = Segment.create(offset)
-        weakref.finalize(self, self.segment.unlink)  # also when the tests are interrupted
+        self.rank, self.attempts = 0, 0
+        self.table = tuple(TableRow(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items())
+        self.fail_in_round: int | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -43,6 +46,15 @@ class WholeTensorPolicy:
         """Of every tensor, as a refit would compare them."""
         return {name: fingerprint(tensor, tuple(tensor.shape)) for name, tensor in self.tensors().items()}
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self.tensors()
+
+    def refit_world(self, setup: SourceSetup) -> World:
+        return SingleWorld(whole_tensors(self.rows()))
+
+    def rows(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        return tuple((row.name, row.dtype, row.shape) for row in self.table)
+
     def perturb(self, seed: int) -> None:
         """Change every element of every tensor, enough to show in log-probs."""
         generator = torch.Generator().manual_seed(seed)
@@ -51,20 +63,40 @@ class WholeTensorPolicy:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.02 * noise if parameter.dim() > 1 else 0.1 * noise)
 
-    def write(self) -> None:
-        for (_, _, shape, offset), tensor in zip(self.table, self.tensors().values(), strict=True):
-            self.segment.view(offset, shape, torch.float32).copy_(tensor)
+    def open(self, engine: Any, receive: str = "loader", staging_bytes: int = 1 << 30) -> None:
+        """What a session does when it opens."""
+        engine.call("refit_open", {"table": self.rows(), "receive": receive})
+        needs, place = engine.call("refit_needs"), self.refit_place()
+        channels = plan_channels("shared-memory", needs, [place], staging_bytes=staging_bytes, timeout_s=60.0)
+        addresses = self.refit_make(channels, "127.0.0.1").addresses
+        weakref.finalize(self, _unlink, list(addresses.values()))  # also when the tests are interrupted
+        channels = tuple(replace(c, connection=replace(c.connection, address=addresses[c.index])) for c in channels)
+        assert self.refit_open(SourceSetup(None, None, self.table, (place,), channels)).problems == ()
+        by_name = {name: c.connection for c in channels for name in c.connection.receivers}
+        engine.call("refit_connect", tuple(by_name[need.name] for need in needs))
+        self.refit_unlink()
 
-    def refit(self, engine: Any, version: int, receive: str = "loader") -> None:
+    def refit(self, engine: Any, version: int, receive: str = "loader", staging_bytes: int = 1 << 30) -> None:
         """A complete refit of a hosted engine."""
-        self.write()
-        self.open(engine, receive)
+        self.open(engine, receive, staging_bytes)
         engine.call("refit_begin", version)
-        engine.call("refit_receive", {"first": 0, "last": len(self.table)})
+        self.transfer(engine, version)
         engine.call("refit_finish", version)
 
-    def open(self, engine: Any, receive: str = "loader") -> None:
-        engine.call("refit_open", {"address": self.segment.address, "table": tuple(self.table), "receive": receive})
+    def transfer(self, engine: Any, version: int) -> None:
+        """Both sides at once, this process being one of them."""
+        self.attempts += 1
+        update = {"version": version, "epoch": self.attempts}
+        submitted = engine.submit("refit_receive", update)
+        try:
+            self.refit_send(version, self.attempts)
+        finally:
+            engine.group.wait("refit_receive", submitted, 60.0)
+
+    def _send_round(self, outlet: Any, index: int, incoming: Any) -> float:
+        if index == self.fail_in_round:
+            raise ValueError("asked for")
+        return super()._send_round(outlet, index, incoming)
 
     def logprobs(self, prompt: tuple[int, ...], response: list[int], sampling: Sampling) -> torch.Tensor:
         """Log-probs of `response` under the model, of the distribution that `sampling` draws from."""
@@ -103,3 +135,9 @@ def largest_logprob_error(groups: list[Any], policy: WholeTensorPolicy, sampling
             got = torch.tensor(columns.logprobs_T[columns.slice(row)][result.prompt_tokens :])
             worst = max(worst, float((got - policy.logprobs(prompt, response, sampling)).abs().max()))
     return worst
+
+
+def _unlink(addresses: list[Any]) -> None:
+    for address in addresses:
+        with suppress(FileNotFoundError):
+            os.unlink(address.path)

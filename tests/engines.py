@@ -23,6 +23,9 @@ class HostedEngine:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.group.call(method, *args, **kwargs)[0]
 
+    def submit(self, method: str, *args: Any) -> list[Any]:
+        return self.group.submit(method, *args)
+
 
 @pytest.fixture(scope="session")
 def placement() -> Iterator[Any]:

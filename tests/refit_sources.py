@@ -51,7 +51,7 @@ class ShardedWorld:
         local = tuple(Span(0, span.count) for span in box)
         return Piece(name, tuple(box), f"local.{name}", local, tuple(range(len(shape))))
 
-    def shards(self, tensor: str) -> Sequence[Shard]:
+    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
         if tensor not in self.shapes:
             return ()
         groups: dict[tuple, list[int]] = {}
@@ -90,11 +90,12 @@ class ShardedSource(RefitSource):
         piece = self.world.layout(self.rank).by_tensor[name][0]
         return piece.tensor_box, self.held[piece.param]
 
-    def refit_open(self, setup: SourceSetup) -> int:
-        count = super().refit_open(setup)
-        if self.transpose:
-            self._refit.copies = tuple(self._transposed(copy) for copy in self._refit.copies)
-        return count
+    def refit_open(self, setup: SourceSetup) -> Any:
+        opened = super().refit_open(setup)
+        for outlet in self._refit.outlets.values():
+            packer = outlet.packer
+            packer.copies = [[self._transposed(copy) for copy in own] for own in packer.copies]
+        return opened
 
     def _transposed(self, copy: Copy) -> Copy:
         """A layout that writes one tensor with its axes exchanged."""
@@ -103,12 +104,12 @@ class ShardedSource(RefitSource):
             return copy
         return replace(copy, destination_view=view._replace(strides=view.strides[::-1]))
 
-    def refit_pack(self) -> Any:
+    def _send_round(self, outlet: Any, index: int, incoming: Any) -> float:
         if self.fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hang":
             time.sleep(600)
-        return super().refit_pack()
+        return super()._send_round(outlet, index, incoming)
 
     def break_from_now_on(self, fault: str) -> None:
         self.fault = fault

@@ -56,6 +56,10 @@ class WorkerError(RlctlError):
     """A worker process died or raised (exit code 1)."""
 
 
+class PeerFailedError(WorkerError):
+    """A worker broke off because another one, which it worked with, did; that one says why (exit code 1)."""
+
+
 class WaitTimeoutError(RlctlError, TimeoutError):
     """A wait outlasted its limit; the message names who was waited for (exit code 1)."""
 

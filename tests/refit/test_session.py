@@ -112,15 +112,15 @@ def test_each_box_is_sent_by_one_replica(engine: HostedEngine, make_source: Make
     source = make_source(engine.model, 2, 2)
     session = open_session(source, engine)
     session.refit(1)
-    packed = source.call("refit_pack")
-    assert sum(one.bytes for one in packed) == session.payload_bytes
-    assert all(one.bytes > 0 for one in packed)
+    sent = source.call("refit_sent")
+    assert sum(one.bytes for one in sent) == session.payload_bytes
+    assert all(one.bytes > 0 for one in sent)
     session.close()
 
 
-def test_only_the_first_and_every_nth_refit_is_compared(engine: HostedEngine, make_source: MakeSource) -> None:
-    session = open_session(make_source(engine.model), engine, verify_every=2)
-    assert [session.refit(version).verified > 0 for version in range(1, 6)] == [True, False, True, False, True]
+def test_every_nth_refit_is_compared_and_a_sample_between(engine: HostedEngine, make_source: MakeSource) -> None:
+    session = open_session(make_source(engine.model), engine, verify_every=2, verify_sample=3)
+    assert [session.refit(version).verified for version in range(1, 6)] == [21, 3, 21, 3, 21]
     session.close()
 
 
@@ -154,7 +154,7 @@ def test_killed_sender_is_reported_and_the_engine_refuses(engine: HostedEngine, 
     session = open_session(source, engine)
     session.refit(1)
     source.call("break_from_now_on", "die")
-    with pytest.raises(WorkerError, match=r"phase pack: policy rank [01] .*died"):
+    with pytest.raises(WorkerError, match=r"phase transfer: policy rank [01] .*died"):
         session.refit(2)
     with pytest.raises(WorkerError, match="half-updated weights: the refit to version 2"):
         engine.call("generate", requests(), Sampling(4), 30.0)
@@ -169,7 +169,7 @@ def test_sender_that_hangs_is_a_timeout_with_rank_and_phase(engine: HostedEngine
     source = make_source(engine.model, tp=2)
     session = open_session(source, engine, timeout_s=3)
     source.call_each("break_from_now_on", [("",), ("hang",)])
-    with pytest.raises(WaitTimeoutError, match=r"phase pack: policy rank 1 did not finish"):
+    with pytest.raises(WaitTimeoutError, match=r"phase transfer: .*policy rank 1 did not pack round 1"):
         session.refit(1)
     source.kill()
     again = open_session(make_source(engine.model), engine)
@@ -191,7 +191,8 @@ def test_segment_of_another_node_is_refused(
 
 def test_nothing_is_left_in_shared_memory(engine: HostedEngine, make_source: MakeSource) -> None:
     session = open_session(make_source(engine.model), engine)
-    assert not Path(session.setup.address.path).exists()
+    (channel,) = session.setup.channels
+    assert not Path(channel.connection.address.path).exists()
     session.refit(1)
     session.close()
 

@@ -7,6 +7,7 @@ a log file, whose last lines are part of the error when it dies.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import os
 import sys
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.cluster.placement import Bundle, Placement
-from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
+# How long a failure waits for the death that may have caused it. Only where several ranks were waited for.
+SAME_CAUSE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class WorkerGroup:
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
+        self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
         host = ray.remote(_Host)
         self.hosts = [
             host.options(
@@ -140,9 +144,18 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.hosts)
 
+    def part(self, ranks: Sequence[int], name: str | None = None) -> WorkerGroup:
+        """The workers `ranks` of a group that is ready, as a group of their own, numbered from 0 in that order."""
+        group = copy.copy(self)
+        group.name = name or self.name
+        for field_ in ("hosts", "pids", "_logs"):
+            setattr(group, field_, [getattr(self, field_)[rank] for rank in ranks])
+        group.specs = tuple(self.specs[rank] for rank in ranks)
+        return group
+
     def log_path(self, rank: int) -> Path:
         """The file that holds the output of `rank`."""
-        return self.log_dir / f"{self.name}-{rank}.log"
+        return self._logs[rank]
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results in rank order."""
@@ -150,12 +163,16 @@ class WorkerGroup:
 
     def call_each(self, method: str, args_by_rank: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
         """Call `method` with one tuple of arguments a rank; the results in rank order."""
-        pairs = zip(self.hosts, args_by_rank, strict=True)
-        return self.wait(method, [host.call.remote(method, args, {}) for host, args in pairs], timeout_s)
+        return self.wait(method, self.submit_each(method, args_by_rank), timeout_s)
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Begin `method` on every rank; hand the result to `wait`."""
         return [host.call.remote(method, args, kwargs) for host in self.hosts]
+
+    def submit_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[Any]:
+        """Begin `method` with one tuple of arguments a rank; hand the result to `wait`."""
+        pairs = zip(self.hosts, args_by_rank, strict=True)
+        return [host.call.remote(method, args, {}) for host, args in pairs]
 
     def wait(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Results of `submit`, in rank order; the first rank that fails ends the wait.
@@ -166,23 +183,7 @@ class WorkerGroup:
         return self._wait(method, submitted, timeout_s or self.call_timeout_s)
 
     def _wait(self, method: str, submitted: list[Any], timeout_s: float) -> list[Any]:
-        import ray
-
-        rank_of = {ref: rank for rank, ref in enumerate(submitted)}
-        results: list[Any] = [None] * len(submitted)
-        pending, deadline = list(submitted), time.monotonic() + timeout_s
-        while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                late = [rank_of[ref] for ref in pending]
-                raise WaitTimeoutError(
-                    f"{self.name} rank {', '.join(map(str, late))} did not finish `{method}` in {timeout_s:.0f} s."
-                    + self._log_tail(late[0]),
-                    "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
-                )
-            for ref in done:
-                results[rank_of[ref]] = self._result(ref, rank_of[ref], method)
-        return results
+        return wait_together([(self, method, submitted)], timeout_s)[0]
 
     def _result(self, ref: Any, rank: int, method: str) -> Any:
         import ray
@@ -194,11 +195,14 @@ class WorkerGroup:
             cause = error.cause if isinstance(error.cause, RlctlError) else None
             if cause is not None and not isinstance(cause, WorkerError):
                 raise cause from None
-            text = cause.message if cause is not None else str(error)
-            raise WorkerError(f"{self.name} rank {rank} failed in `{method}`: {text}.{self._log_tail(rank)}") from None
+            text = (cause.message if cause is not None else str(error)).rstrip(".")
+            kind = PeerFailedError if isinstance(cause, PeerFailedError) else WorkerError
+            raise kind(f"{self.name} rank {rank} failed in `{method}`: {text}.{self._log_tail(rank)}") from None
         except RayActorError:
             pid = f" (process {self.pids[rank]})" if self.pids else ""
-            raise WorkerError(f"{self.name} rank {rank}{pid} died during `{method}`.{self._log_tail(rank)}") from None
+            raise WorkerDiedError(
+                f"{self.name} rank {rank}{pid} died during `{method}`.{self._log_tail(rank)}"
+            ) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self._log_tail(rank)}") from None
 
@@ -233,3 +237,55 @@ class WorkerGroup:
 
         for host in self.hosts:
             ray.kill(host, no_restart=True)
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process is gone."""
+
+
+def wait_together(waits: Sequence[tuple[WorkerGroup, str, list[Any]]], timeout_s: float) -> list[list[Any]]:
+    """Results of calls submitted to several groups, (group, method, what `submit` returned) each; in the same order.
+
+    The first failure of any of them ends the wait. Ranks that wait for one another fail together: the failure that
+    the others follow from, above all a death, is what is raised, if it shows within a moment.
+    """
+    import ray
+
+    place = {ref: (index, rank) for index, (_, _, refs) in enumerate(waits) for rank, ref in enumerate(refs)}
+    results: list[list[Any]] = [[None] * len(refs) for _, _, refs in waits]
+    pending, deadline = list(place), time.monotonic() + timeout_s
+    first: RlctlError | None = None
+    while pending:
+        done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            break
+        for ref in done:
+            index, rank = place[ref]
+            group, method, _ = waits[index]
+            try:
+                results[index][rank] = group._result(ref, rank, method)
+            except WorkerDiedError:
+                raise
+            except RlctlError as error:
+                if first is None:
+                    deadline = min(deadline, time.monotonic() + SAME_CAUSE_S)
+                if first is None or isinstance(first, PeerFailedError):
+                    first = error
+    if first is not None:
+        raise first
+    if pending:
+        raise _late(waits, [place[ref] for ref in pending], timeout_s)
+    return results
+
+
+def _late(
+    waits: Sequence[tuple[WorkerGroup, str, list[Any]]], places: list[tuple[int, int]], timeout_s: float
+) -> WaitTimeoutError:
+    index = places[0][0]
+    group, method, _ = waits[index]
+    late = [rank for one, rank in places if one == index]
+    return WaitTimeoutError(
+        f"{group.name} rank {', '.join(map(str, late))} did not finish `{method}` in {timeout_s:.0f} s."
+        + group._log_tail(late[0]),
+        "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
+    )

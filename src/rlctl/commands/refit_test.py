@@ -34,6 +34,10 @@ def refit_test(
     generation_tp: Annotated[
         int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")
     ] = None,
+    mover: Annotated[
+        Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] | None,
+        typer.Option("--mover", help="What carries the bytes; auto: by where the engines are."),
+    ] = None,
     receive: Annotated[
         Literal["auto", "loader", "direct"],
         typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
@@ -55,7 +59,7 @@ def refit_test(
     from rlctl.planner.from_config import cluster_from_config
     from rlctl.rl.refit_test import RefitTestJob, run_refit_test
 
-    sizes = {"training.tp": tp, "training.dp": dp, "generation.tp": generation_tp}
+    sizes = {"training.tp": tp, "training.dp": dp, "generation.tp": generation_tp, "refit.mover": mover}
     sets = [*(set_ or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
     resolved = options.resolve_config(
         preset=preset, config=config, set_=sets, model=model, gpu=gpu, ray_address=ray_address

@@ -246,6 +246,14 @@ class RefitConfig(Section):
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     """Completions that are being generated when a refit is due: wait for them, keep them and go on under the new
     weights (each token carries the version that chose it), or end them."""
+    verify_sample: NonNegative = 8
+    """Tensors compared in the refits between, others each time; 0: none."""
+    mover: Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] = "auto"
+    """What carries the bytes; auto: by where the engines are."""
+    directory: str | None = None
+    """Where the disk mover writes versions: a directory that every node sees."""
+    staging_mb: Positive = 256
+    """Memory between the two sides for each engine worker, in MiB: two buffers that are filled and read in turn."""
 
 
 class OptimizerConfig(PassThrough):

@@ -37,7 +37,7 @@ def _backend(request: Request) -> str:
 def _mover(request: Request, colocated: bool) -> str:
     if request.cluster.is_cpu:
         return "shared-memory"
-    return "cuda-ipc" if colocated else "nccl"
+    return "cuda-ipc" if colocated else "collective"
 
 
 def _memory(

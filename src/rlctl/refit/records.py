@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlctl.backends.vllm.channel import Connection
 from rlctl.backends.vllm.segment import SegmentAddress
 from rlctl.models.facts import ModelFacts
 from rlctl.telemetry.phases import RefitPhase
-from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
-from rlctl.weights.plan import SingleWorld
+from rlctl.weights.layout import ITEM_BYTES, Layout
 
 if TYPE_CHECKING:
     from rlctl.weights.megatron import MegatronParallel
@@ -17,23 +17,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableRow:
-    """One published tensor in the staging memory."""
+    """One published tensor, as the engines compute with it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    """In bytes."""
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        size = ITEM_BYTES[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
 
 
-def staging_world(table: tuple[TableRow, ...]) -> SingleWorld:
-    """The staging memory as a destination: each published tensor whole, under its own name."""
-    params = {row.name: ParamSpec(row.shape, row.dtype, buffer="staging", offset_bytes=row.offset) for row in table}
-    pieces = tuple(
-        Piece(row.name, whole(row.shape), row.name, whole(row.shape), tuple(range(len(row.shape)))) for row in table
-    )
-    return SingleWorld(Layout(0, params, pieces))
+@dataclass(frozen=True)
+class SourcePlace:
+    """Where a policy rank runs."""
+
+    name: str
+    node: str
+    device: str
+    address: str
+    """Network address of its node."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One stream of rounds: engine workers that need the same bytes and can read them from the same place."""
+
+    index: int
+    layout: Layout
+    node: str
+    """Where its staging memory is; for movers that have none to share, where its first receiver is."""
+    device: str
+    senders: tuple[int, ...]
+    """Policy ranks that write into it."""
+    connection: Connection
 
 
 @dataclass(frozen=True)
@@ -42,9 +62,46 @@ class SourceSetup:
 
     facts: ModelFacts
     parallel: MegatronParallel
-    dtype: str
     table: tuple[TableRow, ...]
-    address: SegmentAddress | None
+    places: tuple[SourcePlace, ...] = ()
+    """Of all policy ranks."""
+    channels: tuple[Channel, ...] = ()
+
+
+@dataclass(frozen=True)
+class Made:
+    """What one policy rank made before the session opens."""
+
+    addresses: dict[int, SegmentAddress]
+    """Staging memory, by channel."""
+    handles: dict[int, tuple[tuple, ...]] = field(default_factory=dict)
+    """Of staging buffers on a device, by channel."""
+    store_port: int | None = None
+    """Port of the store at which a collective group meets."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a policy rank sets up."""
+
+    rank: int
+    copies: int
+    """Strided copies that it makes in a refit."""
+    problems: tuple[str, ...] = ()
+    """What keeps a channel's plan from writing every element exactly once."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one policy rank did in one refit."""
+
+    rank: int
+    seconds: float
+    packing_s: float
+    """Seconds of copying."""
+    bytes: int
+    exchanged: int = 0
+    """Bytes sent to ranks of other nodes, which handed them over."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +113,7 @@ class RefitReport:
     bytes: int
     """Payload: one full copy of the weights."""
     staging_bytes: int
-    """Most memory that held weights between the two sides."""
+    """Most memory that held weights between the two sides, on one node."""
     verified: int = 0
     """Tensors compared element by element (by fingerprint) at the source and inside every engine; 0: not this time."""
     verify_s: float = 0.0
@@ -65,7 +122,16 @@ class RefitReport:
     receive: str = "loader"
     reasons: dict[str, str] = field(default_factory=dict)
     """Why tensors took the path they took, by path."""
+    sent_bytes: int = 0
+    """Bytes that policy ranks wrote, all receivers together."""
+    packing_s: float = 0.0
+    """Seconds in which the busiest policy rank copied; partly while engines loaded."""
 
     @property
     def gb_per_s(self) -> float:
         return self.bytes / 1e9 / max(sum(self.seconds.values()), 1e-9)
+
+
+__all__ = [
+    "Channel", "Made", "Opened", "RefitReport", "SegmentAddress", "Sent", "SourcePlace", "SourceSetup", "TableRow",
+]  # fmt: skip

@@ -148,7 +148,7 @@ def run(
 
     `compare_logprobs` gives the policy's opinion of what the engine generated.
     """
-    test = SelfTest(model, "shared-memory", session.receive, logprob_limit)
+    test = SelfTest(model, session.mover, session.receive, logprob_limit)
     size = min(session.payload_bytes, COPY_BYTES_LIMIT)
     test.limit_gb_per_s = session.policy.call("refit_copy_gb_per_s", size, timeout_s=timeout_s)[0]
     for version in range(1, max(2, repeat) + 1):

@@ -1,63 +1,49 @@
 """A refit session: what is exchanged once, each transfer, and its end.
 
 The driver's part only; the policy's ranks write (`source`), the engines load (`backends.vllm.transfer`), and no weight
-passes through here.
+passes through here. In a transfer both sides make one long call each and hand rounds over among themselves; the
+driver watches both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from rlctl.backends.vllm.channel import Connection, Need, Rendezvous, buffer_bytes, cut_rounds
+from rlctl.backends.vllm.messages import Received
+from rlctl.cluster.workers import WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
-from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.records import RefitReport, SourceSetup, TableRow
+from rlctl.refit.channels import MIB, choose_mover, meeting_host, plan_channels
+from rlctl.refit.records import Channel, Made, Opened, RefitReport, Sent, SourceSetup, TableRow
 from rlctl.refit.verify import Comparison, compare, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
-from rlctl.weights.layout import ITEM_BYTES
 
 if TYPE_CHECKING:
     from rlctl.weights.megatron import MegatronParallel
 
 T = TypeVar("T")
-ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
 Receive = Literal["loader", "direct", "auto"]
-
-
-class Group(Protocol):
-    """The part of `cluster.WorkerGroup` that a session uses."""
-
-    name: str
-
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]: ...
-    def call_each(self, method: str, args_by_rank: list[tuple], timeout_s: float | None = None) -> list[Any]: ...
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]: ...
-    def wait(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]: ...
-    def __len__(self) -> int: ...
-
-
-def table_of(shapes: dict[str, tuple[int, ...]], dtype: str) -> tuple[TableRow, ...]:
-    """Places for whole tensors, one behind the other, in the order in which the model's layers come."""
-    rows, offset = [], 0
-    for name, shape in shapes.items():
-        size = ITEM_BYTES[dtype]
-        for length in shape:
-            size *= length
-        rows.append(TableRow(name, dtype, shape, offset, size))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
-    return tuple(rows)
+# The driver waits a little longer than the two sides wait for each other, so that their error, which knows more, comes
+# first.
+MARGIN_S = 5.0
 
 
 class RefitSession:
-    """Refits of one policy into engines on the same node."""
+    """Refits of one policy into engines."""
 
     def __init__(
         self,
-        policy: Group,
-        engines: Group,
+        policy: WorkerGroup,
+        engines: WorkerGroup,
         facts: ModelFacts,
         *,
         parallel: MegatronParallel,
@@ -65,11 +51,19 @@ class RefitSession:
         dtype: str,
         shapes: dict[str, tuple[int, ...]] | None = None,
         receive: Receive = "auto",
+        members: int = 1,
     ) -> None:
-        """`shapes` are those of the published tensors; by default what the model's family says."""
+        """`shapes` are those of the published tensors; by default what the model's family says.
+
+        `members`: how many of `engines` hold one model together (1, but for processes without an engine around them).
+        """
+        self.members = members
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
-        self.setup = SourceSetup(facts, parallel, dtype, table_of(shapes or _published_shapes(facts), dtype), None)
-        self.refits = 0
+        table = _published(facts, dtype) if shapes is None else tuple(TableRow(n, dtype, s) for n, s in shapes.items())
+        self.setup = SourceSetup(facts, parallel, table)
+        self.mover = settings.mover
+        self.refits = self.attempts = 0
+        self.opened = self.broken = False
         self.last_comparison: Comparison | None = None
 
     @property
@@ -78,18 +72,78 @@ class RefitSession:
 
     @property
     def staging_bytes(self) -> int:
-        last = self.setup.table[-1]
-        return last.offset + last.bytes
+        """Staging memory of the node that holds most of it."""
+        by_node: dict[str, int] = {}
+        for channel in self.setup.channels:
+            by_node[channel.node] = by_node.get(channel.node, 0) + _staging(channel)
+        return max(by_node.values(), default=0)
 
     def open(self) -> None:
         """Make the staging memory, and tell both sides what stays the same over all refits."""
-        address = self._one(self.policy, "refit_create_segment", self.staging_bytes)
-        setup = SourceSetup(**{**_fields(self.setup), "address": address})
-        self._wait("open", self.policy, "refit_open", setup)
-        table = tuple((row.name, row.dtype, row.shape, row.offset) for row in setup.table)
-        self._wait("open", self.engines, "refit_open", {"address": address, "table": table, "receive": self.receive})
+        table = tuple((row.name, row.dtype, row.shape) for row in self.setup.table)
+        places = tuple(self._wait("open", self.policy, "refit_place"))
+        self._wait("open", self.engines, "refit_open", {"table": table, "receive": self.receive})
+        needs: list[list[Need]] = self._wait("open", self.engines, "refit_needs")
+        flat = [need for of_engine in needs for need in of_engine]
+        self.mover = choose_mover(self.settings.mover, flat, places, self.settings.directory)
+        channels = plan_channels(
+            self.mover,
+            flat,
+            places,
+            staging_bytes=self.settings.staging_mb * MIB,
+            timeout_s=self.settings.timeout_s,
+        )
+        names = tuple(one.name for one in (*places, *flat))
+        self.setup = replace(
+            self.setup, places=places, channels=self._prepared(channels, names, meeting_host(flat, places))
+        )
+        self._connect([tuple(self._connection(need) for need in of_engine) for of_engine in needs])
         self._wait("open", self.policy, "refit_unlink")
-        self.setup = setup
+        self.opened = True
+
+    def reform(self, engines: WorkerGroup) -> None:
+        """Go on with other engines (some left, some joined); the policy's processes stay as they are.
+
+        Engines that joined hold these weights after the next refit.
+        """
+        self.close()
+        self.engines = engines
+        self.open()
+
+    def _prepared(self, channels: tuple[Channel, ...], names: tuple[str, ...], host: str) -> tuple[Channel, ...]:
+        """The channels with all that the two sides need to find each other."""
+        made: list[Made] = self._wait("open", self.policy, "refit_make", channels, host)
+        addresses = {index: address for one in made for index, address in one.addresses.items()}
+        handles = {index: own for one in made for index, own in one.handles.items()}
+        port = next((one.store_port for one in made if one.store_port is not None), None)
+        group = None if port is None else Rendezvous(host, port, f"refit-{secrets.token_hex(4)}", names)
+        directory = None
+        if self.mover == "disk":
+            directory = str(Path(self.settings.directory or ".") / f"rlctl-refit-{secrets.token_hex(4)}")
+        links = [
+            replace(
+                c.connection,
+                address=addresses.get(c.index),
+                handles=handles.get(c.index, ()),
+                group=group,
+                directory=directory,
+            )
+            for c in channels
+        ]
+        return tuple(replace(c, connection=link) for c, link in zip(channels, links, strict=True))
+
+    def _connect(self, connections: list[tuple[Connection, ...]]) -> None:
+        """Both sides open their ends, at once: a collective group is there when all its members are."""
+        waits = [
+            (self.policy, "refit_open", self.policy.submit("refit_open", self.setup)),
+            (self.engines, "refit_connect", self.engines.submit_each("refit_connect", [(one,) for one in connections])),
+        ]
+        opened: list[Opened] = self._guard("open", lambda: wait_together(waits, self.settings.timeout_s + MARGIN_S))[0]
+        if problems := [line for one in opened for line in one.problems]:
+            raise VerificationError(f"Refit: the transfer plan does not hold: {'; '.join(problems[:8])}.")
+
+    def _connection(self, need: Need) -> Connection:
+        return next(c.connection for c in self.setup.channels if need.name in c.connection.receivers)
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
         """Bring the policy's weights into every engine as `version`; `verify` None: as the settings say.
@@ -97,23 +151,30 @@ class RefitSession:
         Raises VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase; after any of
         them the engines refuse to generate until a full refit has succeeded.
         """
-        if self.setup.address is None:
+        if self.broken:  # a group that a member left cannot be used again
+            self.reform(self.engines)
+        if not self.opened:
             raise WorkerError("RefitSession.refit before open().")
-        seconds: dict[RefitPhase, float] = {}
+        self.attempts += 1
         begun = time.perf_counter()
         self._wait("begin", self.engines, "refit_begin", version)
-        packed = time.perf_counter()
-        self._wait("pack", self.policy, "refit_pack")
-        loading = time.perf_counter()
-        self._wait("load", self.engines, "refit_receive", {"first": 0, "last": len(self.setup.table)})
+        moving = time.perf_counter()
+        self.broken = self.mover == "collective"
+        sent, wrote_s = self._move(version)
+        self.broken = False
+        moved = time.perf_counter()
         finished = self._wait("load", self.engines, "refit_finish", version)
         ended = time.perf_counter()
-        seconds[RefitPhase.CACHE_RESET] = max(one["cache_reset"] for one in finished)
-        seconds[RefitPhase.PACK] = loading - packed
-        seconds[RefitPhase.LOAD] = ended - loading + packed - begun - seconds[RefitPhase.CACHE_RESET]
         self.refits += 1
+        received: list[Received] = [one for of in self._wait("load", self.engines, "received") for one in of]
+        waited = min(max(one.waited_s for one in received) + wrote_s, moved - moving)
+        reset = max(one["cache_reset"] for one in finished)
+        seconds = {
+            RefitPhase.PACK if self.mover in ("shared-memory", "cuda-ipc") else RefitPhase.TRANSFER: waited,
+            RefitPhase.LOAD: moved - moving - waited + ended - moved - reset + moving - begun,
+            RefitPhase.CACHE_RESET: reset,
+        }
         verified, verify_s = self._verified(version, verify)
-        received = self._wait("load", self.engines, "received")[0][0]
         return RefitReport(
             version=version,
             seconds=seconds,
@@ -121,19 +182,42 @@ class RefitSession:
             staging_bytes=self.staging_bytes,
             verified=verified,
             verify_s=verify_s,
-            receive=received.path,
-            reasons=received.reasons,
+            mover=self.mover,
+            receive=received[0].path,
+            reasons=received[0].reasons,
+            sent_bytes=sum(one.bytes for one in sent),
+            packing_s=max(one.packing_s for one in sent),
         )
 
+    def _move(self, version: int) -> tuple[list[Sent], float]:
+        """Both sides at once; the first failure of either ends it. Also the seconds before loading could begin."""
+        update = {"version": version, "epoch": self.attempts}
+        if self.mover == "disk":  # a version is read once it is complete
+            begun = time.perf_counter()
+            sent: list[Sent] = self._wait("transfer", self.policy, "refit_send", version, self.attempts)
+            self._wait("transfer", self.policy, "refit_publish", version)
+            wrote_s = time.perf_counter() - begun
+            self._wait("load", self.engines, "refit_receive", update)
+            self._wait("load", self.policy, "refit_retire", version)
+            return sent, wrote_s
+        waits = [
+            (self.policy, "refit_send", self.policy.submit("refit_send", version, self.attempts)),
+            (self.engines, "refit_receive", self.engines.submit("refit_receive", update)),
+        ]
+        return self._guard("transfer", lambda: wait_together(waits, self.settings.timeout_s + MARGIN_S))[0], 0.0
+
     def _verified(self, version: int, wanted: bool | None) -> tuple[int, float]:
-        """(tensors compared, seconds); the first refit of a session is always compared."""
+        """(tensors compared, seconds): all of them on the first refit and every few after it, else a sample."""
         every = self.settings.verify_every
         due = self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0)
-        if not (due if wanted is None else wanted):
+        if wanted is not None:
+            due = wanted
+        sample = None if due else [] if wanted is False else self._sample(version)
+        if sample == []:
             return 0, 0.0
         begun = time.perf_counter()
         try:
-            for index, comparison in enumerate(self.compare()):
+            for index, comparison in enumerate(self.compare(sample)):
                 self.last_comparison = comparison
                 require_equal(comparison, version, f"engine {index}")
         except RlctlError:
@@ -141,30 +225,42 @@ class RefitSession:
             raise
         return comparison.tensors, time.perf_counter() - begun
 
-    def compare(self) -> list[Comparison]:
-        """The policy's tensors against what each engine computes with now."""
-        asked = self.policy.submit("refit_fingerprints"), self.engines.submit("readings")
-        source = source_sums(self._guard("verify", lambda: self._await(self.policy, "refit_fingerprints", asked[0])))
-        readings = self._guard("verify", lambda: self._await(self.engines, "readings", asked[1]))
-        return [compare(source, of_one) for of_one in readings]
+    def _sample(self, version: int) -> list[str]:
+        """Some tensors, others with every version, the same for the same version."""
+        names = [row.name for row in self.setup.table]
+        return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
+
+    def compare(self, tensors: list[str] | None = None) -> list[Comparison]:
+        """The policy's tensors (None: all) against what each engine computes with now."""
+        waits = [
+            (self.policy, "refit_fingerprints", self.policy.submit("refit_fingerprints", tensors)),
+            (self.engines, "readings", self.engines.submit("readings", tensors)),
+        ]
+        found, readings = self._guard("verify", lambda: wait_together(waits, self.settings.timeout_s))
+        source = source_sums(found)
+        kept = set(source) if tensors is None else set(tensors)
+        firsts = range(0, len(readings), self.members)
+        models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
+        return [
+            compare(source, [reading for reading in of_one if tensors is None or reading.tensor in kept])
+            for of_one in models
+        ]
 
     def close(self) -> None:
         """Let go of the staging memory on both sides; tolerant of workers that are gone."""
+        self.opened = self.broken = False
+        if self.mover == "disk" and self.setup.channels:
+            self._tolerantly(self.policy, "refit_retire", None)
         for group, method in ((self.policy, "refit_close"), (self.engines, "refit_close")):
-            try:
-                group.call(method, timeout_s=min(30.0, self.settings.timeout_s))
-            except (WorkerError, WaitTimeoutError):
-                continue  # a worker that is gone holds nothing, and its death was reported where it mattered
+            self._tolerantly(group, method)
 
-    def _one(self, group: Group, method: str, argument: Any) -> Any:
-        """The result of a method that acts on rank 0 alone, which knows by itself."""
-        return self._wait("open", group, method, argument)[0]
+    def _tolerantly(self, group: WorkerGroup, method: str, *args: Any) -> None:
+        # A worker that is gone holds nothing, and its death was reported where it mattered.
+        with contextlib.suppress(WorkerError, WaitTimeoutError):
+            group.call(method, *args, timeout_s=min(30.0, self.settings.timeout_s))
 
-    def _wait(self, phase: str, group: Group, method: str, *args: Any) -> list[Any]:
+    def _wait(self, phase: str, group: WorkerGroup, method: str, *args: Any) -> list[Any]:
         return self._guard(phase, lambda: group.call(method, *args, timeout_s=self.settings.timeout_s))
-
-    def _await(self, group: Group, method: str, submitted: list[Any]) -> list[Any]:
-        return group.wait(method, submitted, self.settings.timeout_s)
 
     def _guard(self, phase: str, wait: Callable[[], T]) -> T:
         """Name the phase in whatever goes wrong."""
@@ -178,11 +274,15 @@ class RefitSession:
             raise WorkerError(f"Refit, phase {phase}: {error.message}", error.hint) from None
 
 
-def _fields(setup: SourceSetup) -> dict[str, Any]:
-    return {name: getattr(setup, name) for name in asdict(setup)}
+def _staging(channel: Channel) -> int:
+    rounds = cut_rounds(channel.layout, channel.connection.capacity)
+    return min(2, len(rounds)) * buffer_bytes(rounds)
 
 
-def _published_shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    from rlctl.models.registry import weights_of
+def _published(facts: ModelFacts, dtype: str) -> tuple[TableRow, ...]:
+    """The published tensors as an engine computes with them, in the order of the model."""
+    from rlctl.weights import hf
 
-    return dict(weights_of(facts).tensors)
+    # A policy is built without multi-token-prediction layers, and an engine generates without them.
+    params = hf.layout(replace(facts, mtp_layers=0), dtype).params
+    return tuple(TableRow(name, spec.dtype, spec.shape) for name, spec in params.items())

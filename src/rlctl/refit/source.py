@@ -1,36 +1,39 @@
-"""The policy's side of a refit, on one rank: which boxes this rank sends, writing them, and their fingerprints.
+"""The policy's side of a refit, on one rank: which boxes this rank sends, sending them, and their fingerprints.
 
 Every rank works out its own part of the transfer plan; of several ranks that hold the same box, the plan lets one
-send it.
+send it, the nearest first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from rlctl.backends.vllm.segment import Segment, SegmentAddress
+from rlctl.backends.vllm import weight_files
+from rlctl.backends.vllm.channel import chunk_world, cut_rounds, whole_tensors
+from rlctl.backends.vllm.cuda_buffers import device_name
+from rlctl.backends.vllm.group import Group, serve_store
+from rlctl.backends.vllm.segment import Segment, this_node
 from rlctl.checkpoints.fingerprints import fingerprint
-from rlctl.checkpoints.tensors import strided, transformed
+from rlctl.checkpoints.tensors import transformed
 from rlctl.errors import WorkerError
-from rlctl.refit.records import SourceSetup, TableRow, staging_world
+from rlctl.refit import cuda_ipc, shared_memory
+from rlctl.refit.collective import CollectiveOutlet
+from rlctl.refit.exchange import Incoming, Outgoing, agent, policy_group
+from rlctl.refit.mover import Outlet, open_outlet, sends_messages
+from rlctl.refit.packing import Packer, source_view
+from rlctl.refit.records import Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
 from rlctl.weights.fingerprints import combine
-from rlctl.weights.plan import Copy, World, send_plan
-
-
-@dataclass(frozen=True)
-class Packed:
-    """What one rank did in one refit."""
-
-    rank: int
-    seconds: float
-    bytes: int
-    copies: int
+from rlctl.weights.plan import Copy, Place, SingleWorld, Topology, World, receive_plan, send_plan
 
 
 @dataclass
@@ -38,9 +41,27 @@ class SourceState:
     """What a rank keeps between refits."""
 
     setup: SourceSetup
-    copies: tuple[Copy, ...]
+    world: World
     rows: dict[str, TableRow]
-    segment: Segment | None
+    outlets: dict[int, Outlet] = field(default_factory=dict)
+    """By channel, where this rank is beside the staging memory."""
+    outgoing: dict[int, Outgoing] = field(default_factory=dict)
+    """By channel, where it is not."""
+    incoming: dict[int, Incoming] = field(default_factory=dict)
+    """By channel, what ranks of other nodes send to this one."""
+    rounds: int = 0
+    """Most rounds of a channel."""
+    group: Group | None = None
+    """With the collective mover: the group of policy ranks and engine workers."""
+    sent: Sent | None = None
+    _copies: tuple[Copy, ...] | None = None
+
+    def whole_copies(self, rank: int) -> tuple[Copy, ...]:
+        """This rank's share of each published tensor: what it answers for in a comparison."""
+        if self._copies is None:
+            rows = [(row.name, row.dtype, row.shape) for row in self.setup.table]
+            self._copies = send_plan(self.world, SingleWorld(whole_tensors(rows)), rank)
+        return self._copies
 
 
 class RefitSource:
@@ -48,8 +69,10 @@ class RefitSource:
 
     rank: int
     _refit: SourceState | None = None
-    _refit_own: Segment | None = None
-    """The staging memory, where this rank made it."""
+    _refit_made: dict[int, Segment] | None = None
+    """Staging memory that this rank made, by channel."""
+    _refit_buffers: dict[int, list[torch.Tensor]] | None = None
+    _refit_store: Any = None
 
     def parameters(self) -> dict[str, torch.Tensor]:
         raise NotImplementedError
@@ -58,45 +81,146 @@ class RefitSource:
         """The layouts of all ranks of the policy."""
         raise NotImplementedError
 
-    def refit_create_segment(self, size: int) -> SegmentAddress | None:
-        """Make the staging memory, on rank 0; None elsewhere."""
-        if self.rank != 0:
-            return None
-        self._refit_own = Segment.create(size)
-        return self._refit_own.address
+    def refit_place(self) -> SourcePlace:
+        """Where this rank runs."""
+        return SourcePlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), _address())
 
-    def refit_open(self, setup: SourceSetup) -> int:
-        """Work out what this rank sends; returns its number of copies."""
-        copies = send_plan(self.refit_world(setup), staging_world(setup.table), self.rank)
-        own = self._refit_own
-        if setup.address is not None and (own is None or own.address != setup.address):
-            own = Segment(setup.address)
-        self._refit = SourceState(setup, copies, {row.name: row for row in setup.table}, own)
-        return len(copies)
+    def _device(self) -> torch.device:
+        return next(iter(self.parameters().values())).device
+
+    def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
+        """Make what others connect to: staging memory (the first sender of a channel), a store at `host` (rank 0)."""
+        self.refit_close()
+        self._refit_made, self._refit_buffers = {}, {}
+        for channel in channels:
+            rounds = len(cut_rounds(channel.layout, channel.connection.capacity))
+            if channel.connection.mover == "shared-memory" and channel.senders[0] == self.rank:
+                self._refit_made[channel.index] = shared_memory.make(channel, rounds)
+            if channel.connection.mover == "cuda-ipc" and channel.senders[0] == self.rank:
+                made, buffers = cuda_ipc.make(channel, rounds, self._device())
+                self._refit_made[channel.index], self._refit_buffers[channel.index] = made, buffers
+        link = channels[0].connection
+        if link.mover == "collective" and self.rank == 0:
+            self._refit_store = serve_store(host, link.timeout_s)
+        port = self._refit_store.port if self._refit_store is not None else None
+        handles = {index: cuda_ipc.handles(buffers) for index, buffers in self._refit_buffers.items()}
+        return Made({index: segment.address for index, segment in self._refit_made.items()}, handles, port)
+
+    def refit_open(self, setup: SourceSetup) -> Opened:
+        """Work out what this rank sends, and open its ends of the channels."""
+        state = SourceState(setup, self.refit_world(setup), {row.name: row for row in setup.table})
+        self._refit, problems, copies = state, [], 0
+        link = setup.channels[0].connection
+        if link.group is not None:
+            state.group = Group(link.group, self.rank, self._device(), link.timeout_s)
+        for channel in setup.channels:
+            copies += self._open_channel(state, channel, problems)
+        for outlet in state.outlets.values():
+            if isinstance(outlet, CollectiveOutlet):
+                outlet.introduce()
+        return Opened(self.rank, copies, tuple(problems[:8]))
+
+    def _open_channel(self, state: SourceState, channel: Channel, problems: list[str]) -> int:
+        """This rank's ends of one channel; returns the number of its copies."""
+        setup, link = state.setup, channel.connection
+        rounds = cut_rounds(channel.layout, link.capacity)
+        places = tuple(Place(node=place.node, device=place.device) for place in setup.places)
+        topology = Topology(places, (Place(node=channel.node, device=channel.device),))
+        plan = receive_plan(state.world, chunk_world(channel.layout, rounds), 0, topology)
+        problems += plan.problems()
+        own, inside = plan.from_rank(self.rank), self.rank in channel.senders
+        if not own and not inside:
+            return 0
+        message = not inside or sends_messages(link.mover)
+        packer = Packer(rounds, own, message=message, who=f"policy rank {self.rank}")
+        state.rounds = max(state.rounds, len(rounds))
+        if inside:
+            state.outlets[channel.index] = open_outlet(
+                channel,
+                self.rank,
+                packer,
+                made=(self._refit_made or {}).get(channel.index),
+                buffers=(self._refit_buffers or {}).get(channel.index, []),
+                group=state.group,
+            )
+            away = [rank for rank in plan.sources if agent(channel.senders, rank) == self.rank]
+            if away := [rank for rank in away if rank not in channel.senders]:
+                group = self._policy_group(state, link.timeout_s)
+                state.incoming[channel.index] = Incoming(plan, rounds, away, group, group.device, channel.index)
+        else:
+            group = self._policy_group(state, link.timeout_s)
+            to = agent(channel.senders, self.rank)
+            state.outgoing[channel.index] = Outgoing(packer, group, to, channel.index)
+        return len(own)
+
+    def _policy_group(self, state: SourceState, timeout_s: float) -> Group:
+        names = tuple(place.name for place in state.setup.places)
+        return policy_group(names, self.rank, self._device(), timeout_s)
 
     def refit_unlink(self) -> None:
-        """Both sides have the staging memory mapped: take its name away, so that nothing outlives the processes."""
-        if self._state().segment is not None:
-            self._state().segment.unlink()
+        """All sides have the staging memory mapped: take its name away, so that nothing outlives the processes."""
+        for segment in (self._refit_made or {}).values():
+            segment.unlink()
 
-    def refit_pack(self) -> Packed:
-        """Write this rank's boxes into the staging memory, from the live parameters."""
-        begun, state = time.perf_counter(), self._state()
-        if state.segment is None:
-            raise WorkerError("refit_pack without staging memory.")
-        count = 0
-        for copy, values in self._boxes():
-            row = state.rows[copy.destination_param]
-            whole = state.segment.view(row.offset, row.shape, getattr(torch, row.dtype))
-            strided(whole, copy.destination_view).copy_(transformed(values, copy))
-            count += copy.elements * whole.element_size()
-        return Packed(self.rank, time.perf_counter() - begun, count, len(state.copies))
+    def refit_send(self, version: int, epoch: int) -> Sent:
+        """Send this rank's boxes as `version`, from the live parameters; `epoch` numbers the session's attempts."""
+        begun, state, parameters = time.perf_counter(), self._state(), self.parameters()
+        packing = count = exchanged = 0
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for index, outlet in state.outlets.items():
+                stack.enter_context(outlet.begin(version, epoch))
+                outlet.packer.look(parameters)
+                if index in state.incoming:
+                    state.incoming[index].begin()
+            for away in state.outgoing.values():
+                away.packer.look(parameters)
+            for index in range(state.rounds):
+                # Every rank goes through rounds and channels in this order, so that none waits for one that waits.
+                for channel in sorted({*state.outlets, *state.outgoing}):
+                    if channel in state.outgoing:
+                        exchanged += self._exchange(state.outgoing[channel], index)
+                    elif index < len(state.outlets[channel].packer.rounds):
+                        packing += self._send_round(state.outlets[channel], index, state.incoming.get(channel))
+                        count += state.outlets[channel].packer.bytes(index)
+            for away in state.outgoing.values():
+                away.finish()
+        state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count + exchanged, exchanged)
+        return state.sent
 
-    def refit_fingerprints(self) -> dict[str, int]:
-        """Fingerprints of this rank's share of each tensor, in the dtype that the engine holds; shares add up."""
-        state = self._state()
+    @staticmethod
+    def _exchange(away: Outgoing, index: int) -> int:
+        return away.send(index) if index < len(away.packer.rounds) else 0
+
+    def _send_round(self, outlet: Outlet, index: int, incoming: Incoming | None) -> float:
+        """Seconds of copying."""
+        buffer = outlet.wait(index)
+        begun = time.perf_counter()
+        outlet.packer.pack(index, buffer)
+        seconds = time.perf_counter() - begun
+        if incoming is not None:
+            incoming.put(index, buffer)
+        outlet.done(index)
+        return seconds
+
+    def refit_sent(self) -> Sent | None:
+        """What the last refit was on this rank."""
+        return self._state().sent
+
+    def refit_publish(self, version: int) -> None:
+        """With the disk mover, once every rank has sent: make the version visible (rank 0)."""
+        if self.rank == 0:
+            weight_files.publish(self._state().setup.channels[0].connection.directory, version)
+
+    def refit_retire(self, version: int | None) -> None:
+        """With the disk mover, once every engine has loaded: remove the other versions (rank 0; None: all)."""
+        if self.rank == 0:
+            weight_files.remove_others(self._state().setup.channels[0].connection.directory, version)
+
+    def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
+        """Fingerprints of this rank's share of each tensor (None: all), in the engine's dtype; shares add up."""
+        state, wanted = self._state(), None if tensors is None else set(tensors)
         sums: dict[str, int] = {}
-        for copy, values in self._boxes():
+        for copy, values in self._boxes(wanted):
             row = state.rows[copy.tensor]
             starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
             values = transformed(values, copy).to(getattr(torch, row.dtype))
@@ -104,22 +228,25 @@ class RefitSource:
             sums[copy.tensor] = combine([sums.get(copy.tensor, 0), value])
         return sums
 
-    def refit_perturb(self, seed: int, scale: float) -> None:
-        """Change every element by noise that replicas share: for tests of a refit, never in a run."""
-        world = self.refit_world(self._state().setup)
+    def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
+        """Change elements by noise that replicas share (`share` of them): for tests of a refit, never in a run."""
+        self._perturb(self.refit_world(self._state().setup), seed, scale, share)
+
+    def _perturb(self, world: World, seed: int, scale: float, share: float) -> None:
         held = {p.param: f"{p.tensor}{p.tensor_box}" for p in world.layout(self.rank).pieces}
         for name, parameter in self.parameters().items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{held.get(name, name)}".encode()))
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if share < 1:
+                noise *= torch.rand(parameter.shape, generator=generator) < share
             with torch.no_grad():
-                parameter.add_((scale * noise).to(parameter))
+                parameter.add_(noise.to(parameter))
 
     def refit_values(self, tensor: str) -> list[tuple[list[tuple[int, int, int]], np.ndarray]]:
         """This rank's boxes of one tensor: (start, count, step) of each dimension, and the values as float32."""
         return [
             ([tuple(span) for span in copy.tensor_box], transformed(values, copy).float().cpu().numpy())
-            for copy, values in self._boxes()
-            if copy.tensor == tensor
+            for copy, values in self._boxes({tensor})
         ]
 
     def refit_copy_gb_per_s(self, size: int) -> float | None:
@@ -138,24 +265,35 @@ class RefitSource:
         return size / 1e9 / best
 
     def refit_close(self) -> None:
-        """Let go of the staging memory."""
-        for segment in {self._refit_own, self._refit and self._refit.segment}:
-            if segment is not None:
-                segment.close()
-        self._refit = self._refit_own = None
+        """Let go of the staging memory and of every connection."""
+        for outlet in self._refit.outlets.values() if self._refit else ():
+            outlet.close()
+        for segment in (self._refit_made or {}).values():
+            segment.close()
+        if self._refit and self._refit.group:
+            self._refit.group.close()
+        self._refit = self._refit_made = self._refit_buffers = self._refit_store = None
 
-    def _boxes(self) -> Iterator[tuple[Copy, torch.Tensor]]:
-        """The copies that this rank makes, and the live memory each reads, with the dimensions of the tensor."""
-        state, parameters = self._state(), self.parameters()
-        for copy in state.copies:
-            if copy.source_param not in parameters:
-                raise WorkerError(f"The policy's rank {self.rank} has no parameter {copy.source_param}.")
-            memory = parameters[copy.source_param].detach()
-            if not memory.is_contiguous():
-                raise WorkerError(f"{copy.source_param} is not stored contiguously.")
-            yield copy, strided(memory, copy.source_view)
+    def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
+        """This rank's share of published tensors (None: all), and the live memory of each box."""
+        parameters, who = self.parameters(), f"policy rank {self.rank}"
+        for copy in self._state().whole_copies(self.rank):
+            if tensors is None or copy.tensor in tensors:
+                yield copy, source_view(copy, parameters, who)
 
     def _state(self) -> SourceState:
         if self._refit is None:
             raise WorkerError("The policy was asked to refit before refit_open.")
         return self._refit
+
+
+def _address() -> str:
+    """An address of this node that other nodes can reach (no packet is sent)."""
+    if name := os.environ.get("RLCTL_ADDRESS"):
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

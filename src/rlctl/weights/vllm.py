@@ -172,7 +172,7 @@ class VllmWorld:
         if kind is _Kind.JOINED:
             return self._joined(matrix, fused, part, dtype)
         if kind is _Kind.WHOLE:
-            own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape))
+            own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), gain=matrix.offset)
             return name, ParamSpec(matrix.shape, dtype), own, []
         axis = 1 if kind is _Kind.COLUMNS else 0
         span = share(matrix.shape[axis], tp, at, f"Axis {axis} of {matrix.tensor}", "generation tp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,22 @@ def test_refit_replaces_every_tensor(which: str, receive: str, request: pytest.F
         assert largest_logprob_error(generate(engine, sampling), policy, sampling) < TOLERANCE
 
 
+def interrupt(engine: HostedEngine, policy: WholeTensorPolicy, version: int) -> None:
+    """A refit that breaks off in its second round."""
+    policy.open(engine, "loader", staging_bytes=300_000)
+    engine.call("refit_begin", version)
+    policy.fail_in_round = 1
+    with pytest.raises(WorkerError, match=r"policy rank 0 failed before it could pack round 2"):
+        policy.transfer(engine, version)
+    policy.fail_in_round = None
+
+
 def test_paths_may_alternate(engine: HostedEngine) -> None:
     """Also after a reload that was begun and given up."""
     policy = WholeTensorPolicy(engine.model)
     for version, receive in enumerate(("direct", "loader", "direct", "loader"), 1):
         policy.perturb(version)
-        policy.open(engine, "loader")
-        engine.call("refit_begin", 99)
-        engine.call("refit_receive", {"first": 0, "last": 5})
+        interrupt(engine, policy, 99)
         policy.refit(engine, version, receive)
         assert readings_differ(engine, policy) == set()
 
@@ -152,10 +161,7 @@ def test_interrupted_refit_refuses_to_generate_until_a_full_one(
     engine: HostedEngine, policy: WholeTensorPolicy
 ) -> None:
     policy.perturb(11)
-    policy.write()
-    policy.open(engine)
-    engine.call("refit_begin", 5)
-    engine.call("refit_receive", {"first": 0, "last": 4})
+    interrupt(engine, policy, 5)
     for _ in range(2):
         with pytest.raises(WorkerError, match="half-updated weights: the refit to version 5"):
             engine.call("generate", requests(), Sampling(4), 60.0)
@@ -168,13 +174,14 @@ def test_interrupted_refit_refuses_to_generate_until_a_full_one(
 
 
 def test_refit_that_fails_in_the_engine_refuses_too(engine: HostedEngine, policy: WholeTensorPolicy) -> None:
-    policy.write()
-    name, dtype, shape, offset = policy.table[3]
-    wrong = [*policy.table[:3], (name, dtype, (shape[0] // 2, shape[1] * 2), offset), *policy.table[4:]]
-    engine.call("refit_open", {"address": policy.segment.address, "table": tuple(wrong), "receive": "loader"})
+    right = policy.table
+    row = replace(right[3], shape=(right[3].shape[0] // 2, right[3].shape[1] * 2))
+    policy.table = (*right[:3], row, *right[4:])
+    policy.open(engine)
+    policy.table = right
     engine.call("refit_begin", 8)
     with pytest.raises(WorkerError, match="update_weights"):
-        engine.call("refit_receive", {"first": 0, "last": len(wrong)})
+        policy.transfer(engine, 8)
     with pytest.raises(WorkerError, match="half-updated"):
         engine.call("generate", requests(), Sampling(4), 60.0)
     policy.refit(engine, 9)
@@ -188,5 +195,5 @@ def test_killed_engine_is_reported_not_waited_for(placement: Any, tiny_llama: Pa
     hosted.call("refit_begin", 1)
     os.kill(hosted.group.pids[0], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"victim rank 0 .*died during `refit_receive`"):
-        hosted.call("refit_receive", {"first": 0, "last": 4})
+        policy.transfer(hosted, 1)
     hosted.group.kill()

@@ -1,103 +1,145 @@
-"""The direct receive path: boxes of published tensors straight into what a running model computes with.
+"""The direct receive path: rows of published tensors straight into what a running model computes with.
 
-A parameter that is stored plainly is overwritten in place. One that the CPU platform keeps repacked is packed again
-from the staging memory, without the loader's buffers and bookkeeping. A model with a parameter that `live` cannot place
-goes through the loader as a whole.
+A matrix that is stored plainly is overwritten in place. One that the CPU platform keeps repacked, and an expert that it
+keeps in an order of its own, is packed again from the staging memory, without the loader's buffers and bookkeeping. A
+model with a parameter that `live` cannot place goes through the loader as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from rlctl.backends.vllm import expert_packing
 from rlctl.backends.vllm.live import Form, Part, Site, sites
+from rlctl.weights.layout import Layout, ParamSpec, Piece, Span
 
-Whole = Callable[[str], torch.Tensor]
-"""A published tensor by name, in staging memory."""
+
+@dataclass(frozen=True)
+class Target:
+    """Where a parameter's rows go: into `memory`, if there is any, and then to `packs`."""
+
+    memory: torch.Tensor | None
+    rows: int
+    packs: tuple[Callable[[torch.Tensor], None], ...] = ()
+
+
+def param_name(site: Site) -> str:
+    """The site's name in the layout that a worker asks for."""
+    return f"{site.path}.{site.parameter}" + ("" if site.index is None else f"[{site.index}]")
 
 
 class DirectWriter:
-    """Writes whole refits into one worker's model. `reason` says why it cannot; None: it can."""
+    """What one worker's model needs, and writing it. `reason` says why it cannot; None: it can."""
 
     def __init__(self, model: torch.nn.Module, tensors: set[str]) -> None:
-        self.sites, unreadable = sites(model)
-        self.reason = _why_not(self.sites, unreadable, tensors)
-        self._scratch: torch.Tensor | None = None
+        found = sites(model)
+        self.reason = _why_not(found.found, found.unreadable, tensors)
         if self.reason is None:
-            for site in self.sites:
+            for site in found.found:
                 if site.lookup and site.packed:
                     _drop_unused_copy(site)
-            self.sites = sites(model).found
+        self.sites = [site for site in sites(model).found if site.parts]
+        self._padded: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def write(self, whole: Whole) -> None:
-        """Bring every parameter up to date. Look-ups come first: a tied output embedding shares their memory."""
-        for site in sorted(self.sites, key=lambda site: site.packed):
-            if site.form is Form.REPACKED:
-                self._repack(site, whole)
-            elif site.form is Form.PERMUTED:
-                self._permute(site, whole)
+    def layout(self) -> Layout:
+        """Every parameter once: its site's rows one below the other, [rows, columns] or [rows].
+
+        A site that shares its memory with another (tied embeddings, a router's bias) asks for nothing: it is filled
+        with the other.
+        """
+        params: dict[str, ParamSpec] = {}
+        pieces: list[Piece] = []
+        shared = self.shared()
+        for index, site in enumerate(self.sites):
+            if index in shared:
+                continue
+            name, dtype = param_name(site), str(site.kept().dtype).removeprefix("torch.")
+            width = () if _is_vector(site) else (site.columns,)
+            params[name] = ParamSpec((_rows(site), *width), dtype)
+            pieces += _pieces(site, name, width)
+        return Layout(0, params, tuple(pieces))
+
+    def targets(self) -> dict[str, Target]:
+        """Where each parameter of `layout` goes, as things are now."""
+        found: dict[str, Target] = {}
+        shared = self.shared()
+        for index, site in enumerate(self.sites):
+            name = param_name(self.sites[shared.get(index, index)])
+            packs = (partial(self.pack, site),) if site.form is not Form.PLAIN else ()
+            if index in shared:
+                found[name] = replace(found[name], packs=found[name].packs + packs)
             else:
-                stored = site.stored()
-                for part in site.parts:
-                    site.box(part, stored).copy_(_box(site, part, whole))
+                found[name] = Target(self.memory(site), _rows(site), packs)
+        return found
 
-    def _permute(self, site: Site, whole: Whole) -> None:
-        """Put an expert together as published, padding and all, and write it in its kernel's order."""
-        kept = site.kept()
-        plain = self._buffer(kept.numel(), kept.dtype).view(kept.shape)
-        padded = sum(part.rows * site.columns for part in site.parts) < kept.numel()
-        if padded:
-            plain.zero_()
-        stored = plain.t() if site.transposed else plain
-        for part in site.parts:
-            site.box(part, stored).copy_(_box(site, part, whole))
-        expert_packing.pack(plain, kept, site.isa)
+    def shared(self) -> dict[int, int]:
+        """Sites that compute with, or pack from, the memory of an earlier site; both by their place in `sites`."""
+        first: dict[tuple, int] = {}
+        found: dict[int, int] = {}
+        for index, site in enumerate(self.sites):
+            memory = self.memory(site)
+            if memory is not None:
+                earlier = first.setdefault((memory.data_ptr(), memory.shape, memory.stride()), index)
+                if earlier != index:
+                    found[index] = earlier
+        return found
 
-    def _repack(self, site: Site, whole: Whole) -> None:
-        """Hand the module its weight as the loader would, and let it pack that as it does at the start."""
-        module, kept = site.module, getattr(site.module, site.parameter)
-        fused = self._fused(site, whole, kept.dtype)
-        if kept.numel():  # the output embedding keeps its parameter beside the packed copy
-            kept.data[: fused.shape[0]].copy_(fused)
-        else:
+    def memory(self, site: Site) -> torch.Tensor | None:
+        """The live rows of a site; None where the engine holds nothing but a copy in another order."""
+        if site.form is Form.PERMUTED or not site.kept().numel():
+            return None
+        stored = site.stored()[: _rows(site)]
+        return stored if stored.dim() == 1 else stored[:, : site.columns]
+
+    def pack(self, site: Site, fused: torch.Tensor) -> None:
+        """Renew the copy in another order from the site's whole matrix."""
+        if site.form is Form.PERMUTED:
+            self._permute(site, fused)
+            return
+        module = site.module
+        if not getattr(module, site.parameter).numel():
             module.register_parameter(site.parameter, torch.nn.Parameter(fused, requires_grad=False))
         module.quant_method.process_weights_after_loading(module)
 
-    def _fused(self, site: Site, whole: Whole, dtype: torch.dtype) -> torch.Tensor:
-        """The module's whole matrix: a view of the staging memory where one tensor is all of it, else put together."""
-        if len(site.parts) == 1:
-            box = _box(site, site.parts[0], whole)
-            if box.dtype == dtype and box.is_contiguous():
-                return box
-        rows = sum(part.rows for part in site.parts)
-        scratch = self._buffer(rows * site.columns, dtype).view(rows, site.columns)
+    def _permute(self, site: Site, fused: torch.Tensor) -> None:
+        """Write an expert in its kernel's order; the kernel's padding is zeros."""
+        kept = site.kept()
+        if not site.transposed and fused.shape == kept.shape and fused.dtype == kept.dtype:
+            expert_packing.pack(fused.contiguous(), kept, site.isa)
+            return
+        plain = self._padded.setdefault(tuple(kept.shape), torch.zeros_like(kept))
+        stored, row = plain.t() if site.transposed else plain, 0
         for part in site.parts:
-            scratch[part.row : part.row + part.rows].copy_(_box(site, part, whole))
-        return scratch
-
-    def _buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory that all modules share: packing has copied it by the time the next one needs it."""
-        if self._scratch is None or self._scratch.numel() < size or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(size, dtype=dtype)
-        return self._scratch[:size]
+            stored[part.row : part.row + part.rows, : site.columns].copy_(fused[row : row + part.rows])
+            row += part.rows
+        expert_packing.pack(plain, kept, site.isa)
 
 
-def _box(site: Site, part: Part, whole: Whole) -> torch.Tensor:
-    """The part of a published tensor that `site` holds, with the tensor's number of dimensions."""
-    tensor = whole(part.tensor)
-    if tensor.dim() == 1:
-        return tensor[part.start[0] : part.start[0] + part.rows]
-    leading, (row, column) = part.start[:-2], part.start[-2:]
-    if tensor.dim() == 2 and site.columns == 1 and _is_vector(site):
-        return tensor[row : row + 1, column : column + part.rows]
-    rows = tensor[tuple(slice(at, at + 1) for at in leading)]
-    return rows[..., row : row + part.rows, column : column + site.columns]
+def _rows(site: Site) -> int:
+    return sum(part.rows for part in site.parts)
 
 
 def _is_vector(site: Site) -> bool:
-    return site.kept().dim() == 1
+    return site.form is Form.PLAIN and site.kept().dim() == 1
+
+
+def _pieces(site: Site, name: str, width: tuple[int, ...]) -> list[Piece]:
+    """The published boxes in the site's rows, part after part. A tensor of all experts has one index more in front."""
+    found, row = [], 0
+    for part in site.parts:
+        inner = (part.rows, *width)
+        leading = len(part.shape) - len(inner)
+        box = tuple(
+            Span(start, count) for start, count in zip(part.start, (*(1,) * leading, *inner), strict=True)
+        )
+        at = (Span(row, part.rows), *(Span(0, columns) for columns in width))
+        found.append(Piece(part.tensor, box, name, at, tuple(range(leading, len(box)))))
+        row += part.rows
+    return found
 
 
 def _why_not(found: list[Site], unreadable: dict[str, str], tensors: set[str]) -> str | None:
@@ -107,7 +149,14 @@ def _why_not(found: list[Site], unreadable: dict[str, str], tensors: set[str]) -
     held = {part.tensor for site in found for part in site.parts}
     if held != tensors:
         return f"{len(held ^ tensors)} tensors do not match parameters one to one ({min(held ^ tensors)})"
+    for site in found:
+        if site.form is Form.PLAIN and site.parts and _rows(site) != _last(site.parts):
+            return f"{site.path}.{site.parameter} is padded between its parts"
     return None
+
+
+def _last(parts: tuple[Part, ...]) -> int:
+    return max(part.row + part.rows for part in parts)
 
 
 def _drop_unused_copy(site: Site) -> None:

@@ -193,6 +193,16 @@ class VllmEngine:
         with self._turns.ask():
             self._rpc("init_weight_transfer_engine", init_info)
 
+    def refit_needs(self) -> list[Any]:
+        """What each of the engine's workers asks for in a refit (`channel.Need`)."""
+        with self._turns.ask():
+            return self._rpc("rlctl_need", f"engine {self.index}")
+
+    def refit_connect(self, connections: tuple[Any, ...]) -> None:
+        """Open the receiving ends, one `channel.Connection` for each worker."""
+        with self._turns.ask():
+            self._rpc("rlctl_connect", f"engine {self.index}", connections)
+
     def refit_begin(self, version: int) -> None:
         """From here until `refit_finish` the engine chooses no token.
 
@@ -235,7 +245,7 @@ class VllmEngine:
             self._turns.tell()
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
-        """Load one part of the weights (`transfer.UpdateInfo`)."""
+        """Load the weights that the policy sends at the same time (`transfer.UpdateInfo`)."""
         with self._turns.ask():
             if self._updating is None:
                 raise WorkerError("refit_receive without refit_begin.")

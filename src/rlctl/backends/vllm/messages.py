@@ -126,6 +126,8 @@ class Received:
     """What a worker did in one refit."""
 
     seconds: float = 0.0
+    waited_s: float = 0.0
+    """Part of `seconds` in which nothing had come that could be loaded."""
     tensors: int = 0
     bytes: int = 0
     path: str = "loader"

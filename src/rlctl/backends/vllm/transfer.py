@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,58 +20,71 @@ from vllm.platforms import current_platform
 
 from rlctl.backends.vllm import buffers, compat, live
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
+from rlctl.backends.vllm.channel import Connection, Need, cut_rounds, payload_bytes, whole_tensors
+from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.direct import DirectWriter
+from rlctl.backends.vllm.inlets import open_inlet
 from rlctl.backends.vllm.messages import Reading, Received
 from rlctl.backends.vllm.poison import poison
+from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, LoaderReceiver, Timed
 from rlctl.backends.vllm.reload import ReloadFixes
-from rlctl.backends.vllm.segment import Segment, SegmentAddress
+from rlctl.backends.vllm.segment import this_node
 from rlctl.errors import ConfigError, WorkerError
 
 Receive = Literal["loader", "direct", "auto"]
-TensorRow = tuple[str, str, tuple[int, ...], int]
-"""(published name, dtype, shape, byte offset in the segment)."""
+TensorRow = tuple[str, str, tuple[int, ...]]
+"""(published name, dtype, shape)."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What never changes between refits; exchanged once."""
+    """What never changes between refits."""
 
-    address: SegmentAddress | None = None
     table: tuple[TensorRow, ...] = ()
     receive: Receive = "auto"
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One part of a refit: rows [first, last) of the table are in the segment."""
+    """One refit: the version that it brings, and which attempt of the session it is."""
 
-    first: int = 0
-    last: int = 0
+    version: int = 0
+    epoch: int = 1
 
 
 class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives whole published tensors through shared memory."""
+    """Receives rounds of weights through one of rlctl's movers."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    inlet: Inlet | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Map the segment and decide how each tensor will be received."""
+        """Decide how tensors will be received, and so what to ask for."""
         self.shutdown()
         buffers.record(self.model)
         self.info = init_info
-        if init_info.address is not None:
-            self.segment = Segment(init_info.address)
-        self.rows = {row[0]: row for row in init_info.table}
         self.writer: DirectWriter | None = None
         self.reason = "asked for" if init_info.receive == "loader" else None
         if init_info.receive != "loader":
             compat.abandon_layerwise_reload(self.model)  # parameters of an interrupted reload are not in place
-            writer = DirectWriter(self.model, set(self.rows))
+            writer = DirectWriter(self.model, {row[0] for row in init_info.table})
             self.writer, self.reason = (writer, None) if writer.reason is None else (None, writer.reason)
         if init_info.receive == "direct" and self.writer is None:
             raise ConfigError(f"--receive direct: {self.reason}.", "Use --receive auto or loader.")
+        self.layout = self.writer.layout() if self.writer is not None else whole_tensors(init_info.table)
+        self.receiver = (
+            DirectReceiver(self.writer.targets)
+            if self.writer is not None
+            else LoaderReceiver(self.model.load_weights, self.device)
+        )
+
+    def connect(self, connection: Connection, name: str) -> None:
+        """Open the receiving end, once for all refits."""
+        self.shutdown()
+        self.rounds = cut_rounds(self.layout, connection.capacity)
+        self.inlet = open_inlet(connection, self.rounds, name, self.device)
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -92,23 +104,16 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self.inlet is None:
+            raise WorkerError("A refit before the engine's worker was connected.")
         begun = time.perf_counter()
-        rows = self.info.table[update_info.first : update_info.last]
-        if self.writer is None:
-            self.model.load_weights(self._tensors(rows))
-        elif len(rows) != len(self.info.table):
-            raise WorkerError("The direct path takes all tensors at once.")
-        else:
-            held = dict(self._tensors(rows))
-            self.writer.write(held.__getitem__)
+        with torch.no_grad(), self.inlet.begin(update_info.version, update_info.epoch):
+            timed = Timed(self.inlet)
+            self.receiver.receive(self.rounds, timed)
+        self.received.waited_s = timed.waited_s
         self.received.seconds += time.perf_counter() - begun
-
-    def _tensors(self, rows: tuple[TensorRow, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, dtype, shape, offset in rows:
-            tensor = self.segment.view(offset, shape, getattr(torch, dtype))
-            self.received.tensors += 1
-            self.received.bytes += tensor.numel() * tensor.element_size()
-            yield name, tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+        self.received.tensors = len(self.layout.by_tensor)
+        self.received.bytes = payload_bytes(self.rounds)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -120,23 +125,22 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.fixes.after()
         self.received.seconds += time.perf_counter() - begun
 
-    def _new_record(self) -> Received:
+    def path(self) -> tuple[str, str]:
+        """(receive path, why)."""
         if self.writer is None:
-            return Received(path="loader", reasons={"loader": self.reason or ""})
-        packed = sum(site.packed for site in self.writer.sites)
-        plain = len(self.writer.sites) - packed
-        return Received(
-            path="direct",
-            reasons={
-                "direct": f"{plain} parameters are stored plainly and overwritten, {packed} are packed again in place"
-            },
-        )
+            return "loader", self.reason or ""
+        plain = sum(site.form is live.Form.PLAIN for site in self.writer.sites)
+        packed = len(self.writer.sites) - plain
+        return "direct", f"{plain} parameters are stored plainly and overwritten, {packed} are packed again in place"
+
+    def _new_record(self) -> Received:
+        path, why = self.path()
+        return Received(path=path, reasons={path: why})
 
     def shutdown(self) -> None:
-        segment: Segment | None = getattr(self, "segment", None)
-        if segment is not None:
-            segment.close()
-            self.segment = None  # type: ignore[assignment]
+        if self.inlet is not None:
+            self.inlet.close()
+            self.inlet = None
 
 
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
@@ -148,6 +152,17 @@ if os.environ.get(PLAIN_PARAMETERS) == "1":
 
 class RlctlWorkerExtension:
     """Mixed into vLLM's worker: `self` is the worker."""
+
+    def rlctl_need(self, engine: str) -> Need:
+        """What this worker of `engine` asks for in every refit, and where it is."""
+        transfer = self.weight_transfer_engine
+        path, reason = transfer.path()
+        name = f"{engine} worker {self.rank}"
+        return Need(name, this_node(), device_name(transfer.device), os.getpid(), path, reason, transfer.layout)
+
+    def rlctl_connect(self, engine: str, connections: tuple[Connection, ...]) -> None:
+        """Open this worker's own connection of those of its engine."""
+        self.weight_transfer_engine.connect(connections[self.rank], f"{engine} worker {self.rank}")
 
     def rlctl_received(self) -> Received:
         """What the refit just finished did in this worker."""
@@ -181,3 +196,4 @@ class RlctlWorkerExtension:
         """Let go of shared memory, whatever state an update is in."""
         self._weight_update_active = False
         self.weight_transfer_engine.shutdown()
+

@@ -1,0 +1,103 @@
+"""The process group of the collective mover: policy ranks and engine workers, beside every group they already have.
+
+It is made from a store of its own and the backend's own class, so that the default groups of the trainers and of vLLM
+are not touched, and it can be made again, without either, when an engine leaves or joins.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlctl.backends.vllm.channel import Rendezvous
+from rlctl.errors import PeerFailedError, WaitTimeoutError, WorkerError
+
+
+def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """A store at a free port of this process; it lives as long as the object."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Group:
+    """This process's membership: sends and receives of bytes, in order between each two members."""
+
+    def __init__(self, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> None:
+        self.names, self.rank, self.device, self.timeout_s = at.names, rank, device, timeout_s
+        self._own = True
+        limit = timedelta(seconds=timeout_s)
+        try:
+            store = dist.PrefixStore(at.prefix, dist.TCPStore(at.host, at.port, is_master=False, timeout=limit))
+            self._group: Any = _backend(store, rank, len(at.names), device, limit)
+        except RuntimeError as error:
+            members = f"the group of {len(at.names)} at {at.host}"
+            raise WorkerError(f"{at.names[rank]} could not join {members}: {error}.") from None
+
+    @classmethod
+    def around(cls, existing: Any, names: tuple[str, ...], rank: int, device: torch.device, timeout_s: float) -> Group:
+        """Messages over a group that is there already, and stays when this object is closed."""
+        group = cls.__new__(cls)
+        group.names, group.rank, group.device, group.timeout_s = names, rank, device, timeout_s
+        group._group, group._own = existing, False
+        return group
+
+    def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
+        """Begin to send; `memory` must stay as it is until that is finished."""
+        return Pending(self, self._group.send([memory], to, tag), to, "take")
+
+    def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
+        """Begin to receive into `memory`."""
+        return Pending(self, self._group.recv([memory], source, tag), source, "send")
+
+    def send_bytes(self, text: bytes, to: int, tag: int = 0) -> None:
+        """A message of any length, whole."""
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        for memory in (length, body):
+            self.send(memory, to, tag).wait("its list of boxes")
+
+    def receive_bytes(self, source: int, tag: int = 0) -> bytes:
+        """What `send_bytes` sent."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.receive(length, source, tag).wait("its list of boxes")
+        body = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        self.receive(body, source, tag).wait("its list of boxes")
+        return bytes(body.cpu().numpy())
+
+    def close(self) -> None:
+        """Leave: others that wait for this member fail at once."""
+        group, self._group = self._group, None
+        for method in ("abort", "shutdown"):
+            if group is not None and self._own and hasattr(group, method):
+                getattr(group, method)()
+                break
+
+
+class Pending:
+    """A transfer under way."""
+
+    def __init__(self, group: Group, work: Any, peer: int, verb: str) -> None:
+        self._group, self._work, self._peer, self._verb = group, work, peer, verb
+
+    def wait(self, what: str) -> None:
+        """Until it is finished. Raises WaitTimeoutError or WorkerError naming the other member."""
+        name, limit = self._group.names[self._peer], self._group.timeout_s
+        try:
+            done = self._work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            if "imed out" in str(error) or "imeout" in str(error):
+                raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.") from None
+            text = str(error).strip().splitlines()[0]
+            raise PeerFailedError(f"{name} is gone or broke off: it did not {self._verb} {what} ({text}).") from None
+        if done is False:
+            raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.")
+
+
+def _backend(store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, limit)

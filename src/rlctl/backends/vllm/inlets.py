@@ -1,0 +1,195 @@
+"""The receiving ends of the movers; `refit` has the sending ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+
+from rlctl.backends.vllm import weight_files
+from rlctl.backends.vllm.channel import Connection, Rounds, buffer_bytes, decode_parts
+from rlctl.backends.vllm.cuda_buffers import open_buffer
+from rlctl.backends.vllm.group import Group, Pending
+from rlctl.backends.vllm.image import Images
+from rlctl.backends.vllm.receiver import Inlet
+from rlctl.backends.vllm.ring import open_ring
+from rlctl.errors import VerificationError, WorkerError
+
+
+def open_inlet(connection: Connection, rounds: Rounds, name: str, device: torch.device) -> Inlet:
+    """The inlet of the receiver called `name`."""
+    kinds: dict[str, Callable[..., Inlet]] = {
+        "shared-memory": SharedMemoryInlet,
+        "cuda-ipc": CudaIpcInlet,
+        "collective": CollectiveInlet,
+        "disk": DiskInlet,
+    }
+    return kinds[connection.mover](connection, rounds, name, device)
+
+
+class SharedMemoryInlet:
+    """Rounds in a ring that senders of the same node fill."""
+
+    memory: list[torch.Tensor] | None = None
+
+    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+        if connection.address is None:
+            raise WorkerError("A shared memory channel without an address.")
+        self.ring = open_ring(
+            connection.address,
+            connection.senders,
+            connection.receivers,
+            len(connection.senders) + connection.receivers.index(name),
+            capacity=connection.capacity,
+            buffers=min(2, len(rounds)),
+            timeout_s=connection.timeout_s,
+            memory=self.memory,
+        )
+
+    def begin(self, version: int, epoch: int) -> AbstractContextManager[None]:
+        return self.ring.refit(version, epoch)
+
+    def wait(self, index: int) -> torch.Tensor:
+        return self.ring.wait_filled(index)
+
+    def done(self, index: int) -> None:
+        self.ring.read(index)
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+class CudaIpcInlet(SharedMemoryInlet):
+    """The same ring with its buffers on the device, which the policy rank on the same device fills."""
+
+    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+        self.memory = [open_buffer(handle, device) for handle in connection.handles]
+        super().__init__(connection, rounds, name, device)
+        self.device = device
+
+    def done(self, index: int) -> None:
+        torch.cuda.current_stream(self.device).synchronize()  # the copies out of the buffer have been made
+        self.ring.read(index)
+
+
+class CollectiveInlet:
+    """Rounds from messages over a process group.
+
+    Of several receivers that need the same, the first takes the messages and hands each finished round to the next,
+    which hands it on: a sender sends once, however many there are, and rounds flow through the chain side by side.
+    """
+
+    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+        if connection.group is None:
+            raise WorkerError("A collective channel without a group.")
+        self.connection, self.rounds, self.names = connection, rounds, connection.group.names
+        chain = [self.names.index(receiver) for receiver in connection.receivers]
+        place = connection.receivers.index(name)
+        self.before = chain[place - 1] if place else None
+        self.after = chain[place + 1] if place + 1 < len(chain) else None
+        self.tag = connection.channel
+        self.group = Group(connection.group, chain[place], device, connection.timeout_s)
+        self.senders = [self.names.index(sender) for sender in connection.senders]
+        parts = [] if place else [decode_parts(self.group.receive_bytes(rank, self.tag)) for rank in self.senders]
+        self.images = Images(rounds, parts, device)
+        self._arriving: dict[int, list[Pending]] = {}
+        self._leaving: dict[int, Pending] = {}
+
+    @contextmanager
+    def begin(self, version: int, epoch: int) -> Iterator[None]:
+        try:
+            self._require_version(version)
+            self._arriving, self._leaving = {}, {}
+            for index in range(min(2, len(self.rounds))):
+                self._expect(index)
+            yield
+            for pending in self._leaving.values():
+                pending.wait("the last rounds")
+        except BaseException:
+            self._arriving, self._leaving = {}, {}  # what is under way would keep the connections open
+            self.close()  # so that nobody waits for this end
+            raise
+
+    def _require_version(self, version: int) -> None:
+        sources = [self.before] if self.before is not None else self.senders
+        for rank in sources:
+            found = torch.zeros(1, dtype=torch.int64, device=self.group.device)
+            self.group.receive(found, rank, self.tag).wait("the version")
+            if int(found) != version:
+                raise VerificationError(
+                    f"{self.names[rank]} sends version {int(found)} of the weights; version {version} was expected."
+                )
+        if self.after is not None:
+            told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
+            self.group.send(told, self.after, self.tag).wait("the version")
+
+    def _expect(self, index: int) -> None:
+        if self.before is not None:
+            image = self.images.image(index)[: self._size(index)]
+            self._arriving[index] = [self.group.receive(image, self.before, self.tag)]
+            return
+        self._arriving[index] = [
+            self.group.receive(message, rank, self.tag)
+            for sender, rank in enumerate(self.senders)
+            if len(message := self.images.message(sender, index))
+        ]
+
+    def _size(self, index: int) -> int:
+        return buffer_bytes((self.rounds[index],))
+
+    def wait(self, index: int) -> torch.Tensor:
+        if index - 2 in self._leaving:  # the image that this round is put together in
+            self._leaving.pop(index - 2).wait(f"round {index - 1}")
+        for pending in self._arriving.pop(index):
+            pending.wait(f"round {index + 1} of {len(self.rounds)}")
+        if self.before is None:
+            for sender in range(len(self.senders)):
+                self.images.unpack(sender, index)
+            if index + 2 < len(self.rounds):
+                self._expect(index + 2)
+        image = self.images.image(index)
+        if self.after is not None:
+            self._leaving[index] = self.group.send(image[: self._size(index)], self.after, self.tag)
+        return image
+
+    def done(self, index: int) -> None:
+        if self.before is not None and index + 2 < len(self.rounds):
+            if index in self._leaving:
+                self._leaving.pop(index).wait(f"round {index + 1}")
+            self._expect(index + 2)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class DiskInlet:
+    """Rounds from the files of a finished version in a directory that both sides see."""
+
+    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+        self.connection, self.rounds, self.device = connection, rounds, device
+
+    @contextmanager
+    def begin(self, version: int, epoch: int) -> Iterator[None]:
+        link = self.connection
+        with ExitStack() as stack:
+            self._files = [
+                stack.enter_context(weight_files.open_read(link.directory, version, link.channel, sender))
+                for sender in link.senders
+            ]
+            parts = [decode_parts(file.header) for file in self._files]
+            self.images = Images(self.rounds, parts, torch.device("cpu"))
+            yield
+
+    def wait(self, index: int) -> torch.Tensor:
+        for sender, file in enumerate(self._files):
+            if len(message := self.images.message(sender, index)):
+                file.read_into(message)
+                self.images.unpack(sender, index)
+        return self.images.image(index)
+
+    def done(self, index: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,82 @@
+"""The driver's plan of a session: which engine workers read from one stream, who writes into it, and by which mover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl.backends.vllm.channel import Connection, Need, buffer_bytes, cut_rounds
+from rlctl.errors import ConfigError
+from rlctl.refit.records import Channel, SourcePlace
+from rlctl.weights.layout import Layout
+
+MIB = 1 << 20
+
+
+def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace], directory: str | None) -> str:
+    """`asked`, or with `auto` what fits where the engines are. Raises ConfigError where it cannot work."""
+    nodes = {place.node for place in places}
+    away = [need for need in needs if need.node not in nodes]
+    devices = {place.device for place in places}
+    elsewhere = [need for need in needs if need.device not in devices]
+    gpus = any(need.device.startswith("cuda") for need in needs)
+    if asked == "auto":
+        if gpus:
+            return "collective" if elsewhere else "cuda-ipc"
+        return "collective" if away else "shared-memory"
+    if asked == "cuda-ipc" and (not gpus or elsewhere):
+        where = f"{elsewhere[0].name} has a device of its own" if gpus else "the engines compute on a CPU"
+        raise ConfigError(f"refit.mover = {asked}, but {where}.", "Use auto or collective.")
+    if asked == "shared-memory" and away:
+        raise ConfigError(
+            f"refit.mover = {asked}, but no policy rank is on the node of {away[0].name} ({away[0].node}).",
+            "Use auto or collective.",
+        )
+    if asked == "disk" and directory is None:
+        raise ConfigError("refit.mover = disk needs refit.directory.", "Name a directory that every node can write.")
+    return asked
+
+
+def plan_channels(
+    mover: str, needs: Sequence[Need], places: Sequence[SourcePlace], *, staging_bytes: int, timeout_s: float
+) -> tuple[Channel, ...]:
+    """One channel for all workers that need the same bytes, and can read it from the same memory.
+
+    The workers of a channel are in the order of their nodes, so that what one passes on to the next crosses from node
+    to node as seldom as it can.
+    """
+    groups: dict[tuple, list[Need]] = {}
+    for need in needs:
+        place = _place(mover, need)
+        groups.setdefault((place, tuple(need.layout.params.items()), need.layout.pieces), []).append(need)
+    channels = []
+    for index, own in enumerate(groups.values()):
+        near = {place.node for place in places}
+        first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
+        senders = tuple(rank for rank, place in enumerate(places) if _place(mover, place) == _place(mover, first))
+        connection = Connection(
+            mover=mover,
+            capacity=_capacity(first.layout, staging_bytes),
+            senders=tuple(places[rank].name for rank in senders),
+            receivers=tuple(need.name for need in (first, *more)),
+            timeout_s=timeout_s,
+            channel=index,
+        )
+        channels.append(Channel(index, first.layout, first.node, first.device, senders, connection))
+    return tuple(channels)
+
+
+def _place(mover: str, party: Need | SourcePlace) -> str | None:
+    """What two parties must have in common to use the same staging memory."""
+    return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
+
+
+def meeting_host(needs: Sequence[Need], places: Sequence[SourcePlace]) -> str:
+    """Address at which the members of a collective group meet: of policy rank 0."""
+    return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
+
+
+def _capacity(layout: Layout, staging_bytes: int) -> int:
+    """Bytes of one of two buffers; no more than what there is to send."""
+    half = max(1, staging_bytes // 2)
+    need = buffer_bytes(cut_rounds(layout, half))
+    return -(-need // 4096) * 4096

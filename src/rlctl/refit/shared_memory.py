@@ -1,0 +1,55 @@
+"""The shared memory mover: policy ranks write into two staging buffers that engine workers of their node read."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from rlctl.backends.vllm.ring import open_ring, ring_bytes
+from rlctl.backends.vllm.segment import Segment
+from rlctl.errors import WorkerError
+from rlctl.refit.packing import Packer
+from rlctl.refit.records import Channel
+
+
+def make(channel: Channel, rounds: int) -> Segment:
+    """The staging memory of a channel of `rounds` rounds."""
+    link = channel.connection
+    parties = len(link.senders) + len(link.receivers)
+    return Segment.create(ring_bytes(parties, min(2, rounds), link.capacity))
+
+
+class SharedMemoryOutlet:
+    """One rank's part of the rounds, written where the receivers read it."""
+
+    memory: list[torch.Tensor] | None = None
+
+    def __init__(self, channel: Channel, rank: int, packer: Packer, made: Segment | None) -> None:
+        link = channel.connection
+        if link.address is None:
+            raise WorkerError("A shared memory channel without an address.")
+        self.packer = packer
+        self.ring = open_ring(
+            link.address,
+            link.senders,
+            link.receivers,
+            channel.senders.index(rank),
+            capacity=link.capacity,
+            buffers=min(2, len(packer.rounds)),
+            timeout_s=link.timeout_s,
+            segment=made,
+            memory=self.memory,
+        )
+
+    def begin(self, version: int, epoch: int) -> AbstractContextManager[None]:
+        return self.ring.refit(version, epoch)
+
+    def wait(self, index: int) -> torch.Tensor:
+        return self.ring.wait_free(index)
+
+    def done(self, index: int) -> None:
+        self.ring.filled(index)
+
+    def close(self) -> None:
+        self.ring.close()

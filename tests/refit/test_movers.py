@@ -1,0 +1,303 @@
+"""Movers between processes that hold parameters in Megatron's and vLLM's layouts: every byte, every failure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+import refit_workers
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.schema import RefitConfig
+from rlctl.errors import ConfigError, VerificationError, WaitTimeoutError, WorkerError
+from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
+from rlctl.refit.session import RefitSession
+from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.weights.vllm import VllmParallel
+
+cloudpickle.register_pickle_by_value(refit_workers)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SLOTS = 5
+SIZES = {
+    "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 96, "vocab": 250,
+    "max_length": 64,
+}  # fmt: skip
+MOE = MoeFacts(4, 2, 32)
+LATENT = {"kv_heads": 4, "head_dim": 24, "mla": MlaFacts(32, 16, 16, 8, 16)}
+DEEPSEEK_MOE = replace(MOE, shared_expert_intermediate=32, dense_layers=(0,), expert_bias=True, score="sigmoid")
+FAMILIES = {
+    "llama": ModelFacts("llama", **SIZES),
+    "tied": ModelFacts("llama", **SIZES, tied_embeddings=True),
+    "qwen2": ModelFacts("qwen2", **SIZES, qkv_bias=True),
+    "qwen3_moe": ModelFacts("qwen3_moe", **SIZES, qk_norm=True, moe=MOE),
+    "deepseek_v3": ModelFacts("deepseek_v3", **(SIZES | LATENT), moe=DEEPSEEK_MOE),
+    "gemma3": ModelFacts("gemma3", **SIZES, qk_norm=True, tied_embeddings=True),
+}
+MIB = 1 << 20
+
+
+class Stage:
+    """Slots and what stands on them now."""
+
+    def __init__(self, placement: Placement, logs: Path) -> None:
+        self.placement, self.logs, self.serial = placement, logs, 0
+        self.slots = self._start(SLOTS)
+
+    def _start(self, count: int) -> WorkerGroup:
+        self.serial += 1
+        env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        specs = [WorkerSpec({}, (self.placement.bundles[0],), env) for _ in range(count)]
+        return WorkerGroup(
+            f"slot{self.serial}", refit_workers.Slot, specs, self.placement, self.logs,
+            start_timeout_s=120, call_timeout_s=60,
+        )  # fmt: skip
+
+    def victims(self, count: int) -> WorkerGroup:
+        """Processes of their own, to be killed."""
+        return self._start(count)
+
+    def policy(
+        self, facts: ModelFacts, parallel: MegatronParallel, nodes: dict[int, str] | None = None, slots: Any = None
+    ) -> WorkerGroup:
+        size, nodes = parallel.world_size, nodes or {}
+        group = (slots or self.slots).part(range(size), "policy")
+        group.call_each("become_source", [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in range(size)])
+        return group
+
+    def engines(
+        self,
+        facts: ModelFacts,
+        parallel: VllmParallel,
+        nodes: dict[int, str] | None = None,
+        *,
+        first: int = 0,
+        replicas: int = 1,
+        slots: Any = None,
+    ) -> WorkerGroup:
+        """Engines on the last slots; `first`: the first rank to start."""
+        nodes, ranks = nodes or {}, range(first, parallel.world_size * replicas)
+        own = slots or self.slots
+        group = own.part([len(own) - 1 - rank for rank in ranks], "engine")
+        group.call_each("become_engine", [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in ranks])
+        return group
+
+
+@pytest.fixture(scope="module")
+def stage(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    made = Stage(placement, tmp_path_factory.mktemp("slots"))
+    yield made
+    made.slots.kill()
+
+
+def open_session(
+    policy: WorkerGroup,
+    engines: WorkerGroup,
+    facts: ModelFacts,
+    parallel: MegatronParallel,
+    members: int = 1,
+    **settings: Any,
+) -> RefitSession:
+    session = RefitSession(
+        policy, engines, facts, parallel=parallel, dtype="float32", members=members,
+        settings=RefitConfig(**{"timeout_s": 30, "staging_mb": 1, **settings}),
+    )  # fmt: skip
+    session.open()
+    return session
+
+
+def refit_twice(session: RefitSession) -> None:
+    """Everything written, everything renewed: from poisoned parameters, and again after each weight has changed."""
+    for version in (1, 2):
+        session.engines.call("poison")
+        session.policy.call("refit_perturb", version, 0.1)
+        report = session.refit(version, verify=True)
+        assert report.verified == len(session.setup.table)
+        assert set(session.engines.call("weight_version")) == {version}
+
+
+LAYOUTS = [
+    ("llama", {"tp": 2}, {"tp": 2}),
+    ("tied", {"pp": 2}, {"tp": 2}),
+    ("gemma3", {"pp": 2}, {"tp": 1}),
+    ("qwen2", {"tp": 2, "dp": 1}, {"tp": 2}),
+    ("qwen3_moe", {"dp": 2, "ep": 2}, {"tp": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": True}),
+    ("qwen3_moe", {"tp": 1}, {"tp": 1}),
+]
+
+
+@pytest.mark.parametrize(("family", "training", "generation"), LAYOUTS)
+@pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
+def test_every_byte_arrives(
+    mover: str, family: str, training: dict[str, int], generation: dict[str, Any], stage: Stage, tmp_path: Path
+) -> None:
+    facts, parallel, target = FAMILIES[family], MegatronParallel(**training), VllmParallel(**generation)
+    session = open_session(
+        stage.policy(facts, parallel), stage.engines(facts, target), facts, parallel,
+        members=target.world_size, mover=mover, directory=str(tmp_path),
+    )  # fmt: skip
+    assert session.mover == mover
+    refit_twice(session)
+    session.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_larger_than_a_buffer_are_split(stage: Stage) -> None:
+    facts = replace(FAMILIES["llama"], vocab=20_000)
+    session = open_session(stage.policy(facts, MegatronParallel(tp=2)), stage.engines(facts, VllmParallel()), facts,
+                           MegatronParallel(tp=2))  # fmt: skip
+    (channel,) = session.setup.channels
+    assert max(row.bytes for row in session.setup.table) > 4 * channel.connection.capacity
+    assert session.staging_bytes <= MIB
+    refit_twice(session)
+    session.close()
+
+
+def test_each_worker_is_sent_its_own_boxes_alone(stage: Stage) -> None:
+    facts, target = FAMILIES["llama"], VllmParallel(tp=2)
+    session = open_session(stage.policy(facts, MegatronParallel()), stage.engines(facts, target), facts,
+                           MegatronParallel(), members=2)  # fmt: skip
+    report = session.refit(1)
+    norms = sum(row.bytes for row in session.setup.table if len(row.shape) == 1)
+    assert report.sent_bytes == session.payload_bytes + norms  # norms alone are held by both
+    session.close()
+
+
+@pytest.mark.parametrize("mover", ["shared-memory", "collective"])
+def test_replicas_are_sent_to_once(mover: str, stage: Stage) -> None:
+    facts = FAMILIES["qwen3_moe"]
+    engines = stage.engines(facts, VllmParallel(), replicas=3)
+    session = open_session(stage.policy(facts, MegatronParallel(tp=2)), engines, facts, MegatronParallel(tp=2),
+                           mover=mover)  # fmt: skip
+    refit_twice(session)
+    assert session.refit(3).sent_bytes == session.payload_bytes
+    session.close()
+
+
+def test_engines_on_other_nodes_get_the_collective_mover(stage: Stage) -> None:
+    facts, parallel, target = FAMILIES["llama"], MegatronParallel(tp=2), VllmParallel(tp=2)
+    policy = stage.policy(facts, parallel, {0: "one", 1: "one"})
+    engines = stage.engines(facts, target, {0: "two", 1: "two"})
+    with pytest.raises(ConfigError, match="no policy rank is on the node of engine 0 worker 0"):
+        open_session(policy, engines, facts, parallel, mover="shared-memory")
+    session = open_session(policy, engines, facts, parallel, members=2)
+    assert session.mover == "collective"
+    refit_twice(session)
+    session.close()
+
+
+def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -> None:
+    """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
+    facts, parallel, target = FAMILIES["qwen3_moe"], MegatronParallel(tp=2, pp=1), VllmParallel(tp=2)
+    policy = stage.policy(facts, parallel, {0: "one", 1: "two"})
+    from rlctl.cluster.placement import _free_port
+
+    port = _free_port()
+    policy.call_each("meet", [(rank, 2, port) for rank in range(2)])
+    engines = stage.engines(facts, target, {0: "two", 1: "one"})
+    session = open_session(policy, engines, facts, parallel, members=2)
+    assert session.mover == "shared-memory"
+    assert {(channel.node, channel.senders) for channel in session.setup.channels} == {("one", (0,)), ("two", (1,))}
+    refit_twice(session)
+    sent = policy.call("refit_sent")
+    assert all(0 < one.exchanged < one.bytes for one in sent)
+    session.close()
+
+
+def test_an_engine_leaves_and_another_joins_without_a_restart(stage: Stage) -> None:
+    facts, parallel = FAMILIES["llama"], MegatronParallel(tp=2)
+    policy, pids = stage.policy(facts, parallel), stage.slots.pids
+    engines = stage.engines(facts, VllmParallel(), replicas=3)
+    session = open_session(policy, engines.part([0, 1]), facts, parallel, mover="collective")
+    refit_twice(session)
+    session.reform(engines.part([1]))
+    refit_twice(session)
+    session.reform(engines.part([1, 2]))
+    refit_twice(session)
+    assert stage.slots.pids == pids
+    session.close()
+
+
+@pytest.mark.parametrize("mover", ["shared-memory", "collective"])
+@pytest.mark.parametrize("side", ["policy", "engine"])
+def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(mover: str, side: str, stage: Stage) -> None:
+    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
+    victim = stage.victims(1)
+    policy = stage.policy(facts, parallel, slots=victim if side == "policy" else None)
+    engines = stage.engines(facts, VllmParallel(), slots=victim if side == "engine" else None)
+    session = open_session(policy, engines, facts, parallel, mover=mover)
+    session.refit(1)
+    victim.call("set_fault", "die")
+    with pytest.raises(WorkerError, match=rf"phase transfer: {side} rank 0 \(process \d+\) died"):
+        session.refit(2)
+    survivor = engines if side == "policy" else policy
+    if side == "policy":
+        with pytest.raises(WorkerError, match="half-updated"):
+            engines.call("weight_version")
+    session.close()
+    assert survivor.call("refit_close") == [None]  # it is not stuck in a wait
+    victim.kill()
+
+
+@pytest.mark.parametrize("mover", ["shared-memory", "collective"])
+@pytest.mark.parametrize("side", ["policy", "engine"])
+def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side: str, stage: Stage) -> None:
+    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
+    victim = stage.victims(1)
+    policy = stage.policy(facts, parallel, slots=victim if side == "policy" else None)
+    engines = stage.engines(facts, VllmParallel(), slots=victim if side == "engine" else None)
+    session = open_session(policy, engines, facts, parallel, mover=mover, timeout_s=4)
+    session.refit(1)
+    victim.call("set_fault", "hang")
+    late = "policy rank 0 did not (pack|send) round 2" if side == "policy" else "engine 0 worker 0 did not (load|take)"
+    with pytest.raises(WaitTimeoutError, match=rf"phase transfer: {late}"):
+        session.refit(2)
+    victim.kill()
+
+
+@pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
+def test_a_side_that_raises_is_reported_and_the_next_refit_succeeds(mover: str, stage: Stage, tmp_path: Path) -> None:
+    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
+    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
+    session = open_session(policy, engines, facts, parallel, mover=mover, directory=str(tmp_path))
+    for side in (policy, engines):
+        session.refit(1)
+        side.call("set_fault", "raise")
+        with pytest.raises(WorkerError, match="asked for"):
+            session.refit(2)
+        with pytest.raises(WorkerError, match="half-updated"):
+            engines.call("weight_version")
+        side.call("set_fault", "")
+        refit_twice(session)
+    session.close()
+
+
+@pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
+def test_the_wrong_version_is_refused(mover: str, stage: Stage, tmp_path: Path) -> None:
+    facts, parallel = FAMILIES["llama"], MegatronParallel()
+    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
+    session = open_session(policy, engines, facts, parallel, mover=mover, directory=str(tmp_path))
+    session.refit(1)
+    sending = policy.submit("refit_send", 2, 2)
+    if mover == "disk":
+        policy.wait("refit_send", sending)
+        policy.call("refit_publish", 2)
+    receiving = engines.submit("refit_receive", {"version": 3, "epoch": 2})
+    with pytest.raises(VerificationError, match="version"):
+        engines.wait("refit_receive", receiving)
+    session.close()
+
+
+def test_a_full_shared_memory_says_so(stage: Stage) -> None:
+    from rlctl.backends.vllm.segment import Segment
+    from rlctl.errors import MachineError
+
+    with pytest.raises(MachineError, match="shared memory"):
+        Segment.create(1 << 50)

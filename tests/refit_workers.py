@@ -1,0 +1,86 @@
+"""Processes that become ranks of a policy or of engines without an engine, as tests need them; started once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from rlctl.models.facts import ModelFacts
+from rlctl.refit.synthetic import SyntheticEngine, SyntheticSource
+from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.weights.vllm import VllmParallel
+
+
+class FaultySource(SyntheticSource):
+    """A source that breaks on purpose in its second round."""
+
+    fault = ""
+
+    def _send_round(self, outlet: Any, index: int, incoming: Any) -> float:
+        if index == 1:
+            break_down(self.fault)
+        return super()._send_round(outlet, index, incoming)
+
+
+class FaultyEngine(SyntheticEngine):
+    """An engine that breaks on purpose once it has begun to receive."""
+
+    fault = ""
+
+    def _targets(self) -> Any:
+        break_down(self.fault)
+        return super()._targets()
+
+
+def break_down(fault: str) -> None:
+    if fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(600)
+    if fault == "raise":
+        raise ValueError("asked for")
+
+
+class Slot:
+    """A process that is one thing after another."""
+
+    def __init__(self) -> None:
+        self.inner: Any = None
+
+    def become_source(
+        self, rank: int, facts: ModelFacts, parallel: MegatronParallel, dtype: str, node: str | None
+    ) -> None:
+        self._leave(node)
+        self.inner = FaultySource(rank, facts, parallel, dtype, 1)
+        self.inner.setup()
+
+    def become_engine(
+        self, index: int, facts: ModelFacts, parallel: VllmParallel, dtype: str, node: str | None
+    ) -> None:
+        self._leave(node)
+        self.inner = FaultyEngine(index, facts, parallel, dtype, 1)
+
+    def _leave(self, node: str | None) -> None:
+        if self.inner is not None:
+            self.inner.close()
+        os.environ.pop("RLCTL_NODE", None)
+        if node is not None:
+            os.environ["RLCTL_NODE"] = node
+
+    def meet(self, rank: int, size: int, port: int) -> None:
+        """Join a process group, as trainers have one."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+
+    def set_fault(self, fault: str) -> None:
+        self.inner.fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
