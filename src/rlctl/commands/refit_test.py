@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ EXIT_MISMATCH = 5
         "rlctl refit-test --preset laptop",
         "rlctl refit-test --model ./my-model --tp 2 --repeat 3",
         "rlctl refit-test --model ./my-model --receive loader --json",
+        "rlctl refit-test --synthetic deepseek-v3 --tp 2 --generation-tp 2",
     ),
 )
 def refit_test(
@@ -43,6 +44,13 @@ def refit_test(
         typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
     ] = "auto",
     repeat: Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")] = 2,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic",
+            help="All tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without an engine.",
+        ),
+    ] = None,
     gpu: options.Gpu = None,
     ray_address: options.RayAddress = None,
     json_: options.Json = False,
@@ -64,12 +72,21 @@ def refit_test(
     resolved = options.resolve_config(
         preset=preset, config=config, set_=sets, model=model, gpu=gpu, ray_address=ray_address
     ).config
+    if synthetic is not None:
+        from rlctl.rl.refit_synthetic import SyntheticJob, run_synthetic
+
+        _show(run_synthetic(SyntheticJob(resolved, synthetic, repeat), message), json_)
+        return
     if not resolved.model.name:
         raise InputError("No model to test.", "Give --model, or start from --preset laptop.")
     source = resolve_model(resolved.model.name, resolved.model.revision, tell=message)
     facts = facts_from_hf_config(read_object(source.directory, "config.json", ""))
     device = "cpu" if cluster_from_config(resolved).is_cpu else "cuda"
-    test = run_refit_test(RefitTestJob(resolved, source, facts, device, receive, repeat), message)
+    _show(run_refit_test(RefitTestJob(resolved, source, facts, device, receive, repeat), message), json_)
+
+
+def _show(test: SelfTest, json_: bool) -> None:
+    """The result; exit code 5 where tensors differ."""
     print_json(test.to_json()) if json_ else print("\n".join(text_of(test)))
     if not test.passed:
         raise typer.Exit(EXIT_MISMATCH)
@@ -92,12 +109,21 @@ def text_of(test: SelfTest) -> list[str]:
         f"{found['gb_per_s']:.2f} GB/s, {share:.0%} of copying within memory ({found['limit_gb_per_s']:.1f} GB/s); "
         f"staging memory {found['staging_peak_bytes'] / 1e6:.0f} MB; comparing every tensor took "
         f"{found['verify_seconds']:.2f} s",
-        f"log-probs, engine against policy: mean {found['logprobs']['mean_abs']:.1e}, max "
-        f"{found['logprobs']['max_abs']:.1e}, KL {found['logprobs']['kl']:.1e} "
-        f"(with the weights changed and not yet transferred: max {found['logprobs_before']['max_abs']:.1e})",
         "",
     ]
+    if test.synthetic:
+        lines.append("parameters of reduced width without an engine: every tensor compared, nothing generated")
+    else:
+        lines.insert(-1, _logprobs_line(found))
     lines += [f"not compared: {name}: {why}" for name, why in test.unread]
     equal = "every tensor equal" if not test.unread else f"{found['tensors']} tensors equal, the others not compared"
     lines += [f"WRONG  {problem}" for problem in test.problems] or [equal]
     return lines
+
+
+def _logprobs_line(found: dict[str, Any]) -> str:
+    return (
+        f"log-probs, engine against policy: mean {found['logprobs']['mean_abs']:.1e}, max "
+        f"{found['logprobs']['max_abs']:.1e}, KL {found['logprobs']['kl']:.1e} "
+        f"(with the weights changed and not yet transferred: max {found['logprobs_before']['max_abs']:.1e})"
+    )

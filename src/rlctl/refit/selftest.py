@@ -57,6 +57,8 @@ class SelfTest:
     stale: LogprobDifference | None = None
     """With perturbed weights and no refit yet: shows that the comparison can fail."""
     limit_gb_per_s: float = 0.0
+    synthetic: bool = False
+    """Between processes that hold parameters of reduced width, without an engine: no log-probs."""
 
     @property
     def mismatched(self) -> list[str]:
@@ -81,7 +83,7 @@ class SelfTest:
         lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
         lines += [f"{name} is missing in the engine" for name in self.missing]
         lines += [f"{name} is in the engine alone" for name in self.extra]
-        if self.after is None or self.after.max_abs > self.logprob_limit:
+        if not self.synthetic and (self.after is None or self.after.max_abs > self.logprob_limit):
             found = "were not compared" if self.after is None else f"differ by up to {self.after.max_abs:.2e}"
             hint = "" if self.mismatched else " though every tensor is equal: stale prefix cache, or a wrong layout"
             lines.append(f"log-probs {found} (limit {self.logprob_limit:.0e}){hint}")
@@ -118,6 +120,8 @@ class SelfTest:
             else None,
             "unread": [{"name": name, "reason": why} for name, why in self.unread],
             "buffers": max(one.buffers for one in self.comparisons),
+            "synthetic": self.synthetic,
+            "sent_bytes": warm.sent_bytes,
             "verify_seconds": self.reports[0].verify_s,
             "reasons": warm.reasons,
             "passed": self.passed,
@@ -157,6 +161,8 @@ def run(
             # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
             test.stale = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
         before = _held(session) if version > 1 else {}
+        if version == 1:  # what the first refit leaves out shows as not-a-number
+            session.engines.call("poison", timeout_s=timeout_s)
         report = session.refit(version, verify=False)
         test.reports.append(report)
         test.receive = report.receive
@@ -168,6 +174,29 @@ def run(
         difference = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
         test.after = difference if test.after is None else test.after.joined(difference)
         tell(f"refit {version}: {test.comparisons[-1].tensors} tensors, log-probs within {difference.max_abs:.1e}")
+    return test
+
+
+def run_without_engine(
+    session: RefitSession,
+    *,
+    model: str,
+    repeat: int,
+    timeout_s: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> SelfTest:
+    """The part of `run` that needs no engine: every tensor compared, the first refit into poisoned memory."""
+    test = SelfTest(model, session.mover, "direct", 0.0, synthetic=True)
+    size = min(session.payload_bytes, COPY_BYTES_LIMIT)
+    test.limit_gb_per_s = session.policy.call("refit_copy_gb_per_s", size, timeout_s=timeout_s)[0]
+    session.engines.call("poison", timeout_s=timeout_s)
+    for version in range(1, max(2, repeat) + 1):
+        if version > 1:
+            session.policy.call("refit_perturb", version, PERTURBATION, timeout_s=timeout_s)
+        test.reports.append(session.refit(version, verify=False))
+        test.comparisons += session.compare()
+        count, seconds = test.comparisons[-1].tensors, sum(test.reports[-1].seconds.values())
+        tell(f"refit {version}: {count} tensors in {seconds:.3f} s, {1e6 * seconds / count:.1f} microseconds a tensor")
     return test
 
 

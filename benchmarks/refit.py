@@ -1,0 +1,388 @@
+"""What a refit costs: by the tensor at DeepSeek-V3's tensor count, by the byte against memcpy, and how both grow.
+
+    python benchmarks/refit.py ablation [--model deepseek-v3] [--hidden 64] [--repeats 3]
+    python benchmarks/refit.py memcpy [--gb 0.5 1.0] [--staging-mb 16 64 256]
+    python benchmarks/refit.py growth
+
+`ablation` moves the same tensors (all of the model, small shapes) from one trainer to two engine ranks in the steps by
+which published systems became fast. Every way is run in the same processes and is checked at the end. `memcpy` moves
+whole-width Llama layers straight into parameters, between two processes, and compares with copying as many bytes
+within one. `growth` varies tensors and ranks. Each number is the best of the repeats. vLLM's own transfer engines
+(NCCL, CUDA IPC) take no part on a CPU: none of them runs there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from rlctl.backends.vllm.channel import chunk_world, cut_rounds, rows_of, whole_tensors
+from rlctl.backends.vllm.receiver import DirectReceiver, Timed, chunk_view
+from rlctl.backends.vllm.ring import Ring, open_ring, ring_bytes
+from rlctl.backends.vllm.segment import Segment
+from rlctl.checkpoints.tensors import dtype_of, strided, transformed
+from rlctl.models.facts import ModelFacts
+from rlctl.refit.packing import Packer, source_view
+from rlctl.refit.synthetic import SyntheticEngine, SyntheticSource, reduced
+from rlctl.rl.refit_synthetic import MODELS
+from rlctl.weights import hf
+from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.weights.plan import SingleWorld, receive_plan
+from rlctl.weights.vllm import VllmParallel
+
+EXECUTORS = 2
+ALIGNMENT = 256
+STAGES = (
+    "per-tensor handles", "packed", "per-executor metadata", "ahead-of-time metadata", "double-buffered", "direct",
+)  # fmt: skip
+
+
+class RingInlet:
+    """The receiving end of a ring, as the shared memory mover has it."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+
+    def wait(self, index: int) -> torch.Tensor:
+        return self.ring.wait_filled(index)
+
+    def done(self, index: int) -> None:
+        self.ring.read(index)
+
+
+class Executor:
+    """An engine rank: parameters in vLLM's layout, and the boxes of each published tensor that they hold."""
+
+    def __init__(self, rank: int, facts: ModelFacts, executors: int) -> None:
+        self.engine = SyntheticEngine(rank, facts, VllmParallel(tp=executors), "bfloat16", 1)
+        self.layout = self.engine.layout
+        self.places: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
+        for piece in self.layout.pieces:
+            target = self.engine.params[piece.param][rows_of(piece.param_box)]
+            box = rows_of(piece.tensor_box)
+            shape = tuple(span.count for span in piece.tensor_box)
+            self.places.setdefault(piece.tensor, []).append((box, target.view(shape) if target.dim() == len(shape)
+                                                            else target[0]))  # fmt: skip
+        self.direct = DirectReceiver(self.engine._targets)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """What a loader does with a whole tensor: find the parameter, take the rank's part."""
+        for box, target in self.places[name]:
+            target.copy_(tensor[box])
+
+
+def executor_main(rank: int, facts: ModelFacts, executors: int, pipe: Connection) -> None:
+    """Serve stages until told to stop."""
+    torch.set_num_threads(1)
+    me = Executor(rank, facts, executors)
+    pipe.send(me.layout)
+    held: dict[str, Any] = {}
+    while (order := pipe.recv())[0] != "stop":
+        with torch.no_grad():
+            pipe.send(globals()[f"receive_{order[0]}"](me, pipe, held, *order[1:]))
+
+
+def receive_handles(me: Executor, pipe: Connection, held: dict, count: int) -> None:
+    """A handle for each tensor, opened, read and let go."""
+    for _ in range(count):
+        name, dtype, shape, address = pipe.recv()
+        segment = Segment(address)
+        me.load(name, segment.view(0, shape, dtype_of(dtype)))
+        segment.close()
+        pipe.send(None)
+
+
+def receive_packed(me: Executor, pipe: Connection, held: dict, address: Any, tables: Any) -> None:
+    """One buffer; where each tensor lies in it is told in every refit, for all executors or for this one."""
+    if address not in held:
+        held[address] = Segment(address)
+    if tables is not None:
+        held["table"] = tables if isinstance(tables, list) else tables[me.engine.index]
+    for name, dtype, shape, offset in held["table"]:
+        me.load(name, held[address].view(offset, shape, dtype_of(dtype)))
+
+
+def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, layout: Any,
+                   receivers: int, epoch: int) -> None:  # fmt: skip
+    """Rounds of whole tensors, handed over by counters."""
+    if ("rounds", address) not in held:
+        rounds = cut_rounds(layout, capacity)
+        held["rounds", address] = rounds, ring_of(address, capacity, rounds, 1 + me.engine.index, receivers)
+    rounds, ring = held["rounds", address]
+    with ring.refit(epoch, epoch):
+        for index, chunks in enumerate(rounds):
+            buffer = ring.wait_filled(index)
+            for chunk in chunks:
+                me.load(chunk.param, chunk_view(buffer, chunk))
+            ring.read(index)
+
+
+def receive_direct(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, epoch: int) -> None:
+    """Rounds of this executor's own boxes, written into parameters by views that are kept."""
+    if ("direct", address) not in held:
+        rounds = cut_rounds(me.layout, capacity)
+        held["direct", address] = rounds, ring_of(address, capacity, rounds, 1, 1)
+    rounds, ring = held["direct", address]
+    with ring.refit(epoch, epoch):
+        me.direct.receive(rounds, Timed(RingInlet(ring)))  # type: ignore[arg-type]
+
+
+def receive_check(me: Executor, pipe: Connection, held: dict) -> float:
+    """A number that all elements enter, and NaN for the next way to overwrite."""
+    total = sum(float(value.double().abs().sum()) for value in me.engine.params.values())
+    me.engine.poison()
+    for name, value in me.engine.params.items():
+        value[me.layout.params[name].shape[0] :].zero_()  # padding is nobody's to write
+    return total
+
+
+def ring_of(address: Any, capacity: int, rounds: Any, me: int, receivers: int, segment: Segment | None = None) -> Ring:
+    names = tuple(f"executor {index}" for index in range(receivers))
+    return open_ring(address, ("trainer",), names, me, capacity=capacity, buffers=min(2, len(rounds)),
+                     timeout_s=300, segment=segment)  # fmt: skip
+
+
+class Trainer:
+    """The sending process, and the executors it talks to."""
+
+    def __init__(self, facts: ModelFacts, executors: int = EXECUTORS) -> None:
+        torch.set_num_threads(1)
+        self.facts, self.executors = facts, executors
+        context = mp.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(executors):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=executor_main, args=(rank, facts, executors, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.source = SyntheticSource(0, facts, MegatronParallel(), "bfloat16", 1)
+        self.source.setup()
+        self.world = self.source.refit_world(None)  # type: ignore[arg-type]
+        self.params = self.source.parameters()
+        self.rows = [(name, spec.dtype, spec.shape) for name, spec in hf.layout(facts, "bfloat16").params.items()]
+        self.whole = whole_tensors(self.rows)
+        plan = receive_plan(self.world, SingleWorld(self.whole), 0)
+        self.copies: dict[str, list[Any]] = {}
+        for copy in plan.copies:
+            self.copies.setdefault(copy.tensor, []).append((copy, source_view(copy, self.params, "the trainer")))
+        self.layouts = [pipe.recv() for pipe in self.pipes]
+        self.bytes = sum(spec.bytes for spec in self.whole.params.values())
+        self.epoch = 0
+        self.kept: dict[Any, Any] = {}
+
+    def order(self, *message: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send(message)
+
+    def finish(self) -> list[Any]:
+        return [pipe.recv() for pipe in self.pipes]
+
+    def write(self, name: str, target: torch.Tensor) -> None:
+        for copy, values in self.copies[name]:
+            strided(target, copy.destination_view).copy_(transformed(values, copy))
+
+    def send_handles(self) -> None:
+        self.order("handles", len(self.rows))
+        for name, dtype, shape in self.rows:
+            segment = Segment.create(self.whole.params[name].bytes)
+            self.write(name, segment.view(0, shape, dtype_of(dtype)))
+            self.order(name, dtype, shape, segment.address)
+            self.finish()
+            segment.close()
+        self.finish()
+
+    def _packed(self) -> tuple[Segment, list[tuple]]:
+        if "packed" not in self.kept:
+            table, offset = [], 0
+            for name, dtype, shape in self.rows:
+                table.append((name, dtype, shape, offset))
+                offset += -(-self.whole.params[name].bytes // ALIGNMENT) * ALIGNMENT
+            self.kept["packed"] = Segment.create(offset), table
+        return self.kept["packed"]
+
+    def send_packed(self, metadata: str) -> None:
+        segment, table = self._packed()
+        for name, dtype, shape, offset in table:
+            self.write(name, segment.view(offset, shape, dtype_of(dtype)))
+        tables: Any = dict.fromkeys(range(self.executors), table) if metadata == "all" else table
+        if metadata == "all":  # each executor's list is a message of its own to everybody
+            tables = {rank: list(own) for rank, own in tables.items()}
+        self.order("packed", segment.address, None if metadata == "none" else tables)
+        self.finish()
+
+    def send_rounds(self, capacity: int) -> None:
+        key = ("rounds", capacity)
+        if key not in self.kept:
+            rounds = cut_rounds(self.whole, capacity)
+            segment = Segment.create(ring_bytes(1 + self.executors, min(2, len(rounds)), capacity))
+            packer = Packer(rounds, receive_plan(self.world, chunk_world(self.whole, rounds), 0).copies,
+                            message=False, who="the trainer")  # fmt: skip
+            ring = ring_of(segment.address, capacity, rounds, 0, self.executors, segment)
+            self.kept[key] = rounds, packer, ring
+        rounds, packer, ring = self.kept[key]
+        self.epoch += 1
+        self.order("rounds", ring.segment.address, capacity, self.whole, self.executors, self.epoch)
+        packer.look(self.params)
+        with ring.refit(self.epoch, self.epoch):
+            for index in range(len(rounds)):
+                packer.pack(index, ring.wait_free(index))
+                ring.filled(index)
+        self.finish()
+
+    def send_direct(self, capacity: int) -> None:
+        key = ("direct", capacity)
+        if key not in self.kept:
+            self.kept[key] = [self._channel(layout, capacity) for layout in self.layouts]
+        self.epoch += 1
+        channels = self.kept[key]
+        for pipe, (_, _, ring) in zip(self.pipes, channels, strict=True):
+            pipe.send(("direct", ring.segment.address, capacity, self.epoch))
+        for _, packer, _ in channels:
+            packer.look(self.params)
+        rings = [ring.refit(self.epoch, self.epoch) for _, _, ring in channels]
+        for ring in rings:
+            ring.__enter__()
+        for index in range(max(len(rounds) for rounds, _, _ in channels)):
+            for rounds, packer, ring in channels:
+                if index < len(rounds):
+                    packer.pack(index, ring.wait_free(index))
+                    ring.filled(index)
+        for ring in rings:
+            ring.__exit__(None, None, None)
+        self.finish()
+
+    def _channel(self, layout: Any, capacity: int) -> tuple[Any, Packer, Ring]:
+        rounds = cut_rounds(layout, capacity)
+        segment = Segment.create(ring_bytes(2, min(2, len(rounds)), capacity))
+        plan = receive_plan(self.world, chunk_world(layout, rounds), 0)
+        packer = Packer(rounds, plan.copies, message=False, who="the trainer")
+        return rounds, packer, ring_of(segment.address, capacity, rounds, 0, 1, segment)
+
+    def check(self) -> tuple[float, ...]:
+        self.order("check")
+        return tuple(self.finish())
+
+    def stop(self) -> None:
+        self.order("stop")
+        for process in self.processes:
+            process.join(30)
+
+
+def best(action: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """(seconds of the first, least seconds of the others)."""
+    seconds = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - begun)
+    return seconds[0], min(seconds[1:] or seconds)
+
+
+def memcpy_seconds(size: int) -> float:
+    """Least seconds of copying `size` bytes within this process, on one thread, into pages that exist."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    return best(lambda: target.copy_(source), 5)[1]
+
+
+def ablation(args: argparse.Namespace) -> dict[str, Any]:
+    from rlctl.models.catalog import lookup
+
+    facts = reduced(lookup(MODELS[args.model]), args.hidden)  # type: ignore[arg-type]
+    trainer = Trainer(facts)
+    capacity = args.staging_mb << 19
+    ways: dict[str, Callable[[], None]] = {
+        STAGES[0]: trainer.send_handles,
+        STAGES[1]: lambda: trainer.send_packed("all"),
+        STAGES[2]: lambda: trainer.send_packed("own"),
+        STAGES[3]: lambda: trainer.send_packed("none"),
+        STAGES[4]: lambda: trainer.send_rounds(capacity),
+        STAGES[5]: lambda: trainer.send_direct(capacity),
+    }
+    copying, tensors = memcpy_seconds(trainer.bytes), len(trainer.rows)
+    result: dict[str, Any] = {"model": args.model, "hidden": args.hidden, "tensors": tensors,
+                              "payload_bytes": trainer.bytes, "executors": EXECUTORS, "memcpy_s": copying,
+                              "stages": []}  # fmt: skip
+    expected = None
+    for name, way in ways.items():
+        first, warm = best(way, 1 if name == STAGES[0] else args.repeats)
+        found = trainer.check()
+        expected = expected or found
+        if found != expected:
+            raise SystemExit(f"{name}: the engines hold something else ({found}, not {expected})")
+        base = result["stages"][0]["seconds"] if result["stages"] else warm
+        result["stages"].append({
+            "name": name, "seconds": warm, "seconds_first": first, "microseconds_a_tensor": 1e6 * warm / tensors,
+            "fraction_of_memcpy": copying / warm, "times_faster": base / warm,
+        })  # fmt: skip
+        print(f"{name:<24}{warm:>9.3f} s{1e6 * warm / tensors:>9.1f} us a tensor{base / warm:>8.1f} x", flush=True)
+    trainer.stop()
+    return result
+
+
+def llama_of(gigabytes: float) -> ModelFacts:
+    """A Llama of about this size in bfloat16, with tensors as wide as those of published models."""
+    layer = 4 * 2048 * 2048 // 2 * 3 // 2 + 3 * 2048 * 5632
+    layers = max(1, round((gigabytes * 5e8 - 2 * 16000 * 2048) / layer))
+    return ModelFacts("llama", layers, 2048, 16, 8, 128, 5632, 16000, 4096, norm_eps=1e-5)
+
+
+def memcpy(args: argparse.Namespace) -> dict[str, Any]:
+    found = []
+    for gigabytes in args.gb:
+        trainer = Trainer(llama_of(gigabytes), executors=1)
+        for staging in args.staging_mb:
+            _, warm = best(lambda size=staging, one=trainer: one.send_direct(size << 19), args.repeats)
+            copying = memcpy_seconds(trainer.bytes)
+            found.append({"payload_bytes": trainer.bytes, "staging_mb": staging, "seconds": warm, "memcpy_s": copying,
+                          "gb_per_s": trainer.bytes / 1e9 / warm, "fraction_of_memcpy": copying / warm})  # fmt: skip
+            print(f"{trainer.bytes / 1e9:.2f} GB, staging {staging:>4} MB: {warm:.3f} s, {copying / warm:.2f} of "
+                  f"memcpy ({trainer.bytes / 1e9 / copying:.1f} GB/s)", flush=True)  # fmt: skip
+        trainer.stop()
+    return {"direct": found}
+
+
+def growth(args: argparse.Namespace) -> dict[str, Any]:
+    from rlctl.models.catalog import lookup
+
+    found = []
+    for model, executors in (("qwen3-30b", 1), ("qwen3-30b", 2), ("qwen3-30b", 4), ("qwen3-235b", 2),
+                             ("deepseek-v3", 2)):  # fmt: skip
+        trainer = Trainer(reduced(lookup(MODELS[model])), executors)  # type: ignore[arg-type]
+        _, warm = best(lambda one=trainer: one.send_direct(4 << 20), args.repeats)
+        copies = sum(len(own) for _, packer, _ in trainer.kept["direct", 4 << 20] for own in packer.copies)
+        found.append({"model": model, "executors": executors, "tensors": len(trainer.rows), "copies": copies,
+                      "seconds": warm, "microseconds_a_copy": 1e6 * warm / copies})  # fmt: skip
+        print(f"{model:<12}{executors} executors{len(trainer.rows):>7} tensors{copies:>8} copies{warm:>8.3f} s"
+              f"{1e6 * warm / copies:>7.2f} us a copy", flush=True)  # fmt: skip
+        trainer.stop()
+    return {"growth": found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    one = kinds.add_parser("ablation")
+    one.add_argument("--model", choices=sorted(MODELS), default="deepseek-v3")
+    one.add_argument("--hidden", type=int, default=64)
+    one.add_argument("--staging-mb", type=int, default=16)
+    two = kinds.add_parser("memcpy")
+    two.add_argument("--gb", type=float, nargs="+", default=[0.5, 1.0])
+    two.add_argument("--staging-mb", type=int, nargs="+", default=[16, 64, 256])
+    three = kinds.add_parser("growth")
+    for sub in (one, two, three):
+        sub.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    print(json.dumps({"ablation": ablation, "memcpy": memcpy, "growth": growth}[args.kind](args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`refit-test --synthetic`: refits between two process groups with a published model's tensors at reduced width."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.backends.megatron.weights import megatron_parallel
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.session import ray_session
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import InputError
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.refit import selftest
+from rlctl.refit.session import RefitSession
+from rlctl.refit.synthetic import reduced
+from rlctl.rl.parallel import checked_parallel
+from rlctl.weights.vllm import VllmParallel
+
+MODELS = {
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "qwen3-235b": "Qwen/Qwen3-235B-A22B",
+    "qwen3-30b": "Qwen/Qwen3-30B-A3B",
+    "llama-70b": "meta-llama/Llama-3.1-70B",
+}
+SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.refit.synthetic:SyntheticEngine"
+HIDDEN = 64
+
+
+@dataclass(frozen=True)
+class SyntheticJob:
+    """What to test: a model of `MODELS`, and the parallel sizes, mover and limits of `config`."""
+
+    config: RlctlConfig
+    name: str
+    repeat: int = 2
+    hidden: int = HIDDEN
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model at reduced width. Raises InputError for a name that is not offered."""
+        published = lookup(MODELS[self.name]) if self.name in MODELS else None
+        if published is None:
+            raise InputError(f"--synthetic {self.name} is not known.", f"Choose one of {', '.join(MODELS)}.")
+        return reduced(published, self.hidden)
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.config.model.dtype == "auto" else self.config.model.dtype
+
+
+@contextmanager
+def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
+    """An open session between processes that hold parameters in Megatron's and in vLLM's layout."""
+    config, facts = job.config, job.facts
+    parallel = megatron_parallel(checked_parallel(facts, config.training))
+    target = VllmParallel(tp=config.generation.tp or 1)
+    replicas = config.generation.engines or 1
+    limits = config.cluster
+    with tempfile.TemporaryDirectory(prefix="rlctl-synthetic-") as logs, ray_session(limits.ray_address):
+        placement = Placement(1, gpus=False, timeout_s=limits.start_timeout_s)
+
+        def start(name: str, kind: str, specs: list[dict]) -> WorkerGroup:
+            env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+            workers = [WorkerSpec(spec, (placement.bundles[0],), env) for spec in specs]
+            return WorkerGroup(
+                name, kind, workers, placement, Path(logs),
+                start_timeout_s=limits.start_timeout_s, call_timeout_s=limits.step_timeout_s, wait=False,
+            )  # fmt: skip
+
+        shared = {"facts": facts, "dtype": job.dtype, "threads": 1}
+        groups = [
+            start(
+                "policy", SOURCE, [shared | {"rank": rank, "parallel": parallel} for rank in range(parallel.world_size)]
+            ),
+            start(
+                "engine",
+                ENGINE,
+                [shared | {"index": index, "parallel": target} for index in range(target.world_size * replicas)],
+            ),
+        ]
+        try:
+            for group in groups:
+                group.ready()
+            policy, engines = groups
+            policy.call("setup")
+            session = RefitSession(
+                policy, engines, facts, parallel=parallel, settings=config.refit, dtype=job.dtype,
+                members=target.world_size,
+            )  # fmt: skip
+            session.open()
+            yield session
+            session.close()
+        finally:
+            for group in groups:
+                group.kill()
+            placement.release()
+
+
+def run_synthetic(job: SyntheticJob, tell: Callable[[str], None]) -> selftest.SelfTest:
+    """Start the processes, refit between them, compare every tensor, and stop them."""
+    tell(f"starting processes with the tensors of {job.name}, {job.hidden} wide; no engine, nothing is generated")
+    with synthetic_session(job) as session:
+        return selftest.run_without_engine(
+            session, model=job.name, repeat=job.repeat, timeout_s=job.config.refit.timeout_s, tell=tell
+        )
