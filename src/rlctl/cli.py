@@ -16,7 +16,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from rlctl import __version__
 from rlctl.commands import output
-from rlctl.errors import EXIT_INTERRUPTED, MachineError, RlctlError
+from rlctl.errors import EXIT_INTERRUPTED, InputError, MachineError, RlctlError
+
+# Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
+CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -93,9 +96,18 @@ def main(argv: list[str] | None = None) -> None:
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
     try:
-        app(args=argv, prog_name="rlctl")
+        code = app(args=argv, prog_name="rlctl", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
+    except CommandLineError as error:
+        error.show()
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            output.print_error(InputError(error.format_message()))
+        return error.exit_code
+    except typer.Abort:
+        output.message("rlctl: stopped")
+        return 1
     except KeyboardInterrupt:
         output.message("rlctl: interrupted")
         return EXIT_INTERRUPTED
@@ -105,7 +117,6 @@ def run(argv: list[str] | None = None) -> int:
         known = error if isinstance(error, RlctlError) else missing_package(error)
         output.report_error(known)
         return known.exit_code
-    return 0
 
 
 def missing_package(error: ModuleNotFoundError) -> RlctlError:

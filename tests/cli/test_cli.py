@@ -116,6 +116,21 @@ def test_json_errors_are_one_object_on_stdout() -> None:
     assert error["exit_code"] == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "--json", "--stepz"), "--stepz"),
+        (("plan", "--top", "x", "--json"), "--top"),
+        (("train", "--json"), "--json"),
+    ],
+)
+def test_a_wrong_command_line_is_an_object_too(arguments: tuple[str, ...], words: str) -> None:
+    done = rlctl(*arguments)
+    assert done.returncode == 2
+    assert words in json.loads(done.stdout)["error"]["message"]
+    assert "Usage:" in done.stderr
+
+
 def test_json_is_printed_once_when_a_check_fails() -> None:
     done = rlctl("doctor", "--json", "--gpu", "h100", "--gpus-per-node", "4096")
     assert done.returncode == 3

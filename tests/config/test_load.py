@@ -117,7 +117,7 @@ def test_unknown_section_in_the_environment_is_refused() -> None:
         ("grpo: {steps: 1}\ngrpo: {steps: 2}\n", "given twice"),
         ("grpo: [", "not valid YAML"),
         ("- a\n", "sections of keys"),
-        ("extends: laptop\n", "unknown key `extends`"),
+        ("extend: laptop\n", "unknown key `extend`"),
         ("grpo: 3\n", "is a section"),
     ],
 )
@@ -156,3 +156,22 @@ def test_nearest_key() -> None:
 
 def test_presets_are_found_in_a_checkout_and_shipped_in_the_wheel() -> None:
     assert (presets_directory() / "laptop.yaml").is_file()
+
+
+def test_a_config_file_can_extend_a_preset(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    mine = write(tmp_path / "mine.yaml", "description: Mine.\nextends: 1node\ngrpo: {steps: 3}\n")
+    over = write(tmp_path / "deep" / "over.yaml", "extends: ../mine.yaml\ngrpo: {prompts: 4}\n")
+    resolved = resolve(files=[over], environment={})
+    assert (resolved.config.grpo.steps, resolved.config.grpo.prompts) == (3, 4)
+    assert resolved.origin["grpo.prompts"] == f"file {over}"
+    assert resolved.origin["grpo.steps"] == f"preset {mine}"
+    assert resolved.origin["scheduler.warmup_steps"] == "preset 1node"
+    assert resolve(str(over), environment={}).config == resolved.config
+
+
+def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.yaml", "extends: two.yaml\n")
+    write(tmp_path / "two.yaml", "extends: one.yaml\n")
+    with pytest.raises(ConfigError, match="extends itself"):
+        resolve(files=[one], environment={})

@@ -120,3 +120,46 @@ def test_a_run_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
     code, _, err = rlctl(capsys, "plan", "--run", str(tmp_path))
     assert code == 2
     assert "manifest.json" in err
+
+
+def test_the_engines_arguments_come_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = ["--set", "training.tp=4", "--set", "megatron.bias_dropout_fusion=false", "--set", "vllm.enforce_eager=true"]
+    code, out, _ = rlctl(capsys, *NODE, *pins, "--json")
+    assert code == 0
+    data = json.loads(out)
+    given = data["arguments"]
+    assert given["megatron"]["tensor_model_parallel_size"] == data["training"]["tp"] == 4
+    assert given["megatron"]["num_layers"] == 32
+    assert given["vllm"]["tensor_parallel_size"] == data["generation"]["tp"]
+    assert given["vllm"]["max_num_batched_tokens"] == data["generation"]["max_batched_tokens"]
+    assert given["optimizer"]["adam_beta2"] == 0.999
+    assert given["megatron"]["bias_dropout_fusion"] is False
+    assert given["vllm"]["enforce_eager"] is True
+    assert [line.partition(" ")[0] for line in data["pinned"]] == ["megatron.bias_dropout_fusion", "vllm.enforce_eager"]
+    assert "without it: True" in data["pinned"][0]
+    code, out, _ = rlctl(capsys, *NODE, *pins, "--explain")
+    assert "TransformerConfig:" in out
+    assert "pinned: vllm.enforce_eager = True (--set); without it: False" in out
+
+
+def test_a_pin_that_is_what_would_be_anyway_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--set", "vllm.enforce_eager=false", "--json")
+    assert code == 0
+    assert json.loads(out)["pinned"] == []
+
+
+def test_a_length_that_the_model_does_not_take_is_planned_but_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE[:-1], "200000", "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert not data["runnable"]
+    assert any("model.max_length = 200000" in why for why in data["not_runnable_because"])
+
+
+def test_a_kv_cache_can_be_pinned_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--set", "generation.kv_cache_bytes=20000000000", "--json")
+    assert code == 0
+    assert json.loads(out)["arguments"]["vllm"]["kv_cache_memory_bytes"] == 20000000000
+    code, _, err = rlctl(capsys, *NODE, "--set", "generation.kv_cache_bytes=200000000000")
+    assert code == 4
+    assert "generation.kv_cache_bytes" in err

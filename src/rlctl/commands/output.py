@@ -56,6 +56,12 @@ def report_error(error: RlctlError) -> None:
     message(f"rlctl: {error.message}")
     if error.hint:
         message(f"  {error.hint}")
-    if JsonMode.wanted and not JsonMode.printed:
+    if JsonMode.wanted:
+        print_error(error)
+
+
+def print_error(error: RlctlError) -> None:
+    """Print an error as the object of --json, unless there has been one."""
+    if not JsonMode.printed:
         detail = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
         print_json({"error": detail | {"exit_code": error.exit_code}})

@@ -140,7 +140,13 @@ def planned(resolved: Resolved, top: int) -> tuple[Plan, str]:
 
         if not local_gpus():
             message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
-    return replace(made, blocked=resolved.unsupported), name
+    return replace(made, blocked=(*resolved.unsupported, *too_long(made, resolved))), name
+
+
+def too_long(made: Plan, resolved: Resolved) -> list[str]:
+    """Why `train` refuses the plan's length, where it does."""
+    length, limit = resolved.config.model.max_length, made.facts.max_length
+    return [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
 
 
 def model_facts(name: str, resolved: Resolved) -> ModelFacts:

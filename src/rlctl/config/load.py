@@ -27,6 +27,8 @@ DEFAULT = "default"
 PLANNER = "planner"
 PRESET = "preset "
 ENVIRONMENT_PREFIX = "RLCTL_"
+OF_A_PRESET = {"extends", "description"}
+"""Keys of a preset file that are no configuration; a --config file may have them too."""
 
 # A preset's values for these keys describe the data or the model that it names: another one does not inherit them.
 BELONGS_TO = {
@@ -118,6 +120,11 @@ def resolve(
         if is_nemo_rl(values):
             imports.append(import_recipe(Path(path)))
             merge(merged, imported_values(imports[-1]))
+        elif values.keys() & OF_A_PRESET:
+            *below, own = preset_chain(str(path))
+            for part in below:
+                merge(merged, flatten(part.values, PRESET + part.name))
+            merge(merged, flatten(own.values, f"file {path}"))
         else:
             merge(merged, flatten(values, f"file {path}"))
     merge(merged, environment_values(os.environ if environment is None else environment))

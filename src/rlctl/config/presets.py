@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def read_preset(name: str) -> Preset:
     Raises ConfigError for an unknown name (near match suggested) and for a file that does not hold sections.
     """
     path = preset_path(name)
-    values = read_mapping(path, "preset")
+    values = read_mapping(path, "--preset")
     description, extends = values.pop("description", ""), values.pop("extends", None)
     for key, value in (("description", description), ("extends", extends or "")):
         if not isinstance(value, str):
@@ -69,7 +70,14 @@ def preset_chain(name: str) -> list[Preset]:
     while wanted is not None:
         if wanted in (preset.name for preset in chain):
             path = " -> ".join([*(preset.name for preset in chain), wanted])
-            raise ConfigError(f"preset {name} extends itself: {path}.")
+            raise ConfigError(f"preset {name} extends itself: {path}.", "Take one `extends` out of the circle.")
         chain.append(read_preset(wanted))
-        wanted = chain[-1].extends
+        wanted = beside(chain[-1].path, chain[-1].extends)
     return chain[::-1]
+
+
+def beside(path: Path, extends: str | None) -> str | None:
+    """What a preset file extends: a shipped preset by its name, or a file, looked for beside the one that names it."""
+    if extends is None or not extends.endswith((".yaml", ".yml")):
+        return extends
+    return os.path.normpath(path.parent / Path(extends).expanduser())

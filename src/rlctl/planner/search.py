@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -309,17 +310,12 @@ def _with_cache(
     facts, workload = request.facts, request.workload
     if request.cluster.is_cpu:
         return _cpu_cache(request, layout, budget)
+    pinned = request.pin("generation.kv_cache_bytes")
+    if pinned is not None:
+        return _pinned_cache(request, layout, pinned, asleep if colocated else 0.0)
     fraction = memory_fraction(request, layout, colocated, asleep)
     layout = replace(layout, memory_fraction=fraction)
     free, tokens = plan_kv(facts, layout, workload, request.cluster, request.constants)
-    wanted = request.pin("generation.kv_cache_bytes")
-    if wanted is not None:
-        if wanted > free:
-            return Problem(
-                "generation.kv_cache_bytes",
-                f"{wanted / GIB:.1f} GiB of KV cache a GPU, {max(0.0, free) / GIB:.1f} are left in {fraction} of it",
-            )
-        free, tokens = wanted, int(wanted / kv_bytes_per_token_on_device(facts, layout))
     if tokens < workload.max_length:
         need = weight_bytes(facts, layout) + sum(overhead_bytes(facts, layout, request.constants).values())
         need += workload.max_length * kv_bytes_per_token_on_device(facts, layout)
@@ -334,6 +330,29 @@ def _with_cache(
             f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy",
         )
     return replace(layout, kv_cache_bytes=free, kv_cache_tokens=tokens)
+
+
+def _pinned_cache(
+    request: Request, layout: GenerationChoice, pinned: float, asleep: float
+) -> GenerationChoice | Problem:
+    """A KV cache of given size on each GPU; the memory fraction follows from it."""
+    have = request.cluster.device.memory
+    need = pinned + weight_bytes(request.facts, layout)
+    need += sum(overhead_bytes(request.facts, layout, request.constants).values())
+    if need + asleep > have:
+        return Problem(
+            "generation.kv_cache_bytes",
+            f"{pinned / GIB:.0f} GiB of KV cache make an engine of {need / GIB:.0f} GiB a GPU, beside "
+            f"{asleep / GIB:.0f} of the sleeping policy; there are {have / GIB:.0f}",
+        )
+    tokens = int(pinned / kv_bytes_per_token_on_device(request.facts, layout))
+    if tokens < request.workload.max_length:
+        return Problem(
+            "generation.kv_cache_bytes",
+            f"{pinned / GIB:.1f} GiB hold {tokens} tokens, one sequence has {request.workload.max_length}",
+        )
+    fraction = min(0.99, math.ceil(100 * need / have) / 100)
+    return replace(layout, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)
 
 
 def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> GenerationChoice | Problem:
