@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlctl import __version__, cli
+from rlctl.commands import output
 from rlctl.commands.output import JsonMode
 from rlctl.errors import ConfigError, MachineError, NoPlanError, RlctlError, VerificationError, WorkerError
 
@@ -124,15 +125,18 @@ def test_json_errors_are_one_object_on_stdout() -> None:
         (("train", "--json"), "--json"),
     ],
 )
-def test_a_wrong_command_line_is_an_object_too(arguments: tuple[str, ...], words: str) -> None:
-    done = rlctl(*arguments)
-    assert done.returncode == 2
-    assert words in json.loads(done.stdout)["error"]["message"]
-    assert "Usage:" in done.stderr
+def test_a_wrong_command_line_is_an_object_too(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output.JsonMode, "printed", False)
+    assert cli.run(list(arguments)) == 2
+    said = capsys.readouterr()
+    assert words in json.loads(said.out)["error"]["message"]
+    assert "Usage:" in said.err
 
 
 def test_json_is_printed_once_when_a_check_fails() -> None:
-    done = rlctl("doctor", "--json", "--gpu", "h100", "--gpus-per-node", "4096")
+    done = rlctl("doctor", "--json", "--quick", "--gpu", "h100", "--gpus-per-node", "4096")
     assert done.returncode == 3
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["gpus"]["status"] == "fail"

@@ -43,6 +43,7 @@ def doctor(
         bool, typer.Option("--calibrate", help="Measure this machine instead; the planner then uses its own rates.")
     ] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Repair what can safely be repaired, and check it again.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the sum between processes.")] = False,
     json_: options.Json = False,
 ) -> None:
     """Check this machine, line by line, with a fix for each problem; exit 3 when something needed is not fit.
@@ -59,7 +60,7 @@ def doctor(
         run_dir=run_dir, ray_address=ray_address,
     )  # fmt: skip
     checks = []
-    for check in examine(wanted(resolved.config)):
+    for check in examine(wanted(resolved.config), quick=quick):
         if fix and check.repair is not None:
             check = repaired(check)
         checks.append(check)

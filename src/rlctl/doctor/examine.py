@@ -25,8 +25,8 @@ class Wanted:
     model: str | None = None
 
 
-def examine(wanted: Wanted) -> Iterator[Check]:
-    """All checks, each as soon as it is done."""
+def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
+    """All checks, each as soon as it is done; `quick` leaves out the one that starts processes."""
     found = hardware.list_gpus()
     versions = software.installed_versions()
     yield software.check_python()
@@ -50,7 +50,8 @@ def examine(wanted: Wanted) -> Iterator[Check]:
         yield from network.check_nodes(wanted.ray_address, converted_directory(), needed, wanted.gpus_per_node)
     yield network.check_hub()
     yield host.check_token(wanted.model)
-    yield communication.check_ranks(len(found))
+    if not quick:
+        yield communication.check_ranks(len(found))
 
 
 def examine_host(wanted: Wanted, gpus_found: int) -> Iterator[Check]:

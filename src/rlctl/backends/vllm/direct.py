@@ -133,9 +133,7 @@ def _pieces(site: Site, name: str, width: tuple[int, ...]) -> list[Piece]:
     for part in site.parts:
         inner = (part.rows, *width)
         leading = len(part.shape) - len(inner)
-        box = tuple(
-            Span(start, count) for start, count in zip(part.start, (*(1,) * leading, *inner), strict=True)
-        )
+        box = tuple(Span(start, count) for start, count in zip(part.start, (*(1,) * leading, *inner), strict=True))
         at = (Span(row, part.rows), *(Span(0, columns) for columns in width))
         found.append(Piece(part.tensor, box, name, at, tuple(range(leading, len(box)))))
         row += part.rows

@@ -196,4 +196,3 @@ class RlctlWorkerExtension:
         """Let go of shared memory, whatever state an update is in."""
         self._weight_update_active = False
         self.weight_transfer_engine.shutdown()
-
