@@ -41,11 +41,11 @@ class SwappingEngine:
 
         self.on_model(spoil)
 
-    def break_buffer(self, name: str, by: float = 1.0) -> None:
+    def break_buffer(self, name: str, by: float = 2.0) -> None:
         """Change one element of a buffer, as a reload that loses it would."""
 
         def spoil(worker: Any) -> None:
-            dict(worker.model_runner.get_model().named_buffers())[name].view(-1)[-1] += by
+            dict(worker.model_runner.get_model().named_buffers())[name].view(-1)[-1] *= by
 
         self.on_model(spoil)
 

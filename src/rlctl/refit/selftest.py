@@ -219,7 +219,9 @@ def _held(session: RefitSession) -> dict[str, int]:
 
 def _cause(session: RefitSession, name: str, before: int | None) -> str:
     """Fetch both sides' values of one tensor and guess."""
-    row = next(row for row in session.setup.table if row.name == name)
+    row = next((row for row in session.setup.table if row.name == name), None)
+    if row is None:
+        return "a buffer of the engine, which no refit sends, has changed"
     expected = assemble(row.shape, [box for rank in session.policy.call("refit_values", name) for box in rank])
     now = {reading.value for reading in session.engines.call("readings", [name])[0] if reading.tensor == name}
     if before is not None and before in now:

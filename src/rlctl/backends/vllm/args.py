@@ -93,6 +93,9 @@ def engine_spec(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
     }
+    if tp > 1:
+        # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
+        arguments["distributed_executor_backend"] = "mp"
     if config.generation.max_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments

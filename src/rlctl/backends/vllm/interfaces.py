@@ -44,6 +44,7 @@ INTERFACES: tuple[Interface, ...] = (
             "model", "tokenizer", "trust_remote_code", "dtype", "max_model_len", "tensor_parallel_size", "seed",
             "logprobs_mode", "disable_log_stats", "worker_extension_cls", "weight_transfer_config", "block_size",
             "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "gpu_memory_utilization", "enable_sleep_mode",
+            "distributed_executor_backend",
         )
     ),
     *(
