@@ -128,6 +128,51 @@ def test_block_scaled_float8_is_dequantised(tmp_path: Path) -> None:
 # --- verification ---
 
 
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Path:
+    """A tiny gpt-oss in bfloat16, whose experts hold values that four bits can."""
+    import transformers
+
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, num_local_experts=4, num_experts_per_tok=2, vocab_size=96, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(config).bfloat16().save_pretrained(tmp_path / "gpt-oss")
+    return tmp_path / "gpt-oss"
+
+
+def pack(held: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Replace experts by random four-bit blocks; `expected` gets what transformers unpacks them to."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    for name in [n for n in held if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = held.pop(name).shape
+        groups = (experts, rows, width // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 124, groups, dtype=torch.uint8, generator=generator)
+        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+
+
+def test_four_bit_experts_are_unpacked(gpt_oss: Path, tmp_path: Path) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    change(gpt_oss, lambda held: pack(held, expected))
+    assert hf_to_megatron(gpt_oss, tmp_path / "ckpt").verified
+    megatron_to_hf(tmp_path / "ckpt", tmp_path / "back")
+    back, plain = tensors(tmp_path / "back"), tensors(gpt_oss)
+    assert len(expected) == 4
+    for name in back:
+        assert torch.equal(back[name], expected.get(name, plain.get(name))), name
+
+
+def test_four_bit_experts_without_scales_are_refused(gpt_oss: Path, tmp_path: Path) -> None:
+    change(gpt_oss, lambda held: pack(held, {}))
+    change(gpt_oss, lambda held: held.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.experts\.down_proj_scales is missing"):
+        hf_to_megatron(gpt_oss, tmp_path / "ckpt")
+
+
 def test_a_wrong_byte_in_the_destination_is_exit_5_and_named(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     original = convert.TorchDistWriter.finish
 
@@ -196,21 +241,33 @@ def index_of_absent(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def lying_header(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    data = path.read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    header["model.norm.weight"]["shape"] = [64]
-    text = json.dumps(header).encode().ljust(length)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+def index_with(weight_map: Any) -> Callable[[Path], None]:
+    return lambda directory: (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
+
+
+def edit_header(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def change_header(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        data = path.read_bytes()
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + length])
+        edit(header)
+        text = json.dumps(header).encode().ljust(length)
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return change_header
 
 
 BAD = {
     "truncated": (truncate, "truncated.*"),
     "missing tensor": (drop("model.layers.1.mlp.down_proj.weight"), r"layers\.1\.mlp\.down_proj\.weight is missing"),
     "absent shard": (index_of_absent, "model-00001-of-00002.safetensors"),
-    "lying header": (lying_header, r"model\.norm\.weight takes 512 bytes"),
+    "lying header": (
+        edit_header(lambda h: h["model.norm.weight"].update(shape=[64])),
+        r"model\.norm\.weight takes 512 bytes",
+    ),
     "not a header": (lambda d: (d / "model.safetensors").write_bytes(b"nonsense" * 4), "no safetensors file"),
     "config contradicts": (set_config(num_key_value_heads=4), r"k_proj\.weight has shape \[64, 128\].*\[128, 128\]"),
     "too few layers": (set_config(num_hidden_layers=1), r"layers\.1\..*no tensor of a llama"),
@@ -224,6 +281,16 @@ BAD = {
         lambda d: change(d, lambda h: h.update({"lm_head.weight": h["lm_head.weight"].to(torch.float8_e4m3fn)})),
         r"lm_head\.weight_scale_inv is missing",
     ),
+    "text for a size": (set_config(hidden_size="128"), "`hidden_size` is '128'; expected a positive whole number"),
+    "number for an object": (set_config(rope_scaling=8.0), r"`rope_scaling` is 8\.0; expected an object"),
+    "number for a list": (set_config(architectures=3), "`architectures` is 3; expected a list"),
+    "header without a shape": (
+        edit_header(lambda h: h["model.norm.weight"].pop("shape")),
+        r"header is damaged \(the entry of tensor model\.norm\.weight",
+    ),
+    "header with text": (edit_header(lambda h: h.update({"model.norm.weight": "text"})), "header is damaged"),
+    "index with a path": (index_with({"model.norm.weight": "../model.safetensors"}), "index.json is damaged"),
+    "index without a map": (index_with([]), "index.json is damaged"),
     "rope": (set_config(rope_scaling={"rope_type": "made-up"}), "made-up"),
     "biases": (set_config(attention_bias=True), "attention_bias"),
 }

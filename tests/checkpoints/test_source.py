@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.checkpoints import laptop_model
+from rlctl.checkpoints.convert import hf_to_megatron
 from rlctl.checkpoints.places import converted_directory
 from rlctl.checkpoints.source import resolve_model, stored_parameters
 from rlctl.errors import InputError, MachineError
@@ -26,6 +27,17 @@ def model(tiny_llama: Path, tmp_path: Path) -> Path:
 def test_local_directory(tiny_llama: Path) -> None:
     found = resolve_model(str(tiny_llama))
     assert (found.directory, found.label, found.note) == (tiny_llama.resolve(), str(tiny_llama), None)
+
+
+def test_a_megatron_checkpoint_is_a_model(tiny_llama: Path, tmp_path: Path) -> None:
+    hf_to_megatron(tiny_llama, tmp_path / "ckpt")
+    found = resolve_model(str(tmp_path / "ckpt"))
+    assert found.weights == tmp_path / "ckpt" / "release"
+    assert (found.directory / "tokenizer_config.json").is_file()
+    shutil.rmtree(found.directory)
+    with pytest.raises(InputError, match="is a Megatron checkpoint without") as refused:
+        resolve_model(str(tmp_path / "ckpt"))
+    assert "huggingface" in (refused.value.hint or "")
 
 
 def test_stored_parameters_counts_the_tensors(tiny_llama: Path) -> None:

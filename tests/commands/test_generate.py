@@ -65,3 +65,23 @@ def test_bad_input_is_named(arguments: list[str], message: str, tiny_llama: Path
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_megatron_checkpoint_generates_what_its_model_does(tiny_llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    converted = rlctl("convert", "hf-to-megatron", str(tiny_llama), str(tmp_path / "ckpt"))
+    assert converted.returncode == 0, converted.stderr
+    done = rlctl(
+        "generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--max-new-tokens", "8",
+        "--temperature", "0", "--gpu", "cpu", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ids = json.loads(done.stdout)["completions"][0]["token_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    messages = [{"role": "user", "content": "Name a colour."}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == ids

@@ -8,12 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from rlctl.checkpoints.convert import hf_to_megatron
+
 RLCTL = Path(sys.executable).with_name("rlctl")
 KEYS = {
     "model", "mover", "receive", "refits", "tensors", "mismatched", "missing", "extra", "payload_bytes",
     "staging_peak_bytes", "seconds", "seconds_first", "gb_per_s", "limit_gb_per_s", "fraction_of_limit", "logprobs",
     "passed",
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_refit_test_of_a_megatron_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:
+    hf_to_megatron(tiny_llama, tmp_path / "ckpt")
+    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+    arguments = ["refit-test", "--model", str(tmp_path / "ckpt"), "--gpu", "cpu", "--json"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"] is True
 
 
 def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:

@@ -12,6 +12,7 @@ from parallel.cases import Case, assemble, run_load_hf
 from parallel.pool import Pool
 from parallel.reference import hf_model, megatron_weights
 from rlctl.backends.base import ParallelSpec
+from rlctl.checkpoints.convert import hf_to_megatron
 
 CASES = {
     "alone": Case(),
@@ -26,6 +27,17 @@ CASES = {
     "deepseek-pp2": Case("deepseek", ParallelSpec(pp=2)),
     "deepseek-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
 }
+
+
+@pytest.mark.parametrize("name", ["tied-pp2", "qwen2-tp2", "deepseek-ep2"])
+def test_load_a_megatron_checkpoint(pools: Callable[[int], Pool], name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = hf_model(case.kind)
+    model.save_pretrained(tmp_path / "hf")
+    hf_to_megatron(tmp_path / "hf", tmp_path / "ckpt")
+    params, _ = assemble(pools(case.parallel.world_size).run(run_load_hf, case, tmp_path / "ckpt"))
+    for name, value in megatron_weights(case.kind, model.state_dict()).items():
+        assert torch.equal(params[name], value), name
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -41,8 +41,18 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
         tp, dp, pp = draw(size), draw(size), draw(st.sampled_from([1, 2]))
         experts = draw(st.sampled_from([1, 2])) if facts.moe else 1
         vpp = 2 if pp == 2 and facts.layers == 4 and draw(st.booleans()) else None
+        first = draw(st.sampled_from([None, 1])) if pp == 2 and vpp is None else None
         parallel = MegatronParallel(
-            tp, pp, dp, ep=experts, etp=draw(st.sampled_from([1, tp])), vpp=vpp, vocab_multiple=draw(st.integers(1, 9))
+            tp,
+            pp,
+            dp,
+            cp=draw(st.sampled_from([1, 1, 2])),
+            ep=experts,
+            etp=draw(st.sampled_from([1, tp])),
+            vpp=vpp,
+            first_stage_layers=first,
+            last_stage_layers=facts.layers - 1 if first and draw(st.booleans()) else None,
+            vocab_multiple=draw(st.integers(1, 9)),
         )
         module = (
             "sequential"

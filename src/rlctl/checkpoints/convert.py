@@ -13,6 +13,8 @@ import torch
 
 from rlctl.checkpoints import huggingface, megatron
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
+from rlctl.checkpoints.megatron import Blocks
+from rlctl.checkpoints.megatron_directory import HF_FOLDER, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.staging import locked, staged
 from rlctl.checkpoints.stream import Progress, Streamed, compare, plan_between, read_back, stream
@@ -24,6 +26,7 @@ from rlctl.weights import torch_dist as keys
 from rlctl.weights.plan import SingleWorld
 
 if TYPE_CHECKING:
+    from rlctl.checkpoints.mxfp4 import PublishedFiles
     from rlctl.weights.plan import TransferPlan
 
 BLOCK_BYTES = 64 << 20
@@ -38,6 +41,8 @@ class Options:
     dtype: str | None = None
     verify: bool = True
     force: bool = False
+    reuse: bool = False
+    """A destination that was made of the same source before is the result."""
     shard_bytes: int = 5_000_000_000
     progress: Progress = lambda what, done, total: None
     tell: Tell = lambda line: None
@@ -82,19 +87,19 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         shards = aside / "release"
         shards.mkdir()
         writer = TorchDistWriter(shards, whole.params)
-        order = _source_order(plan, model.files)
+        order = _source_order(plan, model.source)
         shapes = weights_of(model.facts).tensors
-        done = stream(plan, shapes, model.files, order, lambda n, v: _put(writer, blocks[n], v), options.progress, True)
+        done = stream(
+            plan, shapes, model.source, order, lambda n, v: _put(writer, blocks[n], v), options.progress, True
+        )
         for key in keys.extra_state_keys(model.facts, style):
             writer.write_object(key, [None])
         writer.finish(megatron.common_values(model.facts, dtype))
-        copy_companions(
-            source, aside / megatron.HF_FOLDER, ("quantization_config",), **_dtype_value(model.config, dtype)
-        )
+        copy_companions(source, aside / HF_FOLDER, ("quantization_config",), **_dtype_value(model.config, dtype))
         megatron.write_tracker(aside)
         if options.verify:
             reader = TorchDistReader.open(shards)
-            compare(done.fingerprints, read_back(plan, shapes, _Blocks(reader, blocks), options.progress))
+            compare(done.fingerprints, read_back(plan, shapes, Blocks(reader, blocks), options.progress))
         return _report(aside, destination, done, len(shapes), begun, options, dtype, wanted)
 
     needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
@@ -111,7 +116,7 @@ def megatron_to_hf(
     Raises: as `hf_to_megatron`.
     """
     options = options or Options()
-    found = megatron.find(source)
+    found = find(source)
     if found is None:
         raise InputError(
             f"{source} is no Megatron checkpoint.",
@@ -128,32 +133,36 @@ def megatron_to_hf(
 
     def write(aside: Path, begun: float) -> Report:
         target = hf.layout(model.facts, dtype, copies=True)
-        plan = plan_between(model.world, SingleWorld(target))
+        rows = {c.name: c for key, spec in target.params.items() for c in keys.chunk_of(spec, key, 0, BLOCK_BYTES)}
+        plan = plan_between(model.world, SingleWorld(keys.chunked(target, list(rows.values()))))
         writer = SafetensorsWriter(aside, target.params, options.shard_bytes)
         shapes = weights_of(model.facts).tensors
-        blocks = _Blocks(model.reader, model.blocks)
-        done = stream(plan, shapes, blocks, target.params, writer.write, options.progress, True)
+        blocks = Blocks(model.reader, model.blocks)
+        done = stream(plan, shapes, blocks, rows, lambda n, v: writer.write(rows[n].key, v), options.progress, True)
         writer.finish()
         copy_companions(companions, aside, ("quantization_config",), **_dtype_value(config, dtype))
         if options.verify:
-            compare(done.fingerprints, read_back(plan, shapes, SafetensorsDirectory.open(aside), options.progress))
+            written = _Rows(SafetensorsDirectory.open(aside), rows)
+            compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
         return _report(aside, destination, done, len(shapes), begun, options, dtype, wanted)
 
     needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
     return _convert(destination, needed, options, wanted, write)
 
 
-class _Blocks:
-    """The blocks of a torch_dist checkpoint by param name."""
+class _Rows:
+    """Blocks of rows of the tensors of safetensors files."""
 
-    def __init__(self, reader: TorchDistReader, blocks: dict[str, keys.Chunk]) -> None:
-        self._reader, self._blocks = reader, blocks
+    def __init__(self, files: SafetensorsDirectory, rows: dict[str, keys.Chunk]) -> None:
+        self._files, self._rows = files, rows
 
     def read(self, param: str) -> torch.Tensor:
-        return self._reader.read(self._blocks[param])
+        chunk = self._rows[param]
+        whole = self._files.read(chunk.key)
+        return whole[chunk.box[0].start : chunk.box[0].start + chunk.box[0].count] if chunk.box else whole
 
     def drop(self, param: str) -> None:
-        """The reader itself bounds what it holds."""
+        self._files.drop(self._rows[param].key)
 
 
 def _convert(
@@ -163,8 +172,12 @@ def _convert(
     destination = destination.absolute()
     with locked(destination, options.tell) as waited:
         begun = time.perf_counter()
-        if waited and (made := _record(destination)) is not None and made["wanted"] == json.loads(json.dumps(wanted)):
-            options.tell(f"reusing {destination}, which another process has just finished")
+        if (
+            (waited or options.reuse)
+            and (made := _record(destination)) is not None
+            and made["wanted"] == json.loads(json.dumps(wanted))
+        ):
+            options.tell(f"reusing {destination}" + (", which another process has just finished" if waited else ""))
             values = {**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True}
             return Report(**values)
         with staged(destination, needed, options.force) as aside:
@@ -198,12 +211,11 @@ def _put(writer: TorchDistWriter, chunk: keys.Chunk, values: torch.Tensor) -> No
     writer.write(chunk, values)
 
 
-def _source_order(plan: TransferPlan, files: SafetensorsDirectory) -> list[str]:
+def _source_order(plan: TransferPlan, source: PublishedFiles) -> list[str]:
     """Destination blocks in the order in which their first data lies in the source files: sequential reading."""
     first: dict[str, tuple[str, int]] = {}
     for copy in plan.copies:
-        stored = files.tensors[copy.source_param]
-        at = (stored.file.name, stored.offset)
+        at = source.place(copy.source_param)
         first[copy.destination_param] = min(first.get(copy.destination_param, at), at)
     return sorted(plan.layout.params, key=lambda name: first.get(name, ("", 0)))
 

@@ -47,6 +47,8 @@ class SafetensorsWriter:
     _shards: list[list[str]] = field(init=False)
     _shard: int = 0
     _expected: list[str] = field(default_factory=list)
+    _written: int = 0
+    """Bytes of the tensor that comes next."""
     _stream: BinaryIO | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class SafetensorsWriter:
             size += spec.bytes
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Append the next tensor (contiguous)."""
+        """Append the next tensor, or the next rows of it (contiguous)."""
         import torch
 
         if self._stream is None:
@@ -67,8 +69,11 @@ class SafetensorsWriter:
         if not self._expected or self._expected[0] != name:
             raise ValueError(f"tensor {name} comes out of order")
         assert self._stream is not None
-        self._expected.pop(0)
         self._stream.write(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+        self._written += values.nbytes
+        if self._written == self.specs[name].bytes:
+            self._expected.pop(0)
+            self._written = 0
         if not self._expected:
             self._end()
 

@@ -6,18 +6,16 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlctl.checkpoints.mxfp4 import PublishedFiles, is_packed, packed_params
 from rlctl.checkpoints.safetensors import SafetensorsDirectory, StoredTensor
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config, weights_of
 from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
-from rlctl.weights.plan import SingleWorld, World, receive_plan
+from rlctl.weights.plan import SingleWorld, World
 from rlctl.weights.transforms import Dequantize, Stored, Transform
-
-if TYPE_CHECKING:
-    import torch
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 SCALE = "_scale_inv"
@@ -31,6 +29,8 @@ class HuggingFaceModel:
     config: dict[str, Any]
     facts: ModelFacts
     files: SafetensorsDirectory
+    source: PublishedFiles
+    """What the layout's params are read from."""
     layout: Layout
     extra: tuple[str, ...]
     """Tensors that the family does not have (rotary tables of old files, a tied head)."""
@@ -75,7 +75,14 @@ def open_model(directory: Path) -> HuggingFaceModel:
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
+    read: set[str] = set()
     for name, shape in wanted.items():
+        if len(shape) == 3 and is_packed(name, files):
+            own, parts, used = packed_params(name, shape, files)
+            params |= own
+            pieces += parts
+            read.update(used)
+            continue
         stored = _checked(directory, name, shape, files)
         params[name] = ParamSpec(stored.shape, stored.dtype)
         box = whole(shape)
@@ -83,9 +90,11 @@ def open_model(directory: Path) -> HuggingFaceModel:
         for transform in transforms:
             params.update({n: ParamSpec(files.tensors[n].shape, files.tensors[n].dtype) for n in transform.reads})
         pieces.append(Piece(name, box, name, box, tuple(range(len(shape))), transforms))
-    extra = tuple(sorted(set(files.tensors) - set(params)))
+    extra = tuple(sorted(set(files.tensors) - set(params) - read))
     _refuse_extra(directory, facts, extra)
-    return HuggingFaceModel(directory, config, facts, files, Layout(0, params, tuple(pieces)), extra)
+    return HuggingFaceModel(
+        directory, config, facts, files, PublishedFiles(files), Layout(0, params, tuple(pieces)), extra
+    )
 
 
 def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
@@ -135,41 +144,3 @@ def _refuse_extra(directory: Path, facts: ModelFacts, extra: tuple[str, ...]) ->
             f"{directory}: {names} is no tensor of a {facts.family} with this config.json.",
             "The configuration contradicts the weights; converting would drop them.",
         )
-
-
-def load_rank(directory: Path, world: World, rank: int, params: dict[str, torch.Tensor]) -> int:
-    """Stream a model directory into the live params of one rank; returns bytes read.
-
-    `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
-    (proven beforehand). Each rank reads only what it holds.
-
-    Raises:
-        InputError: as `open_model`, or a param of the layout that the engine does not have, or of another shape.
-    """
-    from rlctl.checkpoints.tensors import execute, fill
-
-    model = open_model(directory)
-    plan = receive_plan(model.world, world, rank).prove()
-    check_params(plan.layout, params)
-    fill(plan.fills, params, plan.layout.params)
-    read = 0
-    for copy in sorted(plan.copies, key=lambda c: (model.files.tensors[c.source_param].file, c.source_param)):
-        execute(copy, model.files.read(copy.source_param), params[copy.destination_param], model.files.read)
-        model.files.drop(copy.source_param)
-        read += copy.elements * params[copy.destination_param].element_size()
-    return read
-
-
-def check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:
-    """Raise InputError unless the engine's params are the layout's, name by name and shape by shape."""
-    for name, spec in layout.params.items():
-        if name not in params:
-            raise InputError(f"The engine has no parameter {name}, which the layout expects.")
-        shape, expected = tuple(params[name].shape), spec.memory_shape or spec.shape
-        if shape != expected:
-            raise InputError(f"{name} has shape {list(shape)} in the engine, but {list(expected)} in the layout.")
-        if not params[name].is_contiguous():
-            raise InputError(f"{name} is not stored contiguously.")
-    extra = sorted(set(params) - set(layout.params))
-    if extra:
-        raise InputError(f"The engine's parameter {extra[0]} is in no layout: it would keep its random values.")

@@ -37,15 +37,16 @@ def damaged_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def model_fingerprint(directory: Path) -> str:
-    """Hexadecimal digest that two directories share when they hold the same model.
+def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
+    """Hexadecimal digest that two directories share when they hold the same model; `weights`: where else those are.
 
     Of each weight file: name, size, header, and 16 samples of 64 KiB spread over it.
     """
     digest = hashlib.sha256()
     for path in sorted({path for pattern in SMALL_FILES for path in directory.glob(pattern) if path.is_file()}):
         _add(digest, path.name, path.read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
+    weights = weights or directory
+    for path in sorted([*weights.glob("*.safetensors"), *weights.glob("*.distcp")]):
         size = path.stat().st_size
         with path.open("rb") as file:
             for index in range(SAMPLES):

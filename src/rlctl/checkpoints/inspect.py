@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.checkpoints import huggingface, megatron
+from rlctl.checkpoints.megatron_directory import MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.errors import InputError
 from rlctl.models.registry import facts_from_hf_config, family_of_config
@@ -46,7 +47,7 @@ def inspect(path: Path) -> Inspection:
     """
     if not path.exists():
         raise InputError(f"{path} does not exist.")
-    found = megatron.find(path) if path.is_dir() else None
+    found = find(path) if path.is_dir() else None
     if found is not None:
         return _inspect_megatron(path, found)
     if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
@@ -71,7 +72,7 @@ def _inspect_huggingface(path: Path) -> Inspection:
     return result
 
 
-def _inspect_megatron(path: Path, found: megatron.MegatronDirectory) -> Inspection:
+def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     from rlctl.checkpoints.torch_dist import TorchDistReader
 
     result = Inspection(str(path), "megatron torch_dist", iteration=found.iteration, parallelism_agnostic=True)

@@ -1,18 +1,14 @@
-"""Megatron checkpoint directories: where shards, iteration and configuration are, and reading one as a source.
-
-Known arrangements: Megatron-LM and Megatron-Bridge (`latest_checkpointed_iteration.txt` beside `release/` or
-`iter_0000100/`), one of their iterations, a bare torch_dist directory, and rlctl's runs (`checkpoints/step_N/policy`).
-"""
+"""Reading a Megatron checkpoint as a source of weights, and what rlctl writes into one beside the shards."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.huggingface import without_absent_mtp
+from rlctl.checkpoints.megatron_directory import LATEST, MegatronDirectory
 from rlctl.checkpoints.torch_dist import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
@@ -20,59 +16,10 @@ from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import Layout
 from rlctl.weights.plan import SingleWorld, World
 
-LATEST = "latest_checkpointed_iteration.txt"
-HF_FOLDER = "huggingface"
-"""Where configuration and tokenizer lie beside the shards."""
+if TYPE_CHECKING:
+    import torch
+
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
-
-
-@dataclass(frozen=True)
-class MegatronDirectory:
-    """A checkpoint on disk."""
-
-    root: Path
-    shards: Path
-    iteration: int | None
-    """None: a release, that is, converted and not trained."""
-
-    def huggingface(self) -> Path | None:
-        """The nearest directory with the model's `config.json`: beside the shards, then upwards."""
-        for base in (self.shards, *self.shards.parents[:4]):
-            for candidate in (base / HF_FOLDER, base / "tokenizer", base / "hf_metadata", base):
-                if (candidate / "config.json").is_file():
-                    return candidate
-        return None
-
-
-def find(path: Path) -> MegatronDirectory | None:
-    """The Megatron checkpoint at `path`, the latest iteration where there are several; None: it is none."""
-    if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
-        return MegatronDirectory(path, path, _iteration_of(path.name))
-    if (path / LATEST).is_file():
-        return _tracked(path)
-    for shards in (path / "policy", *sorted(path.glob("checkpoints/step_*/policy"), key=_step)[::-1]):
-        if (shards / "metadata.json").is_file():
-            return MegatronDirectory(path, shards, _step(shards))
-    return None
-
-
-def _tracked(root: Path) -> MegatronDirectory:
-    text = (root / LATEST).read_text().strip()
-    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else None
-    if name is None:
-        raise InputError(f"{root / LATEST} says `{text}`; expected `release` or a number.")
-    if not (root / name).is_dir():
-        raise InputError(f"{root / LATEST} names {name}, which is missing.", "Copy the checkpoint again.")
-    return MegatronDirectory(root, root / name, None if name == "release" else int(text))
-
-
-def _iteration_of(name: str) -> int | None:
-    digits = name.removeprefix("iter_").removeprefix("step_")
-    return int(digits) if digits.isdigit() else None
-
-
-def _step(shards: Path) -> int:
-    return _iteration_of(shards.parent.name) or 0
 
 
 @dataclass(frozen=True)
@@ -91,8 +38,10 @@ class MegatronModel:
         return SingleWorld(self.layout)
 
 
-def open_model(directory: MegatronDirectory, facts: ModelFacts) -> MegatronModel:
+def open_model(directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False) -> MegatronModel:
     """Open a checkpoint of the model and check its keys against the model's.
+
+    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not.
 
     Raises:
         InputError: keys that are missing, have other shapes, or that the model does not have.
@@ -108,7 +57,7 @@ def open_model(directory: MegatronDirectory, facts: ModelFacts) -> MegatronModel
     plain = keys.layout(facts, "float32", style, rows[0], holds=reader.shapes.__contains__)
     for key, spec in plain.params.items():
         _check_key(directory.shards, key, spec.shape, reader)
-    _refuse_unknown(directory.shards, plain, reader)
+    _refuse_unknown(directory.shards, plain, reader, ("mtp.",) if without_mtp else ())
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
     layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
@@ -124,11 +73,25 @@ def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDist
         raise InputError(f"{shards}: {key} has shape {found}, but the configuration implies {list(shape)}.")
 
 
-def _refuse_unknown(shards: Path, plain: Layout, reader: TorchDistReader) -> None:
+def _refuse_unknown(shards: Path, plain: Layout, reader: TorchDistReader, left_out: tuple[str, ...]) -> None:
     """Weights that the model does not have would be lost. The other spelling of a norm is no loss."""
     for key in reader.shapes:
-        if key.startswith(MODEL_PREFIXES) and key not in plain.params and not key.endswith(keys.NORM_KEYS):
+        known = key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(left_out)
+        if key.startswith(MODEL_PREFIXES) and not known:
             raise InputError(f"{shards}: {key} belongs to no part of a {reader.directory.name} of this configuration.")
+
+
+class Blocks:
+    """The blocks of a torch_dist checkpoint by param name: a source of `stream`."""
+
+    def __init__(self, reader: TorchDistReader, blocks: dict[str, keys.Chunk]) -> None:
+        self._reader, self._blocks = reader, blocks
+
+    def read(self, param: str) -> torch.Tensor:
+        return self._reader.read(self._blocks[param])
+
+    def drop(self, param: str) -> None:
+        """The reader itself bounds what it holds."""
 
 
 def common_values(facts: ModelFacts, dtype: str) -> dict[str, Any]:
@@ -169,8 +132,3 @@ def common_values(facts: ModelFacts, dtype: str) -> dict[str, Any]:
 def write_tracker(root: Path) -> None:
     """Mark `release/` as the checkpoint to load."""
     (root / LATEST).write_text("release")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON file; {} where there is none."""
-    return json.loads(path.read_text()) if path.is_file() else {}

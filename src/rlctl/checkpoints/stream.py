@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -51,19 +54,24 @@ def stream(
     progress: Progress,
     check: bool,
 ) -> Streamed:
-    """Make every destination param in `order` and hand it to `write`. Memory holds one of them and what it is made of.
+    """Make every destination param in `order` and hand it to `write`, which runs beside the making of the next.
 
-    `shapes` are those of the tensors; `check` computes fingerprints and looks for NaNs.
+    Memory holds two of them and what one is made of. `shapes` are those of the tensors; `check` computes fingerprints
+    and looks for NaNs.
     """
     by_param: dict[str, list[Copy]] = {name: [] for name in plan.layout.params}
     for copy in plan.copies:
         by_param[copy.destination_param].append(copy)
     result, total, scratch = Streamed(), plan.layout.bytes, _Scratch(plan)
     seen_nan: dict[str, bool] = {}
+    padded = {f.param for f in plan.fills}
+    behind = _Behind(threads=1, depth=_Scratch.BLOCKS - 1)
     for name in order:
         spec = plan.layout.params[name]
+        behind.make_room()
         values = scratch.tensor(spec)
-        fill([f for f in plan.fills if f.param == name], {name: values}, plan.layout.params)
+        if name in padded:
+            fill([f for f in plan.fills if f.param == name], {name: values}, plan.layout.params)
         for copy in by_param[name]:
             target = strided(values, copy.destination_view)
             target.copy_(transformed(strided(source.read(copy.source_param), copy.source_view), copy, source.read))
@@ -72,25 +80,40 @@ def stream(
                 _add(result.fingerprints, copy, target, shapes)
                 if target.is_floating_point() and _has_nan(target):
                     seen_nan[copy.tensor] = True
-        write(name, values)
+        behind.run(write, name, values)
         result.bytes += spec.bytes
         progress("convert", result.bytes, total)
+    behind.finish()
     result.nans = sorted(seen_nan)
     return result
 
 
 def read_back(plan: TransferPlan, shapes: Mapping[str, Shape], written: Source, progress: Progress) -> dict[str, int]:
     """Fingerprints of the tensors as they lie in the destination's files."""
-    found: dict[str, int] = {}
-    done, total = 0, plan.layout.bytes
-    last = {copy.destination_param: i for i, copy in enumerate(plan.copies)}
-    for i, copy in enumerate(plan.copies):
+    by_param: dict[str, list[Copy]] = {}
+    for copy in plan.copies:
         if copy.primary:
-            _add(found, copy, strided(written.read(copy.destination_param), copy.destination_view), shapes)
-        if last[copy.destination_param] == i:
-            written.drop(copy.destination_param)
-            done += plan.layout.params[copy.destination_param].bytes
+            by_param.setdefault(copy.destination_param, []).append(copy)
+    found: dict[str, int] = {}
+    done, total, lock = 0, sum(plan.layout.params[name].bytes for name in by_param), Lock()
+    behind = _Behind(threads=2, depth=2)
+
+    def look(name: str, values: torch.Tensor) -> None:
+        nonlocal done
+        parts: dict[str, int] = {}
+        for copy in by_param[name]:
+            _add(parts, copy, strided(values, copy.destination_view), shapes)
+        with lock:
+            for tensor, part in parts.items():
+                found[tensor] = combine([found.get(tensor, 0), part])
+            written.drop(name)
+            done += plan.layout.params[name].bytes
             progress("verify", done, total)
+
+    for name in by_param:
+        behind.make_room()
+        behind.run(look, name, written.read(name))
+    behind.finish()
     return found
 
 
@@ -116,17 +139,46 @@ def _has_nan(values: torch.Tensor) -> bool:
     return values.numel() > 0 and bool(torch.isnan(values.amax()))
 
 
+class _Behind:
+    """Calls that run in threads beside their caller, no more than `depth` of them waiting or running.
+
+    What they raise is raised by the next `make_room` or by `finish`. torch and file writes let other threads run.
+    """
+
+    def __init__(self, threads: int, depth: int) -> None:
+        self._pool, self._depth = ThreadPoolExecutor(threads), depth
+        self._pending: deque[Future] = deque()
+
+    def make_room(self) -> None:
+        """Wait until another call may be handed over."""
+        while len(self._pending) >= self._depth:
+            self._pending.popleft().result()
+
+    def run(self, function: Callable[..., None], *args: object) -> None:
+        self._pending.append(self._pool.submit(function, *args))
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._pending:
+            self._pending.popleft().result()
+        self._pool.shutdown()
+
+
 class _Scratch:
-    """Memory that every destination param is made in, one after the other: fresh pages cost more than copying does."""
+    """Memory that destination params are made in, by turns: fresh pages cost more than copying does."""
+
+    BLOCKS = 2
 
     def __init__(self, plan: TransferPlan) -> None:
-        self._memory = bytearray(max((spec.bytes for spec in plan.layout.params.values()), default=0))
+        largest = max((spec.bytes for spec in plan.layout.params.values()), default=0)
+        self._memory = deque(bytearray(largest) for _ in range(self.BLOCKS))
 
     def tensor(self, spec: ParamSpec) -> torch.Tensor:
-        """An uninitialised tensor; its storage is just as long as it is. Valid until the next call."""
+        """An uninitialised tensor; its storage is just as long as it is. Valid until `BLOCKS` more were asked for."""
         if not spec.size:
             return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
-        part = memoryview(self._memory)[: spec.bytes]
+        self._memory.rotate(1)
+        part = memoryview(self._memory[0])[: spec.bytes]
         return torch.frombuffer(part, dtype=dtype_of(spec.dtype)).reshape(spec.shape)
 
 

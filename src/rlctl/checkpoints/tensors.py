@@ -10,7 +10,7 @@ from rlctl.errors import RlctlError
 from rlctl.weights.layout import Fill, Span, View, view_of
 from rlctl.weights.layout import ParamSpec as ParamSpec
 from rlctl.weights.plan import Copy
-from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform, UnpackMxfp4
+from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform
 
 Read = Callable[[str], torch.Tensor]
 """A whole param of the source by name: what a transform reads besides its data."""
@@ -87,4 +87,4 @@ def _indices(span: Span) -> torch.Tensor:
     return torch.arange(span.start, span.last + 1, span.step)
 
 
-__all__ = ["Read", "UnpackMxfp4", "dtype_of", "execute", "fill", "strided", "transformed", "unpack_mxfp4"]
+__all__ = ["Read", "dtype_of", "execute", "fill", "strided", "transformed", "unpack_mxfp4"]

@@ -45,6 +45,8 @@ BACKEND = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30
+DAMAGE = (zipfile.BadZipFile, struct.error, KeyError, StopIteration, pickle.UnpicklingError, EOFError, ValueError)
+"""What reading the archive of an item raises where its bytes are not those that were written."""
 CACHE_BYTES = 128 << 20
 
 
@@ -196,9 +198,9 @@ def _check_backend(directory: Path) -> None:
     if not path.is_file() or not (directory / ".metadata").is_file():
         raise InputError(f"{directory} is no torch_dist checkpoint: metadata.json or .metadata is missing.")
     try:
-        backend = json.loads(path.read_text()).get("sharded_backend")
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}).") from error
+        backend = json.loads(path.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} names no backend ({error}).", "Copy the checkpoint again.") from error
     if backend != "torch_dist":
         hint = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."
         raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", hint)
@@ -230,7 +232,7 @@ def _load_item(path: Path, offset: int, length: int) -> torch.Tensor:
         with path.open("rb") as stream:
             record = tensor_record(stream, offset, length, str(path))
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except (zipfile.BadZipFile, struct.error, KeyError, StopIteration, pickle.UnpicklingError, EOFError) as error:
+    except DAMAGE as error:
         raise InputError(f"{path}: the item at byte {offset} is damaged ({error}).") from error
     dtype = dtype_of(record.dtype)
     if not prod(record.shape):

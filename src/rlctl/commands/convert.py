@@ -6,11 +6,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
+from rlctl.checkpoints.staging import require_absent
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.errors import InputError
@@ -53,12 +55,17 @@ def hf_to_megatron(
     ] = False,
     no_verify: NoVerify = False,
     force: Force = False,
+    reuse: Annotated[
+        bool, typer.Option("--reuse", help="Be content with a destination that was made of the same source before.")
+    ] = False,
     json_: options.Json = False,
 ) -> None:
     """Write a Megatron checkpoint (torch_dist) that loads at any TP, PP and EP, with tokenizer and config beside it.
 
     Every tensor is read back and compared with the source unless --no-verify is given.
     """
+    if not (force or reuse):
+        require_absent(destination)
     from rlctl.checkpoints import convert as conversion
     from rlctl.checkpoints.source import resolve_model
 
@@ -66,7 +73,7 @@ def hf_to_megatron(
     if found.note:
         message(found.note)
     with progress(not json_) as show:
-        settings = _settings(dtype, no_verify, force, show)
+        settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
         report = conversion.hf_to_megatron(found.directory, destination, settings)
     _print(report, json_)
 
@@ -96,6 +103,8 @@ def megatron_to_hf(
 
     Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
     """
+    if not force:
+        require_absent(destination)
     from rlctl.checkpoints import convert as conversion
     from rlctl.checkpoints.source import resolve_model
 
@@ -141,7 +150,7 @@ def parse_size(text: str) -> int:
 def _settings(dtype: str | None, no_verify: bool, force: bool, show: Show, shard_bytes: int = 5 * 10**9) -> Options:
     from rlctl.checkpoints.convert import Options
 
-    return Options(dtype, not no_verify, force, shard_bytes, show, message)
+    return Options(dtype, not no_verify, force, shard_bytes=shard_bytes, progress=show, tell=message)
 
 
 def _print(report: Report, json_: bool) -> None:

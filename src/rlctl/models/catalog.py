@@ -338,9 +338,11 @@ _MISTRAL = (
 
 def _gpt_oss(layers: int, experts: int) -> ModelFacts:
     yarn = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096.0}
+    yarn |= {"truncate": 0.0}
     return ModelFacts(
         "gpt_oss", layers, 2880, 64, 8, 64, 2880, 201088, 131072,
         norm_eps=1e-5, qkv_bias=True, rope=RopeFacts(150_000.0, "yarn", yarn), moe=MoeFacts(experts, 4, 2880),
+        activation="quick_gelu", glu_limit=7.0, glu_offset=1.0,
         sliding_window=128, full_attention_layers=tuple(range(1, layers, 2)),
     )  # fmt: skip
 
@@ -350,7 +352,10 @@ def _gemma3(
 ) -> ModelFacts:
     return ModelFacts(
         "gemma3", layers, hidden, heads, kv, head_dim, ffn, vocab, 131072 if window > 512 else 32768,
-        tied_embeddings=True, qk_norm=True, activation="gelu_tanh", rope=RopeFacts(1_000_000.0),
+        tied_embeddings=True, qk_norm=True, activation="gelu_tanh", scaled_embeddings=True,
+        attention_scale=(hidden // heads if layers == 62 else head_dim) ** -0.5,  # 27B: 168 for heads of 128
+        rope=RopeFacts(1_000_000.0, "linear", {"factor": 8.0}) if window > 512 else RopeFacts(1_000_000.0),
+        window_rope=RopeFacts(10_000.0),
         sliding_window=window, full_attention_layers=tuple(range(5, layers, 6)),
     )  # fmt: skip
 

@@ -69,8 +69,19 @@ class ModelFacts:
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    """Of the gate; `quick_gelu` is x * sigmoid(1.702 x)."""
+    glu_limit: float | None = None
+    """The gate is cut off above it, the up-projection on both sides (gpt-oss)."""
+    glu_offset: float = 0.0
+    """Added to the up-projection before the product (gpt-oss: 1)."""
+    attention_scale: float | None = None
+    """Factor of query-key products; None: head_dim ** -0.5."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the root of the hidden size (Gemma)."""
     rope: RopeFacts = RopeFacts()
+    window_rope: RopeFacts | None = None
+    """Rotary embedding of the layers with the window; None: that of all."""
     moe: MoeFacts | None = None
     mla: MlaFacts | None = None
     sliding_window: int | None = None
@@ -79,6 +90,10 @@ class ModelFacts:
     """Layers (from 0) without the window; None: all."""
     mtp_layers: int = 0
     """Multi-token-prediction layers behind the last one."""
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether `layer` (from 0) attends to the window only."""
+        return self.sliding_window is not None and layer not in (self.full_attention_layers or ())
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether `layer` (from 0) has experts."""

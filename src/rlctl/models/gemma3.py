@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlctl.models import parts
-from rlctl.models.facts import ModelFacts, RopeFacts
-from rlctl.models.hf_config import base_facts, refuse
+from rlctl.models.facts import ModelFacts
+from rlctl.models.hf_config import base_facts, refuse, rope_of
 from rlctl.models.matrices import ModelWeights, Role, Weight
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
@@ -17,23 +17,21 @@ def facts(config: dict[str, Any]) -> ModelFacts:
     refuse(bool(config.get("attention_bias")), "attention_bias: true", "no published Gemma 3 has biases.")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         refuse(config.get(key) is not None, key, "no published Gemma 3 caps logits.")
+    parameters = config.get("rope_parameters") or {}
+    full = parameters.get("full_attention") or config.get("rope_scaling") or {}
     return base_facts(
         "gemma3",
         config,
-        rope=_rope(config),
+        rope=rope_of(full, config.get("rope_theta") or 1_000_000.0),
+        window_rope=rope_of(parameters.get("sliding_attention") or {}, config.get("rope_local_base_freq")),
+        attention_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        scaled_embeddings=True,
         qk_norm=True,
         activation="gelu_tanh",
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
         sliding_window=config.get("sliding_window"),
         full_attention_layers=full_layers(config),
     )
-
-
-def _rope(config: dict[str, Any]) -> RopeFacts:
-    """The base of full-attention layers; windowed layers use 10,000."""
-    parameters = config.get("rope_parameters") or {}
-    full = parameters.get("full_attention", {})
-    return RopeFacts(float(full.get("rope_theta") or config.get("rope_theta") or 1_000_000.0))
 
 
 def full_layers(config: dict[str, Any]) -> tuple[int, ...]:

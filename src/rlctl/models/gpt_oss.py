@@ -10,7 +10,7 @@ from typing import Any
 
 from rlctl.models import parts
 from rlctl.models.facts import ModelFacts, MoeFacts
-from rlctl.models.hf_config import base_facts, required
+from rlctl.models.hf_config import base_facts, refuse, required
 from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
 
 ARCHITECTURES = ("GptOssForCausalLM",)
@@ -24,6 +24,8 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         experts_per_token=required(config, "num_experts_per_tok"),
         expert_intermediate=required(config, "intermediate_size"),
     )
+    alpha = config.get("swiglu_alpha", 1.702)
+    refuse(abs(alpha - 1.702) > 1e-6, f"swiglu_alpha: {alpha}", "every published gpt-oss has 1.702.")
     types = config.get("layer_types") or []
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     return base_facts(
@@ -31,6 +33,9 @@ def facts(config: dict[str, Any]) -> ModelFacts:
         config,
         qkv_bias=True,
         moe=moe,
+        activation="quick_gelu",
+        glu_limit=float(config.get("swiglu_limit", 7.0)),
+        glu_offset=1.0,
         sliding_window=config.get("sliding_window"),
         full_attention_layers=full if types else tuple(range(1, config["num_hidden_layers"], 2)),
     )

@@ -11,6 +11,49 @@ ROPE_KINDS = {"default", "llama3", "yarn", "linear"}
 ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
 
 
+SIZES = frozenset({
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
+    "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "n_group", "topk_group", "decoder_sparse_step", "sliding_window_pattern",
+})  # fmt: skip
+COUNTS = frozenset({"first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "sliding_window"})
+NUMBERS = frozenset({
+    "rope_theta", "rope_local_base_freq", "rms_norm_eps", "routed_scaling_factor", "swiglu_limit", "swiglu_alpha",
+    "query_pre_attn_scalar",
+})  # fmt: skip
+OBJECTS = frozenset({"rope_scaling", "rope_parameters", "quantization_config"})
+LISTS = frozenset({"architectures", "layer_types", "mlp_only_layers"})
+LARGEST, MOST = 1 << 31, 1 << 14
+ENUMERATED = frozenset({"num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"})
+
+
+def require_kinds(config: dict[str, Any]) -> None:
+    """Raise InputError naming the first key whose value is of another kind than every published configuration's."""
+    for key, value in config.items():
+        expected = None if value is None else _expected(key, value)
+        if expected:
+            raise InputError(f"config.json: `{key}` is {value!r}; expected {expected}.", "Take the model's own file.")
+
+
+def _expected(key: str, value: Any) -> str | None:
+    """What `key` ought to hold; None: it does."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if key in SIZES and not (whole and 0 < value < (MOST if key in ENUMERATED else LARGEST)):
+        return "a positive whole number" + (f" below {MOST}" if key in ENUMERATED else "")
+    if key in COUNTS and not (whole and 0 <= value < LARGEST):
+        return "a whole number"
+    if key in NUMBERS and not ((whole or isinstance(value, float)) and value > 0):
+        return "a positive number"
+    if key in OBJECTS and not isinstance(value, dict):
+        return "an object"
+    if key in LISTS and not isinstance(value, list):
+        return "a list"
+    if key in LISTS and key != "mlp_only_layers" and not all(isinstance(entry, str) for entry in value):
+        return "a list of names"
+    return None
+
+
 def required(config: dict[str, Any], *keys: str) -> Any:
     """The value of a key without which nothing can be built (the first of its spellings); InputError names it."""
     for key in keys:
@@ -27,11 +70,17 @@ def refuse(condition: bool, what: str, why: str) -> None:
 
 def rope_facts(config: dict[str, Any]) -> RopeFacts:
     """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope_of(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.get("rope_theta"))
+
+
+def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
+    """Rotary embedding of one set of published parameters; `theta` is the base where they name none."""
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise InputError(f"config.json has rope type `{kind}`.", f"Known: {', '.join(sorted(ROPE_KINDS))}.")
-    theta = float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    if not isinstance(given.get("rope_theta") or 1.0, int | float):
+        raise InputError(f"config.json: `rope_theta` is {given['rope_theta']!r}; expected a positive number.")
+    theta = float(given.get("rope_theta") or theta or 10_000.0)
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
     return RopeFacts(theta=theta, kind=kind, scaling=scaling if kind != "default" else {})
 

@@ -170,6 +170,16 @@ class ModelWeights:
         return (*self.outer, *(matrix for layer in range(len(self.per_layer)) for matrix in self.layer(layer)))
 
     @cached_property
+    def roles(self) -> frozenset[Role]:
+        """Every role that occurs: what engines must have a part for."""
+        return frozenset(weight.role for weights in (self.once, *self.per_layer) for weight in weights)
+
+    @cached_property
+    def zero_centered_norms(self) -> bool:
+        """Whether tensors hold norm gains minus one."""
+        return any(weight.offset for weight in self.once)
+
+    @cached_property
     def outer(self) -> tuple[Matrix, ...]:
         """Matrices outside of the layers."""
         return tuple(self._fill(weight, None, None) for weight in self.once)

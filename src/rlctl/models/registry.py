@@ -11,6 +11,7 @@ from typing import Any
 
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.hf_config import require_kinds
 from rlctl.models.matrices import ModelWeights
 
 FAMILIES = (
@@ -54,6 +55,7 @@ def family(name: str) -> Family:
 
 def family_of_config(config: dict[str, Any]) -> Family:
     """The family of a Hugging Face configuration; InputError names the nearest known architecture."""
+    require_kinds(config)
     architectures = config.get("architectures") or []
     for found in families():
         if set(found.architectures) & set(architectures):

@@ -42,6 +42,11 @@ class CompletionJob:
     checkpoint: Checkpoint | None = None
     """Weights of a run, in place of the model's own."""
 
+    @property
+    def megatron(self) -> Path | None:
+        """The Megatron checkpoint with the weights; None: the engine reads them from the model directory itself."""
+        return self.checkpoint.policy if self.checkpoint else self.source.megatron
+
 
 def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:
     """Prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text file with one prompt a line.
@@ -136,7 +141,7 @@ def _engines(job: CompletionJob, length: int, tell: Tell) -> Iterator[WorkerGrou
     """One engine with the weights asked for."""
     with tempfile.TemporaryDirectory(prefix="rlctl-generate-") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the engine")
-        start = _refitted if job.checkpoint else _plain
+        start = _refitted if job.megatron is not None else _plain
         with start(job, length, Path(logs)) as engines:
             yield engines
 
@@ -169,7 +174,7 @@ def _plain(job: CompletionJob, length: int, logs: Path) -> Iterator[WorkerGroup]
 
 @contextlib.contextmanager
 def _refitted(job: CompletionJob, length: int, logs: Path) -> Iterator[WorkerGroup]:
-    """An engine refitted from a run's checkpoint, which is loaded into a policy of one process."""
+    """An engine refitted from a Megatron checkpoint, which is loaded into a policy of one process."""
     from rlctl.backends.base import PolicySpec
     from rlctl.refit.session import RefitSession
     from rlctl.rl.crew import CrewSpec, start_crew
@@ -187,9 +192,11 @@ def _refitted(job: CompletionJob, length: int, logs: Path) -> Iterator[WorkerGro
     tp = config.generation.tp or 1
     spec = CrewSpec(policy, engine, 1, tp, None, limits.start_timeout_s, limits.step_timeout_s)
     with start_crew(spec, logs) as crew:
-        if config.training.lora.rank:  # the checkpoint holds the adapters alone
-            crew.policy.call("load_hf", job.source.directory)
-        crew.policy.call("load", job.checkpoint.policy)
+        if job.checkpoint and config.training.lora.rank:  # the checkpoint holds the adapters alone
+            crew.policy.call("load_hf", job.source.weights)
+            crew.policy.call("load", job.checkpoint.policy)
+        else:
+            crew.policy.call("load_hf", job.megatron)
         session = RefitSession(
             crew.policy,
             crew.engines,
@@ -200,7 +207,7 @@ def _refitted(job: CompletionJob, length: int, logs: Path) -> Iterator[WorkerGro
         )
         session.open()
         try:
-            session.refit(job.checkpoint.step)
+            session.refit(job.checkpoint.step if job.checkpoint else 0)
             yield crew.engines
         finally:
             session.close()
@@ -215,4 +222,5 @@ def _engine(job: CompletionJob, length: int, *, colocated: bool) -> Any:
         tokenizer_dir=job.config.model.tokenizer,
         max_length=length,
         colocated=colocated,
+        dummy_weights=job.megatron is not None,
     )

@@ -90,7 +90,8 @@ class Job:
 
     def crew_spec(self) -> CrewSpec:
         """What to start."""
-        return planned_crew(self.config, self.facts, self.plan, self.model_dir, self.rewards)
+        empty = self.source.megatron is not None
+        return planned_crew(self.config, self.facts, self.plan, self.model_dir, self.rewards, dummy_weights=empty)
 
     def manifest(self) -> dict[str, Any]:
         """What the run directory keeps, and a resume compares."""
@@ -102,7 +103,7 @@ class Job:
             "command": sys.argv,
             "config": self.resolved.to_json(),
             "model": {
-                "fingerprint": model_fingerprint(self.model_dir),
+                "fingerprint": model_fingerprint(self.model_dir, self.source.weights),
                 "tokenizer": model_fingerprint(Path(tokenizer)) if tokenizer else None,
                 "directory": str(self.model_dir),
                 "label": self.source.label,
@@ -114,9 +115,15 @@ class Job:
 
 
 def planned_crew(
-    config: RlctlConfig, facts: ModelFacts, plan: Plan, model_dir: Path, rewards: RewardPlan | None
+    config: RlctlConfig,
+    facts: ModelFacts,
+    plan: Plan,
+    model_dir: Path,
+    rewards: RewardPlan | None,
+    *,
+    dummy_weights: bool = False,
 ) -> CrewSpec:
-    """What a plan starts: `config` holds the plan's values."""
+    """What a plan starts: `config` holds the plan's values. `dummy_weights`: the engine's directory holds none."""
     device: Literal["cpu", "cuda"] = "cpu" if plan.cluster.is_cpu else "cuda"
     policy = PolicySpec(
         facts=facts,
@@ -143,6 +150,7 @@ def planned_crew(
         max_length=config.model.max_length or plan.workload.max_length,
         tp=plan.generation.tp,
         threads=plan.generation.threads,
+        dummy_weights=dummy_weights,
     )
     return CrewSpec(
         policy=policy,
@@ -215,7 +223,7 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
         found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")
     begun_with, model = stored.get("model", {}), job.manifest()["model"]
     if begun_with.get("fingerprint") != model["fingerprint"]:
-        found.append(f"{job.model_dir} does not hold the model that the run began with")
+        found.append(f"{job.source.weights} does not hold the model that the run began with")
     if begun_with.get("tokenizer") != model["tokenizer"]:
         found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlctl.backends.base import ParallelSpec, PolicySpec, RolloutRow, only_result
@@ -12,6 +12,7 @@ from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.packing import plan_batch
 from rlctl.backends.vllm.args import Device, engine_spec, resolve_dtype
 from rlctl.backends.vllm.messages import GroupResult
+from rlctl.checkpoints.converted import prepared
 from rlctl.checkpoints.source import ModelSource
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
@@ -60,7 +61,13 @@ class RefitTestJob:
         )
         tp = config.generation.tp or 1
         engine = engine_spec(
-            config, self.facts, self.source.directory, device=self.device, max_length=self.max_length, tp=tp
+            config,
+            self.facts,
+            self.source.directory,
+            device=self.device,
+            max_length=self.max_length,
+            tp=tp,
+            dummy_weights=self.source.megatron is not None,
         )
         start, step = config.cluster.start_timeout_s, config.cluster.step_timeout_s
         return CrewSpec(policy, engine, config.generation.engines or 1, tp, None, start, step)
@@ -78,11 +85,12 @@ def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
     """Start both engines, test, and stop them."""
+    job = replace(job, source=prepared(job.source, job.dtype, tell))
     p = job.parallel
     with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the policy and the engine")
         with start_crew(job.crew(), Path(logs)) as crew:
-            crew.policy.call("load_hf", job.source.directory)
+            crew.policy.call("load_hf", job.source.weights)
             session = RefitSession(
                 crew.policy,
                 crew.engines,

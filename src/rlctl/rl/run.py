@@ -6,10 +6,11 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.backends.vllm.messages import Sampling
+from rlctl.checkpoints.converted import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
 from rlctl.errors import DivergenceError, RlctlError
@@ -95,6 +96,7 @@ def run_grpo(job: Job, run: RunDirectory, display: Display, stop: StopRequest, *
 def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> bool:
     """Start the processes, run the steps, stop the processes; whether a stop was requested."""
     with contextlib.ExitStack() as stack:
+        job = replace(job, source=prepared(job.source, job.dtype, display.say))
         display.doing("starting Ray")
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None))
         stop.install()  # Ray has brought its own handlers
@@ -126,7 +128,7 @@ def _policy(job: Job, crew: Crew, display: Display) -> Policy:
     config = job.config
     policy = Policy(crew.policy, job.parallel, config.training, micro_batch_tokens=job.micro_batch_tokens)
     display.doing("loading weights")
-    policy.load_hf(job.model_dir)
+    policy.load_hf(job.source.weights)
     if config.grpo.holds_reference:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()

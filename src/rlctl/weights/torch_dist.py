@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import weights_of
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import MegatronParallel, MegatronWorld
 
@@ -67,7 +68,6 @@ def layout(
     dtype: str,
     style: KeyStyle | None = None,
     vocab_rows: int | None = None,
-    zero_centered_norms: bool = False,
     holds: Callable[[str], bool] | None = None,
 ) -> Layout:
     """Keys, global shapes and pieces of a checkpoint of the model.
@@ -79,7 +79,7 @@ def layout(
     style = style or default_style(facts)
     if style.stacked and not default_style(facts).stacked:
         raise ValueError("layers with and without experts cannot be stacked")
-    world = MegatronWorld(facts, MegatronParallel(), "te", dtype, "sequential", zero_centered_norms)
+    world = MegatronWorld(facts, MegatronParallel(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)
     rank = world.layout(0)
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []

@@ -83,22 +83,6 @@ class Dequantize(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class UnpackMxfp4(Transform):
-    """tensor = 4-bit e2m1 pairs times a power of two per 32 elements (gpt-oss `*_blocks` and `*_scales`)."""
-
-    scale: str
-    name: ClassVar[str] = "unpack_mxfp4"
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.scale,)
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        return (1, 1, 32)
-
-
-@dataclass(frozen=True, slots=True)
 class MergeLora(Transform):
     """tensor = param + scale * (b @ a): the adapter of a linear layer folded into its weight (arXiv 2106.09685)."""
 

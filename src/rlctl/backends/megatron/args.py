@@ -13,6 +13,8 @@ from typing import Any
 
 from rlctl.backends.base import PolicySpec
 from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import Role
+from rlctl.models.registry import weights_of
 
 
 def has_transformer_engine(spec: PolicySpec) -> bool:
@@ -26,7 +28,7 @@ def transformer_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
     """TransformerConfig (with multi-head latent attention: MLATransformerConfig) of the policy; `te`: on
     TransformerEngine's layers."""
     facts = spec.facts
-    values = _size_values(facts) | _parallel_values(spec) | _kernel_values(spec, te)
+    values = _size_values(facts) | _attention_values(facts) | _parallel_values(spec) | _kernel_values(spec, te)
     if facts.moe is not None:
         values |= _moe_values(facts)
     return values | (_mla_values(facts) if facts.mla is not None else {})
@@ -57,6 +59,7 @@ def optimizer_values(spec: PolicySpec) -> dict[str, Any]:
 
 
 def _size_values(facts: ModelFacts) -> dict[str, Any]:
+    weights = weights_of(facts)
     values = {
         "num_layers": facts.layers,
         "hidden_size": facts.hidden,
@@ -65,8 +68,11 @@ def _size_values(facts: ModelFacts) -> dict[str, Any]:
         "layernorm_epsilon": facts.norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
+        "layernorm_zero_centered_gamma": weights.zero_centered_norms,
         "activation_func": facts.activation,
-        "add_bias_linear": False,
+        "activation_func_clamp_value": facts.glu_limit,
+        "glu_linear_offset": facts.glu_offset,
+        "add_bias_linear": Role.O_BIAS in weights.roles,
         "add_qkv_bias": facts.qkv_bias,
         "qk_layernorm": facts.qk_norm,
         "hidden_dropout": 0.0,
@@ -74,6 +80,17 @@ def _size_values(facts: ModelFacts) -> dict[str, Any]:
         "init_method_std": 0.02,
     }
     return values | ({} if facts.mla else {"num_query_groups": facts.kv_heads, "kv_channels": facts.head_dim})
+
+
+def _attention_values(facts: ModelFacts) -> dict[str, Any]:
+    windowed = [int(facts.is_windowed(layer)) for layer in range(facts.layers)]
+    return {
+        "softmax_scale": facts.attention_scale,
+        "softmax_type": "learnable" if Role.SINKS in weights_of(facts).roles else "vanilla",
+        # Megatron counts the tokens before the query, published models the query as well
+        "window_size": (facts.sliding_window - 1, 0) if facts.sliding_window and any(windowed) else None,
+        "window_attn_skip_freq": windowed if any(windowed) else None,
+    }
 
 
 def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
@@ -143,7 +160,8 @@ def _moe_values(facts: ModelFacts) -> dict[str, Any]:
         "moe_router_topk": moe.experts_per_token,
         "moe_ffn_hidden_size": moe.expert_intermediate,
         "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate or None,
-        "moe_layer_freq": [int(facts.is_moe_layer(layer)) for layer in range(facts.layers)],
+        # A list has checkpoints name each layer on its own, even where all are alike
+        "moe_layer_freq": [int(facts.is_moe_layer(i)) for i in range(facts.layers)] if moe.dense_layers else 1,
         "moe_router_score_function": moe.score,
         "moe_router_pre_softmax": moe.score == "softmax" and not moe.normalize_topk,
         "moe_router_enable_expert_bias": moe.expert_bias,
@@ -160,6 +178,7 @@ def _moe_values(facts: ModelFacts) -> dict[str, Any]:
 def _mla_values(facts: ModelFacts) -> dict[str, Any]:
     mla = facts.mla
     assert mla is not None
+    yarn = facts.rope.scaling if facts.rope.kind == "yarn" else {}
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -170,5 +189,7 @@ def _mla_values(facts: ModelFacts) -> dict[str, Any]:
         "v_head_dim": mla.v_head_dim,
         "rope_type": "rope",
         "rotary_base": int(facts.rope.theta),
-        "rotary_scaling_factor": 1.0,
+        # YaRN's part in the scale of query-key products; frequencies are RowRotary's
+        "rotary_scaling_factor": yarn.get("factor", 1.0),
+        "mscale_all_dim": yarn.get("mscale_all_dim", 0.0),
     }

@@ -10,7 +10,7 @@ Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rlctl.backends.megatron.rows import PackedRow, Unit
@@ -37,6 +39,19 @@ class AttentionBlock:
     queries_BQ: Tensor  # int64 index into T
     keys_BK: Tensor  # int64 index into T
     mask_B1QK: Tensor | None  # bool, True attends; None: causal, queries and keys alike
+    positions_BQ: Tensor  # int64: of the queries
+    positions_BK: Tensor  # int64: of the keys
+    _windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal."""
+        if window is None:
+            return self.mask_B1QK
+        if window not in self._windows:
+            near_BQK = self.positions_BQ[:, :, None] - self.positions_BK[:, None] < window
+            visible = torch.ones_like(near_BQK[:1]).tril()[:, None] if self.mask_B1QK is None else self.mask_B1QK
+            self._windows[window] = visible & near_BQK[:, None]
+        return self._windows[window]
 
 
 @dataclass
@@ -56,7 +71,7 @@ def row_params(row: PackedRow, cp_size: int, cp_rank: int) -> RowParams:
     if cp_size > 1:
         blocks, outputs = (_context_parallel_block(row, cp_size, cp_rank),), None
     else:
-        blocks, outputs = _unit_blocks(row.units, device)
+        blocks, outputs = _unit_blocks(row.units, row.positions_T)
     return RowParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
@@ -86,15 +101,15 @@ class _Problem:
         return len(self.queries) * len(self.keys)
 
 
-def _unit_blocks(units: Iterable[Unit], device: torch.device) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
+def _unit_blocks(units: Iterable[Unit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
     problems = sorted((p for unit in units for p in _problems(unit)), key=lambda p: (p.mask_QK is None, -p.area))
-    blocks = [_block(batch, device) for batch in _batches(problems)]
+    blocks = [_block(batch, positions_T) for batch in _batches(problems)]
     order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
     used = np.concatenate([_used(batch) for batch in _batches(problems)])
     outputs = np.empty(int(used.sum()), np.int64)
     outputs[order[used]] = np.flatnonzero(used)
     in_order = len(outputs) == len(order) and np.array_equal(outputs, np.arange(len(order)))
-    return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(device)
+    return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(positions_T.device)
 
 
 def _problems(unit: Unit) -> list[_Problem]:
@@ -137,7 +152,7 @@ def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
     return batches
 
 
-def _block(batch: list[_Problem], device: torch.device) -> AttentionBlock:
+def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
     """Pads a batch. Padding queries and keys are token 0: no mask lets a real query see a padding key, and nobody
     reads the output of a padding query."""
     queries, keys = max(len(p.queries) for p in batch), max(len(p.keys) for p in batch)
@@ -149,10 +164,14 @@ def _block(batch: list[_Problem], device: torch.device) -> AttentionBlock:
         if mask is not None and problem.mask_QK is not None:
             mask[b, 0, : len(problem.queries), : len(problem.keys)] = problem.mask_QK
             mask[b, 0, len(problem.queries) :, 0] = True  # a softmax over nothing is not a number
+    device = positions_T.device
+    queries_t, keys_t = torch.from_numpy(queries_BQ).to(device), torch.from_numpy(keys_BK).to(device)
     return AttentionBlock(
-        torch.from_numpy(queries_BQ).to(device),
-        torch.from_numpy(keys_BK).to(device),
+        queries_t,
+        keys_t,
         None if mask is None else torch.from_numpy(mask).to(device),
+        positions_T[queries_t],
+        positions_T[keys_t],
     )
 
 
@@ -177,6 +196,8 @@ def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> Atten
         torch.arange(len(q), device=device)[None],
         torch.arange(length, device=device)[None],
         torch.from_numpy(visible[None, None]).to(device),
+        row.positions_T[torch.from_numpy(q).to(device)][None],
+        row.positions_T[torch.from_numpy(k).to(device)][None],
     )
 
 
@@ -199,8 +220,8 @@ class GatherContext(torch.autograd.Function):
 
 
 class PackedAttention(MegatronModule):
-    """Megatron's core attention for rows described by `RowParams`; grouped queries, and values narrower than keys
-    (MLA)."""
+    """Megatron's core attention for rows described by `RowParams`; grouped queries, values narrower than keys (MLA),
+    sliding windows, and sinks: a learned logit of each head that takes part in the softmax and attends to nothing."""
 
     def __init__(
         self,
@@ -213,9 +234,16 @@ class PackedAttention(MegatronModule):
         **unused: Any,  # attention_dropout, cp_comm_type, k_channels, v_channels, by version
     ) -> None:
         super().__init__(config=config)
-        self.layer_number, self.scale = max(1, layer_number), softmax_scale
+        self.layer_number, self.scale = max(1, layer_number), softmax_scale or config.softmax_scale
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = groups.cp
+        self.cp_group, self.tp_group = groups.cp, groups.tp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -240,16 +268,30 @@ class PackedAttention(MegatronModule):
         """[B * Q, h * d]: outputs of one block."""
         q = _gather(query, block.queries_BQ)
         k, v = _gather(key, block.keys_BK), _gather(value, block.keys_BK)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            block.mask_B1QK,
-            is_causal=block.mask_B1QK is None,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        mask, scale = block.mask(self.window), self.scale or query.shape[-1] ** -0.5
+        attend = F.scaled_dot_product_attention if self.softmax_offset is None else self._attend_with_sinks
+        out = attend(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
+
+    def _attend_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """Attention behind one more token whose score with every query is the head's sink and whose value is zero.
+
+        Queries and keys get a further dimension for it, so that any kernel can be used and causal stays causal.
+        """
+        assert self.softmax_offset is not None
+        scores = (self.softmax_offset / kwargs["scale"]).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+        q = F.pad(torch.cat([q, scores], -1), (0, 0, 1, 0))
+        sink = F.pad(k.new_ones(1), (k.shape[-1], 0)).expand(*k.shape[:2], 1, -1)
+        k = torch.cat([sink, F.pad(k, (0, 1))], 2)
+        mask = None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+        out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1, 1, 0)), mask, **kwargs)
+        return out[:, :, 1:, :-1]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, divided over tensor-parallel ranks as the heads are."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
 
 def _gather(x_Thd: Tensor, index_BL: Tensor) -> Tensor:

@@ -3,30 +3,34 @@ output."""
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
-from rlctl.backends.base import PolicySpec
+from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.args import transformer_values
 from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
 from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config
 from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.megatron.lora import adapt
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
-from rlctl.backends.megatron.rotary import RowRotary
+from rlctl.backends.megatron.rotary import RowRotary, attention_factor, own_angles
 from rlctl.backends.megatron.rows import PackedRow
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import Role
+from rlctl.models.registry import weights_of
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
 
 
 class RMSNorm(nn.Module):
@@ -37,10 +41,28 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centered:  # one more than a small number would lose its digits in bfloat16
+            return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float() + 1, self.eps).type_as(x)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@cache
+def normed_output(linear: type) -> type:
+    """`linear` (row-parallel) with a norm behind it, as Gemma has behind attention and MLP."""
+
+    class NormedOutput(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return NormedOutput
 
 
 class PolicyModel(GPTModel):
@@ -136,7 +158,7 @@ def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | Non
     tp = spec.parallel.tp
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config, vp_stage, use_te=_uses_te(spec)),
+        transformer_layer_spec=_layer_spec(spec, config, vp_stage),
         vocab_size=-(-facts.vocab // tp) * tp,
         max_sequence_length=facts.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -151,6 +173,9 @@ def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | Non
         vocab=facts.vocab,
     )
     _use_row_rotary(model, facts)
+    _correct_experts(model, spec.parallel)
+    if facts.scaled_embeddings and model.pre_process:
+        model.embedding.register_forward_hook(partial(_scale, facts.hidden**0.5))
     if spec.freeze_router:
         _freeze_routers(model)
     if spec.lora.rank:
@@ -169,16 +194,46 @@ def _uses_te(spec: PolicySpec) -> bool:
     return spec.device == "cuda" and not spec.lora.rank and has_transformer_engine()
 
 
+def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
+    """What Megatron gets wrong of experts, without an error.
+
+    Experts that every tensor-parallel rank holds whole (etp < tp) see only that rank's tokens, but without expert
+    parallelism their gradients would be summed over the data-parallel ranks alone. Biases of experts are never divided,
+    yet Megatron sums those of the down-projection over the tensor-parallel ranks, as if each had part of the tokens of
+    one expert; and the local linear layer reduces its output over its one rank, after which nothing may be added to it
+    in place, which is how the bias is added.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            if parallel.etp is not None and parallel.etp < parallel.tp:
+                parameter.allreduce = False
+            if name.endswith(".bias"):
+                parameter.sequence_parallel = False
+    for module in model.modules():
+        if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:
+            module.explicit_expert_comm = True
+
+
+def _scale(factor: float, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """Forward hook: the output times `factor`, rounded to the output's dtype as the published model does."""
+    return output * output.new_tensor(factor)
+
+
 def _use_row_rotary(model: GPTModel, facts: ModelFacts) -> None:
     if facts.mla is None:
-        model.rotary_pos_emb = RowRotary(facts.rope, facts.head_dim, facts.rope.interleaved)
+        model.rotary_pos_emb = RowRotary(facts.rope, facts.head_dim, facts.rope.interleaved, facts.window_rope)
+        for layer in model.decoder.layers if facts.window_rope else ():
+            choose = own_angles(facts.is_windowed(layer.layer_number - 1))
+            layer.self_attention.register_forward_pre_hook(choose, with_kwargs=True)
         return
     for layer in model.decoder.layers:  # MLA de-interleaves queries and keys itself
         layer.self_attention.rotary_pos_emb = RowRotary(facts.rope, facts.mla.qk_rope_head_dim)
 
 
-def _layer_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -> Any:
+def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Megatron's layers with our norm and attention; TransformerEngine's linears and norms where they can be used."""
+    use_te = _uses_te(policy)
+    roles = weights_of(policy.facts).roles
     spec = call_known(
         get_gpt_decoder_block_spec,
         config=config,
@@ -186,9 +241,14 @@ def _layer_spec(config: TransformerConfig, vp_stage: int | None, use_te: bool) -
         normalization="RMSNorm",
         vp_stage=vp_stage,
     )
-    for layer in spec.layer_specs:
+    for layer in {id(layer): layer for layer in spec.layer_specs}.values():  # layers that are alike share theirs
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
+        if Role.POST_ATTENTION_NORM in roles:
+            attention.linear_proj = normed_output(attention.linear_proj)
+        if Role.POST_MLP_NORM in roles:
+            mlp = layer.submodules.mlp.submodules
+            mlp.linear_fc2 = normed_output(mlp.linear_fc2)
         if use_te:
             continue
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -219,15 +279,29 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     _refuse(spec)
     values = transformer_values(spec, _uses_te(spec))
     values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
-    return make_config(
+    config = make_config(
         TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"
     )
+    _scale_rotary(config, facts)
+    return config
+
+
+def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
+    """Have cosines and sines multiplied by YaRN's attention factor.
+
+    Megatron reads it from an attribute that is no field, as 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
+    """
+    factor = attention_factor(facts.rope)
+    if factor < 1 or (factor > 1 and facts.mla is not None):
+        raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
+    if factor > 1:
+        config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
 
 
 def _refuse(spec: PolicySpec) -> None:
     facts, parallel = spec.facts, spec.parallel
-    if facts.sliding_window is not None:
-        raise ConfigError("models with sliding-window attention cannot be trained yet.")
+    if Role.EXPERT_DOWN_BIAS in weights_of(facts).roles and (parallel.etp or parallel.tp) > 1:
+        raise ConfigError("Megatron-Core divides no experts with biases.", "Set training.etp to 1.")
     if facts.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             "mixture-of-experts under tensor parallelism needs sequence parallelism.", "Leave training.sp unset."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.models.registry import weights_of
 from rlctl.weights.megatron import MegatronParallel, MegatronWorld, Spec
 
 
@@ -26,4 +27,5 @@ def megatron_parallel(parallel: ParallelSpec) -> MegatronParallel:
 def policy_world(spec: PolicySpec, layer_spec: Spec) -> MegatronWorld:
     """The layouts of all ranks of a policy whose layers are of `layer_spec`."""
     facts = replace(spec.facts, mtp_layers=0)  # the policy is built without its multi-token-prediction layers
-    return MegatronWorld(facts, megatron_parallel(spec.parallel), layer_spec, spec.dtype)
+    parallel, zero_centered = megatron_parallel(spec.parallel), weights_of(facts).zero_centered_norms
+    return MegatronWorld(facts, parallel, layer_spec, spec.dtype, zero_centered_norms=zero_centered)

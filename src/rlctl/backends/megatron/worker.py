@@ -22,8 +22,8 @@ from rlctl.backends.base import (
 )
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.weights import policy_world
-from rlctl.checkpoints.huggingface import load_rank
 from rlctl.checkpoints.identity import damaged_files
+from rlctl.checkpoints.load import load_rank
 from rlctl.errors import InputError, WorkerError
 
 if TYPE_CHECKING:
@@ -166,10 +166,10 @@ class MegatronWorker:
 
     @torch.no_grad()
     def load_hf(self, directory: Path | str) -> None:
-        """Fills the weights from a Hugging Face directory, each rank reading its own part; the optimizer starts
-        afresh."""
-        live = {name: value.data for name, value in self._named()}
-        load_rank(Path(directory), policy_world(self.spec, self.layer_spec), self.rank, live)
+        """Fills the weights from a Hugging Face directory or a Megatron checkpoint, each rank reading its own part;
+        the optimizer starts afresh."""
+        world = policy_world(self.spec, self.layer_spec)
+        load_rank(Path(directory), world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
         self.weights_changed()
 
     def hold_reference(self) -> None:

@@ -64,10 +64,12 @@ def engine_spec(
     threads: int | None = None,
     colocated: bool = True,
     plain_parameters: bool = False,
+    dummy_weights: bool = False,
 ) -> EngineSpec:
     """The engine that `config` asks for; keyword arguments stand in for what the planner decided.
 
     `plain_parameters` keeps a CPU's matrices as published instead of repacked: refits are faster, decoding is slower.
+    `dummy_weights`: the directory holds none, and the engine is refitted before anything is generated.
 
     Raises ConfigError for a combination that vLLM cannot run.
     """
@@ -92,6 +94,7 @@ def engine_spec(
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        **({"load_format": "dummy"} if dummy_weights else {}),
     }
     if tp > 1:
         # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.

@@ -1,0 +1,77 @@
+"""Megatron checkpoint directories: where shards, iteration and configuration are. Nothing here imports torch.
+
+Known arrangements: Megatron-LM and Megatron-Bridge (`latest_checkpointed_iteration.txt` beside `release/` or
+`iter_0000100/`), one of their iterations, a bare torch_dist directory, and rlctl's runs (`checkpoints/step_N/policy`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.errors import InputError
+
+LATEST = "latest_checkpointed_iteration.txt"
+HF_FOLDER = "huggingface"
+"""Where configuration and tokenizer lie beside the shards."""
+
+
+@dataclass(frozen=True)
+class MegatronDirectory:
+    """A checkpoint on disk."""
+
+    root: Path
+    shards: Path
+    iteration: int | None
+    """None: a release, that is, converted and not trained."""
+
+    def huggingface(self) -> Path | None:
+        """The directory with the model's `config.json`: beside the shards, upwards, or that a run was begun with."""
+        for base in (self.shards, *self.shards.parents[:4]):
+            for candidate in (base / HF_FOLDER, base / "tokenizer", base / "hf_metadata", base):
+                if (candidate / "config.json").is_file():
+                    return candidate
+        return self._of_run()
+
+    def _of_run(self) -> Path | None:
+        """Of a checkpoint of a run (RUN/checkpoints/step_N/policy): the model directory that its manifest names."""
+        manifest = self.shards.parents[2] / "manifest.json" if len(self.shards.parents) > 2 else self.shards
+        if not manifest.is_file():
+            return None
+        try:
+            directory = Path(json.loads(manifest.read_text())["model"]["directory"])
+        except (ValueError, KeyError, TypeError):
+            return None
+        return directory if (directory / "config.json").is_file() else None
+
+
+def find(path: Path) -> MegatronDirectory | None:
+    """The Megatron checkpoint at `path`, the latest iteration where there are several; None: it is none."""
+    if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
+        return MegatronDirectory(path, path, _iteration_of(path.name))
+    if (path / LATEST).is_file():
+        return _tracked(path)
+    for shards in (path / "policy", *sorted(path.glob("checkpoints/step_*/policy"), key=_step)[::-1]):
+        if (shards / "metadata.json").is_file():
+            return MegatronDirectory(path, shards, _step(shards))
+    return None
+
+
+def _tracked(root: Path) -> MegatronDirectory:
+    text = (root / LATEST).read_text(errors="replace").strip()[:40]
+    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else None
+    if name is None:
+        raise InputError(f"{root / LATEST} says `{text}`; expected `release` or a number.")
+    if not (root / name).is_dir():
+        raise InputError(f"{root / LATEST} names {name}, which is missing.", "Copy the checkpoint again.")
+    return MegatronDirectory(root, root / name, None if name == "release" else int(text))
+
+
+def _iteration_of(name: str) -> int | None:
+    digits = name.removeprefix("iter_").removeprefix("step_")
+    return int(digits) if digits.isdigit() else None
+
+
+def _step(shards: Path) -> int:
+    return _iteration_of(shards.parent.name) or 0
