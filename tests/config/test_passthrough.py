@@ -197,7 +197,7 @@ def test_annotations_are_followed_into_other_files(tmp_path: Path, monkeypatch: 
     (package / "things.py").write_text(SOURCE)
     (package / "base.py").write_text("class Base:\n    over: int = 1\n    z: dict[str, float | None] | bool = False\n")
     (package / "words.py").write_text("from .more import Kind\n")
-    (package / "more.py").write_text("Kind = Literal['one', 'two']\n")
+    (package / "more.py").write_text("Two = Literal['two']\nKind = Literal['one', Two]\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = installed.fields_of("somepackage.things", "Thing") or {}
     assert {name: f.type for name, f in found.items()} == {

@@ -171,7 +171,7 @@ def _subscript(node: ast.Subscript, module: Module, depth: int) -> str:
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     match head:
         case "Literal":
-            return f"Literal[{', '.join(ast.unparse(part) for part in parts)}]"
+            return _literal(parts, module, depth)
         case "Optional":
             return _union([*parts, ast.Constant(None)], module, depth)
         case "Union":
@@ -188,6 +188,20 @@ def _subscript(node: ast.Subscript, module: Module, depth: int) -> str:
         for part in parts
     ]
     return f"{name}[{', '.join('Any' if part in ('Function', 'Dtype') else part for part in inner)}]"
+
+
+def _literal(parts: list[ast.expr], module: Module, depth: int) -> str:
+    """`Literal` of words and numbers, and of other literals by their names."""
+    words: list[str] = []
+    for part in parts:
+        if isinstance(part, ast.Name | ast.Subscript):
+            inner = type_text(part, module, depth + 1)
+            if not inner.startswith("Literal["):
+                return "Any"
+            words.append(inner.removeprefix("Literal[").removesuffix("]"))
+        else:
+            words.append(ast.unparse(part))
+    return f"Literal[{', '.join(words)}]"
 
 
 def _union(nodes: list[ast.expr], module: Module, depth: int) -> str:

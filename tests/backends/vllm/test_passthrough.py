@@ -9,19 +9,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engines import tiny_facts
 from rlctl.backends.vllm.args import EngineSpec, engine_spec
 from rlctl.config.load import resolve
 
-BUILD = """
+ARGUMENTS = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
 from rlctl.backends.vllm.compat import supported_arguments
-config = EngineArgs(**supported_arguments(json.loads(sys.argv[1]))).create_engine_config()
+made = EngineArgs(**supported_arguments(json.loads(sys.argv[1])))
+names = ("max_logprobs", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "hf_overrides")
+print(json.dumps({name: getattr(made, name) for name in names}))
+"""
+CONFIGURATION = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from rlctl.backends.vllm.compat import supported_arguments
+made = EngineArgs(**supported_arguments(json.loads(sys.argv[1]))).create_engine_config()
 print(json.dumps({
-    "max_logprobs": config.model_config.max_logprobs, "prefix": config.cache_config.enable_prefix_caching,
-    "sequences": config.scheduler_config.max_num_seqs, "tokens": config.scheduler_config.max_num_batched_tokens,
-    "theta": config.model_config.hf_config.max_window_layers, "eager": config.model_config.enforce_eager,
+    "max_logprobs": made.model_config.max_logprobs,
+    "enable_prefix_caching": made.cache_config.enable_prefix_caching,
+    "max_num_seqs": made.scheduler_config.max_num_seqs,
+    "max_num_batched_tokens": made.scheduler_config.max_num_batched_tokens,
+    "hf_overrides": {"max_window_layers": made.model_config.hf_config.max_window_layers},
 }))
 """
 
@@ -31,20 +43,24 @@ def spec_with(model: Path, *sets: str) -> EngineSpec:
     return engine_spec(config, tiny_facts(tied=False), model, device="cpu", max_length=128)
 
 
-def built(spec: EngineSpec) -> dict[str, Any]:
+def built(spec: EngineSpec, code: str) -> dict[str, Any]:
+    """What `code` prints of the objects that vLLM makes of the arguments, in a process with the engine's environment."""
     result = subprocess.run(
-        [sys.executable, "-c", BUILD, json.dumps(spec.arguments)],
+        [sys.executable, "-c", code, json.dumps(spec.arguments)],
         env=os.environ | spec.environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=400,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_fields_reach_the_engines_configuration(tiny_llama: Path) -> None:
+@pytest.mark.parametrize(
+    "code", [ARGUMENTS, pytest.param(CONFIGURATION, marks=pytest.mark.slow)], ids=["arguments", "configuration"]
+)
+def test_fields_reach_the_engines_own_objects(tiny_llama: Path, code: str) -> None:
     spec = spec_with(
         tiny_llama,
         "vllm.max_logprobs=7",
@@ -54,8 +70,9 @@ def test_fields_reach_the_engines_configuration(tiny_llama: Path) -> None:
         "generation.max_batched_tokens=300",
     )
     assert spec.passed.keys() == {"max_logprobs", "enable_prefix_caching", "hf_overrides"}
-    assert built(spec) == {
-        "max_logprobs": 7, "prefix": False, "sequences": 3, "tokens": 300, "theta": 5, "eager": True,
+    assert built(spec, code) == {
+        "max_logprobs": 7, "enable_prefix_caching": False, "max_num_seqs": 3, "max_num_batched_tokens": 300,
+        "hf_overrides": {"max_window_layers": 5},
     }  # fmt: skip
 
 
