@@ -188,6 +188,9 @@ def _refitted(job: CompletionJob, length: int, logs: Path) -> Iterator[WorkerGro
         device=job.device,
         threads=config.training.threads,
         lora=config.training.lora,
+        optimizer=config.optimizer,
+        megatron=config.megatron.passed,
+        ddp=config.ddp.passed,
     )
     tp = config.generation.tp or 1
     spec = CrewSpec(policy, engine, 1, tp, None, limits.start_timeout_s, limits.step_timeout_s)

@@ -58,6 +58,9 @@ class RefitTestJob:
             device=self.device,
             threads=config.training.threads,
             timeout_s=config.refit.timeout_s,
+            optimizer=config.optimizer,
+            megatron=config.megatron.passed,
+            ddp=config.ddp.passed,
         )
         tp = config.generation.tp or 1
         engine = engine_spec(

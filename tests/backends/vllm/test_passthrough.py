@@ -44,7 +44,7 @@ def spec_with(model: Path, *sets: str) -> EngineSpec:
 
 
 def built(spec: EngineSpec, code: str) -> dict[str, Any]:
-    """What `code` prints of the objects that vLLM makes of the arguments, in a process with the engine's environment."""
+    """What `code` prints of the objects that vLLM makes of the arguments, in the engine's environment."""
     result = subprocess.run(
         [sys.executable, "-c", code, json.dumps(spec.arguments)],
         env=os.environ | spec.environment,
