@@ -117,6 +117,9 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("optimizer.exp_avg_dtype=int3", "float32 | bfloat16"),
         ("training.moe_router_dtype=fp32", "did you mean `megatron.moe_router_dtype`"),
         ("vllm=3", "is a section of keys"),
+        ("vllm.=3", "unknown key"),
+        ("megatron..x=3", "unknown key"),
+        ("vllm.hf_overrides.=3", "unknown key"),
     ],
 )
 def test_wrong_fields_are_named_with_what_they_take(text: str, words: str) -> None:

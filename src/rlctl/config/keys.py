@@ -31,6 +31,8 @@ def field(key: str) -> FieldInfo | None:
     """
     model: type[Section] | None = RlctlConfig
     found: FieldInfo | None = None
+    if "" in key.split("."):
+        return None
     for part in key.split("."):
         if model is None:
             return found if found is not None and is_open(found.annotation) else None
