@@ -31,7 +31,13 @@ class Save:
             _detach_from_live_weights(state[key])
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
-        self._request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+        self._request = call_known(
+            dist_checkpointing.save,
+            sharded_state_dict=state,
+            checkpoint_dir=str(directory),
+            async_sharded_save=True,
+            async_strategy="mcore",  # of newer versions, whose default asks for one more package
+        )
         self._arguments = list(self._request.async_fn_args)
         if self._request.preload_fn is not None and torch.cuda.is_available():
             self._arguments[1] = self._request.preload_fn()  # device to host
