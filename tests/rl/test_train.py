@@ -243,6 +243,7 @@ def test_other_layouts_compute_the_same_run(uninterrupted, tiny_llama, tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.guard
 def test_experts_on_two_ranks_compute_the_same_run_as_on_one(tiny_qwen3_moe, tmp_path):
     runs = {}
     for name, sizes in {"one": ("dp=1",), "two": ("dp=2", "ep=2")}.items():
