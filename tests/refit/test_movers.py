@@ -301,3 +301,47 @@ def test_a_full_shared_memory_says_so(stage: Stage) -> None:
 
     with pytest.raises(MachineError, match="shared memory"):
         Segment.create(1 << 50)
+
+
+def test_changed_elements_alone_are_sent(stage: Stage) -> None:
+    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=2000), MegatronParallel(tp=2), VllmParallel(tp=2)
+    policy, engines = stage.policy(facts, parallel), stage.engines(facts, target)
+    session = open_session(policy, engines, facts, parallel, members=2, sparse=True, full_every=4)
+    engines.call("poison")
+    first = session.refit(1, verify=True)
+    assert first.sparse == "everything: no version before to compare with"
+    for version in (2, 3):
+        policy.call("refit_perturb", version, 0.1, 0.02)
+        report = session.refit(version, verify=True)
+        assert report.verified == len(session.setup.table)
+        assert report.sparse == "2.0% of the elements have changed"
+        assert report.sent_bytes < 0.1 * first.sent_bytes
+    assert session.refit(4, verify=True).sparse == "0.0% of the elements have changed"
+    assert session.refit(5, verify=True).sparse == "everything: every 4 refits"
+    policy.call("refit_perturb", 6, 0.1)
+    assert session.refit(6, verify=True).sparse == "everything: 100.0% of the elements have changed"
+    session.close()
+
+
+def test_changes_to_another_version_are_refused_and_everything_follows(stage: Stage) -> None:
+    facts, parallel = FAMILIES["llama"], MegatronParallel()
+    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
+    session = open_session(policy, engines, facts, parallel, sparse=True)
+    session.refit(1)
+    engines.call("poison")
+    policy.call("refit_perturb", 2, 0.1, 0.02)
+    with pytest.raises(VerificationError, match="Changes since version 1 .* holds no whole version"):
+        session.refit(2)
+    with pytest.raises(WorkerError, match="half-updated"):
+        engines.call("weight_version")
+    assert session.refit(3, verify=True).sparse == "everything: no version before to compare with"
+    session.close()
+
+
+def test_sparse_falls_back_to_everything_where_boxes_go_whole(stage: Stage) -> None:
+    facts, parallel = FAMILIES["llama"], MegatronParallel()
+    policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
+    session = open_session(policy, engines, facts, parallel, sparse=True, mover="collective")
+    for version in (1, 2):
+        assert session.refit(version, verify=True).sparse == "everything: the collective mover sends whole boxes"
+    session.close()

@@ -252,6 +252,10 @@ class RefitConfig(Section):
     """What carries the bytes; auto: by where the engines are."""
     directory: str | None = None
     """Where the disk mover writes versions: a directory that every node sees."""
+    sparse: bool = False
+    """Send only the elements that have changed since the version before."""
+    full_every: Positive = 20
+    """With sparse: everything is sent every so many refits."""
     staging_mb: Positive = 256
     """Memory between the two sides for each engine worker, in MiB: two buffers that are filled and read in turn."""
 

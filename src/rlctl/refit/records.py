@@ -66,6 +66,8 @@ class SourceSetup:
     places: tuple[SourcePlace, ...] = ()
     """Of all policy ranks."""
     channels: tuple[Channel, ...] = ()
+    sparse: bool = False
+    """Keep what was sent, to send changed elements alone."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ class RefitReport:
     receive: str = "loader"
     reasons: dict[str, str] = field(default_factory=dict)
     """Why tensors took the path they took, by path."""
+    sparse: str | None = None
+    """With `refit.sparse`: what was sent, or why everything was."""
     sent_bytes: int = 0
     """Bytes that policy ranks wrote, all receivers together."""
     packing_s: float = 0.0

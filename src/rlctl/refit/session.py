@@ -23,7 +23,8 @@ from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import MIB, choose_mover, meeting_host, plan_channels
-from rlctl.refit.records import Channel, Made, Opened, RefitReport, Sent, SourceSetup, TableRow
+from rlctl.refit.records import Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
+from rlctl.refit.sparse import Changes
 from rlctl.refit.verify import Comparison, compare, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
 
@@ -35,6 +36,8 @@ Receive = Literal["loader", "direct", "auto"]
 # The driver waits a little longer than the two sides wait for each other, so that their error, which knows more, comes
 # first.
 MARGIN_S = 5.0
+# Changed elements with their places are sent while they take less than this part of the payload.
+SPARSE_LIMIT = 0.5
 
 
 class RefitSession:
@@ -63,6 +66,9 @@ class RefitSession:
         self.setup = SourceSetup(facts, parallel, table)
         self.mover = settings.mover
         self.refits = self.attempts = 0
+        self._base: int | None = None
+        """Version that every engine holds whole."""
+        self._since_full = 0
         self.opened = self.broken = False
         self.last_comparison: Comparison | None = None
 
@@ -94,8 +100,13 @@ class RefitSession:
             timeout_s=self.settings.timeout_s,
         )
         names = tuple(one.name for one in (*places, *flat))
+        self._base, self._whole_only = None, self._why_whole(flat, places)
+        sparse = self.settings.sparse and not self._whole_only
         self.setup = replace(
-            self.setup, places=places, channels=self._prepared(channels, names, meeting_host(flat, places))
+            self.setup,
+            places=places,
+            sparse=sparse,
+            channels=self._prepared(channels, names, meeting_host(flat, places)),
         )
         self._connect([tuple(self._connection(need) for need in of_engine) for of_engine in needs])
         self._wait("open", self.policy, "refit_unlink")
@@ -160,7 +171,9 @@ class RefitSession:
         self._wait("begin", self.engines, "refit_begin", version)
         moving = time.perf_counter()
         self.broken = self.mover == "collective"
-        sent, wrote_s = self._move(version)
+        rounds, said = self._changes() if self.settings.sparse else (None, None)
+        base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
+        sent, wrote_s = self._move(version) if rounds is None else self._move_changes(version, base, rounds)
         self.broken = False
         moved = time.perf_counter()
         finished = self._wait("load", self.engines, "refit_finish", version)
@@ -175,6 +188,7 @@ class RefitSession:
             RefitPhase.CACHE_RESET: reset,
         }
         verified, verify_s = self._verified(version, verify)
+        self._base, self._since_full = version, 0 if rounds is None else self._since_full + 1
         return RefitReport(
             version=version,
             seconds=seconds,
@@ -185,9 +199,50 @@ class RefitSession:
             mover=self.mover,
             receive=received[0].path,
             reasons=received[0].reasons,
+            sparse=said,
             sent_bytes=sum(one.bytes for one in sent),
             packing_s=max(one.packing_s for one in sent),
         )
+
+    def _why_whole(self, needs: list[Need], places: tuple[SourcePlace, ...]) -> str:
+        """Why changed elements alone can never be sent in this session; empty: they can."""
+        if self.mover not in ("shared-memory", "cuda-ipc"):
+            return f"the {self.mover} mover sends whole boxes"
+        own = {place.node if self.mover == "shared-memory" else place.device for place in places}
+        if len(own) > 1:
+            return "boxes are exchanged between policy ranks, which sends them whole"
+        return next((need.whole_only for need in needs if need.whole_only), "")
+
+    def _changes(self) -> tuple[tuple[int, ...] | None, str]:
+        """(rounds of each channel, what is sent), or None and why everything is."""
+        if self._whole_only:
+            return None, f"everything: {self._whole_only}"
+        if self._base is None:
+            return None, "everything: no version before to compare with"
+        if self._since_full + 1 >= self.settings.full_every:
+            return None, f"everything: every {self.settings.full_every} refits"
+        found: list[Changes] = [one for of in self._wait("compare", self.policy, "refit_compare") for one in of]
+        size, changed = sum(one.bytes for one in found), sum(one.changed for one in found)
+        share = f"{changed / max(1, sum(one.elements for one in found)):.1%} of the elements have changed"
+        if size > SPARSE_LIMIT * self.payload_bytes:
+            return None, f"everything: {share}"
+        rounds = [0] * len(self.setup.channels)
+        for one in found:
+            rounds[one.channel] = max(rounds[one.channel], one.rounds)
+        return tuple(rounds), share
+
+    def _move_changes(self, version: int, base: int | None, rounds: tuple[int, ...]) -> tuple[list[Sent], float]:
+        """Changed elements alone, over the version that the engines hold."""
+        update = {"version": version, "epoch": self.attempts, "base": base, "rounds": rounds}
+        waits = [
+            (
+                self.policy,
+                "refit_send_changes",
+                self.policy.submit("refit_send_changes", version, self.attempts, rounds),
+            ),
+            (self.engines, "refit_receive", self.engines.submit("refit_receive", update)),
+        ]
+        return self._guard("transfer", lambda: wait_together(waits, self.settings.timeout_s + MARGIN_S))[0], 0.0
 
     def _move(self, version: int) -> tuple[list[Sent], float]:
         """Both sides at once; the first failure of either ends it. Also the seconds before loading could begin."""

@@ -23,6 +23,7 @@ from rlctl.backends.vllm.channel import chunk_world, cut_rounds, whole_tensors
 from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.group import Group, serve_store
 from rlctl.backends.vllm.segment import Segment, this_node
+from rlctl.backends.vllm.sparse import region
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import transformed
 from rlctl.errors import WorkerError
@@ -32,6 +33,7 @@ from rlctl.refit.exchange import Incoming, Outgoing, agent, policy_group
 from rlctl.refit.mover import Outlet, open_outlet, sends_messages
 from rlctl.refit.packing import Packer, source_view
 from rlctl.refit.records import Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
+from rlctl.refit.sparse import Changes, SparsePacker
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.plan import Copy, Place, SingleWorld, Topology, World, receive_plan, send_plan
 
@@ -47,6 +49,8 @@ class SourceState:
     """By channel, where this rank is beside the staging memory."""
     outgoing: dict[int, Outgoing] = field(default_factory=dict)
     """By channel, where it is not."""
+    sparse: dict[int, SparsePacker] = field(default_factory=dict)
+    """By channel, what was sent last, where changed elements alone may be sent."""
     incoming: dict[int, Incoming] = field(default_factory=dict)
     """By channel, what ranks of other nodes send to this one."""
     rounds: int = 0
@@ -143,6 +147,10 @@ class RefitSource:
                 buffers=(self._refit_buffers or {}).get(channel.index, []),
                 group=state.group,
             )
+            if setup.sparse:
+                state.sparse[channel.index] = SparsePacker(
+                    packer, channel.layout, link.capacity, len(channel.senders), channel.index
+                )
             away = [rank for rank in plan.sources if agent(channel.senders, rank) == self.rank]
             if away := [rank for rank in away if rank not in channel.senders]:
                 group = self._policy_group(state, link.timeout_s)
@@ -184,6 +192,8 @@ class RefitSource:
                         count += state.outlets[channel].packer.bytes(index)
             for away in state.outgoing.values():
                 away.finish()
+            for packer in state.sparse.values():
+                packer.remember()
         state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count + exchanged, exchanged)
         return state.sent
 
@@ -199,6 +209,41 @@ class RefitSource:
         seconds = time.perf_counter() - begun
         if incoming is not None:
             incoming.put(index, buffer)
+        outlet.done(index)
+        return seconds
+
+    def refit_compare(self) -> list[Changes]:
+        """What has changed since the last refit, by channel; kept for `refit_send_changes`."""
+        state, parameters = self._state(), self.parameters()
+        with torch.no_grad():
+            for packer in state.sparse.values():
+                packer.packer.look(parameters)
+            return [packer.compare() for packer in state.sparse.values()]
+
+    def refit_send_changes(self, version: int, epoch: int, rounds: tuple[int, ...]) -> Sent:
+        """Send what `refit_compare` found, in so many rounds of each channel."""
+        begun, state, packing = time.perf_counter(), self._state(), 0.0
+        with contextlib.ExitStack() as stack:
+            for outlet in state.outlets.values():
+                stack.enter_context(outlet.begin(version, epoch))
+            for index in range(max(rounds, default=0)):
+                for channel, outlet in state.outlets.items():
+                    if index < rounds[channel]:
+                        packing += self._send_changes(channel, outlet, index)
+        count = sum(packer.size for packer in state.sparse.values())
+        for packer in state.sparse.values():
+            packer.forget()
+        state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count)
+        return state.sent
+
+    def _send_changes(self, channel: int, outlet: Outlet, index: int) -> float:
+        link = self._state().setup.channels[channel].connection
+        senders = self._state().setup.channels[channel].senders
+        buffer = outlet.wait(index)
+        begun = time.perf_counter()
+        own = region(buffer, link.capacity, len(senders), senders.index(self.rank))
+        self._state().sparse[channel].pack(index, own)
+        seconds = time.perf_counter() - begun
         outlet.done(index)
         return seconds
 

@@ -20,6 +20,7 @@ from rlctl.backends.vllm.inlets import open_inlet
 from rlctl.backends.vllm.messages import Reading, Received
 from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, Timed
 from rlctl.backends.vllm.segment import this_node
+from rlctl.backends.vllm.sparse import SparseReceiver, require_base
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of
 from rlctl.errors import WorkerError
@@ -109,6 +110,7 @@ class SyntheticEngine:
         self.receiver = DirectReceiver(self._targets)
         self.inlet: Inlet | None = None
         self._version, self._updating = 0, False
+        self._applied: int | None = None
 
     def _targets(self) -> dict[str, Target]:
         rows = {name: spec.shape[0] for name, spec in self.layout.params.items()}
@@ -122,7 +124,8 @@ class SyntheticEngine:
         return [Need(self.name, this_node(), "cpu", os.getpid(), "direct", reason, self.layout)]
 
     def refit_connect(self, connections: tuple[Connection, ...]) -> None:
-        self.rounds = cut_rounds(self.layout, connections[0].capacity)
+        self._link = connections[0]
+        self.rounds = cut_rounds(self.layout, self._link.capacity)
         self.inlet = open_inlet(connections[0], self.rounds, self.name, torch.device("cpu"))
 
     def refit_begin(self, version: int) -> None:
@@ -132,12 +135,25 @@ class SyntheticEngine:
         if self.inlet is None:
             raise WorkerError("A refit before this end was connected.")
         begun, timed = time.perf_counter(), Timed(self.inlet)
+        held, self._applied = self._applied, None
         with torch.no_grad(), self.inlet.begin(update["version"], update["epoch"]):
-            self.receiver.receive(self.rounds, timed)
+            if update.get("base") is None:
+                self.receiver.receive(self.rounds, timed)
+            else:
+                require_base(held, update["base"])
+                self._receive_changes(timed, update["rounds"][self._link.channel])
+        self._applied = update["version"]
         seconds = time.perf_counter() - begun
         self._received = Received(
             seconds, timed.waited_s, len(self.layout.by_tensor), payload_bytes(self.rounds), "direct"
         )
+
+    def _receive_changes(self, inlet: Timed, rounds: int) -> None:
+        link = self._link
+        receiver = SparseReceiver(self._targets(), list(self.layout.params), len(link.senders), link.capacity)
+        for index in range(rounds):
+            receiver.write(inlet.wait(index))
+            inlet.done(index)
 
     def refit_finish(self, version: int) -> dict[str, float]:
         self._version, self._updating = version, False
@@ -156,6 +172,7 @@ class SyntheticEngine:
 
     def poison(self) -> None:
         """NaN everywhere: what a refit leaves out shows."""
+        self._applied = None
         for value in self.params.values():
             value.fill_(float("nan"))
 

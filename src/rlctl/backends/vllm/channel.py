@@ -67,6 +67,8 @@ class Need:
     reason: str
     """Why that path."""
     layout: Layout
+    whole_only: str = ""
+    """Why changed elements alone are no use to it; empty: they are."""
 
 
 @dataclass(frozen=True)

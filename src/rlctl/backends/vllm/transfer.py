@@ -29,6 +29,7 @@ from rlctl.backends.vllm.poison import poison
 from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, LoaderReceiver, Timed
 from rlctl.backends.vllm.reload import ReloadFixes
 from rlctl.backends.vllm.segment import this_node
+from rlctl.backends.vllm.sparse import SparseReceiver, require_base, why_not
 from rlctl.errors import ConfigError, WorkerError
 
 Receive = Literal["loader", "direct", "auto"]
@@ -50,6 +51,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     version: int = 0
     epoch: int = 1
+    base: int | None = None
+    """Changed elements alone come, since this version; None: everything comes."""
+    rounds: tuple[int, ...] = ()
+    """With `base`: rounds of each channel."""
 
 
 class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -59,6 +64,8 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     inlet: Inlet | None = None
+    applied: int | None = None
+    """Version that the parameters hold whole; None: none that came through here."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Decide how tensors will be received, and so what to ask for."""
@@ -83,6 +90,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def connect(self, connection: Connection, name: str) -> None:
         """Open the receiving end, once for all refits."""
         self.shutdown()
+        self.connection = connection
         self.rounds = cut_rounds(self.layout, connection.capacity)
         self.inlet = open_inlet(connection, self.rounds, name, self.device)
 
@@ -107,13 +115,33 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.inlet is None:
             raise WorkerError("A refit before the engine's worker was connected.")
         begun = time.perf_counter()
+        held, self.applied = self.applied, None
         with torch.no_grad(), self.inlet.begin(update_info.version, update_info.epoch):
             timed = Timed(self.inlet)
-            self.receiver.receive(self.rounds, timed)
+            if update_info.base is None:
+                self.receiver.receive(self.rounds, timed)
+            else:
+                require_base(held, update_info.base)
+                self._receive_changes(timed, update_info.rounds[self.connection.channel])
+        self.applied = update_info.version
         self.received.waited_s = timed.waited_s
         self.received.seconds += time.perf_counter() - begun
         self.received.tensors = len(self.layout.by_tensor)
         self.received.bytes = payload_bytes(self.rounds)
+
+    def _receive_changes(self, inlet: Timed, rounds: int) -> None:
+        assert self.writer is not None
+        link = self.connection
+        receiver = SparseReceiver(self.writer.targets(), list(self.layout.params), len(link.senders), link.capacity)
+        for index in range(rounds):
+            receiver.write(inlet.wait(index))
+            inlet.done(index)
+
+    def whole_only(self) -> str:
+        """Why changed elements alone are no use; empty: they are."""
+        if self.writer is None:
+            return f"the loader takes whole tensors ({self.reason})"
+        return why_not(self.writer.targets())
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -158,7 +186,16 @@ class RlctlWorkerExtension:
         transfer = self.weight_transfer_engine
         path, reason = transfer.path()
         name = f"{engine} worker {self.rank}"
-        return Need(name, this_node(), device_name(transfer.device), os.getpid(), path, reason, transfer.layout)
+        return Need(
+            name,
+            this_node(),
+            device_name(transfer.device),
+            os.getpid(),
+            path,
+            reason,
+            transfer.layout,
+            transfer.whole_only(),
+        )
 
     def rlctl_connect(self, engine: str, connections: tuple[Connection, ...]) -> None:
         """Open this worker's own connection of those of its engine."""
@@ -186,6 +223,7 @@ class RlctlWorkerExtension:
 
     def rlctl_poison(self) -> int:
         """Make everything that this worker computes with not-a-number; returns how many tensors that were."""
+        self.weight_transfer_engine.applied = None
         return poison(self.model_runner.get_model())
 
     def rlctl_restart_update(self) -> None:

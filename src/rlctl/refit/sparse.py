@@ -1,0 +1,116 @@
+"""What has changed since the version before: the sending side of refits that carry changed elements alone.
+
+Elements are compared as bytes, in the dtype that arrives, with a copy of what was sent last (one payload of memory over
+all ranks). Training in bfloat16 leaves most elements as they were, because small steps round away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from rlctl.backends.vllm.channel import Chunk
+from rlctl.backends.vllm.sparse import entry_bytes, region_bytes, write_piece
+from rlctl.checkpoints.tensors import dtype_of, transformed
+from rlctl.refit.packing import Packer, source_view
+from rlctl.weights.layout import Layout, view_of
+from rlctl.weights.plan import Copy
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Entry = tuple[int, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one rank would send for one channel."""
+
+    channel: int
+    elements: int
+    changed: int
+    bytes: int
+    rounds: int
+
+
+class SparsePacker:
+    """One rank's part of one channel: what it sent last, and what differs from that."""
+
+    def __init__(self, packer: Packer, layout: Layout, capacity: int, senders: int, channel: int) -> None:
+        self.packer, self.channel = packer, channel
+        self.region = region_bytes(capacity, senders)
+        self._params = {name: index for index, name in enumerate(layout.params)}
+        self._specs = layout.params
+        self._chunks: list[tuple[Copy, Chunk]] = [
+            (copy, packer.rounds[index][int(copy.destination_param.partition(".")[2])])
+            for index, copies in enumerate(packer.copies)
+            for copy in copies
+        ]
+        self._sent: list[torch.Tensor] | None = None
+        self._pieces: list[list[Entry]] = []
+        self.size = 0
+        """Bytes of what `compare` found."""
+
+    def remember(self) -> None:
+        """Keep what a full refit has just sent."""
+        if self._sent is None:
+            self._sent = [self._values(copy).clone() for copy, _ in self._chunks]
+        else:
+            for sent, (copy, _) in zip(self._sent, self._chunks, strict=True):
+                sent.copy_(self._values(copy))
+
+    def compare(self) -> Changes:
+        """Find what has changed since, and deal it to rounds; it counts as sent from here on."""
+        assert self._sent is not None
+        self._pieces, room, changed, self.size = [], 0, 0, 0
+        for sent, (copy, chunk) in zip(self._sent, self._chunks, strict=True):
+            values = self._values(copy)
+            bits = _INTEGERS[values.element_size()]
+            found = torch.nonzero(values.view(bits) != sent.view(bits)).squeeze(1)
+            if not len(found):
+                continue
+            new = values[found]
+            sent[found] = new
+            places = self._places(copy, chunk, found)
+            changed += len(found)
+            for entry, bytes_ in self._cut(self._params[chunk.param], places, new):
+                if not self._pieces or bytes_ > room:
+                    self._pieces.append([])
+                    room = self.region - 8
+                self._pieces[-1].append(entry)
+                room -= bytes_
+                self.size += bytes_
+        return Changes(self.channel, sum(map(len, self._sent)), changed, self.size, len(self._pieces))
+
+    def _cut(self, param: int, places: torch.Tensor, values: torch.Tensor) -> list[tuple[Entry, int]]:
+        """Entries that each fit a region."""
+        item = values.element_size()
+        most = max(1, (self.region - 8 - entry_bytes(0, item) - 16) // (4 + item))
+        parts = zip(places.split(most), values.split(most), strict=True)
+        return [((param, some, new), entry_bytes(len(some), item)) for some, new in parts]
+
+    def pack(self, index: int, memory: torch.Tensor) -> None:
+        """Round `index` into this rank's region; an empty piece where there is nothing more."""
+        write_piece(memory, self._pieces[index] if index < len(self._pieces) else [])
+
+    def forget(self) -> None:
+        """Let go of what `compare` found."""
+        self._pieces, self.size = [], 0
+
+    def _values(self, copy: Copy) -> torch.Tensor:
+        """What would be sent of a copy, as a vector."""
+        source = source_view(copy, self.packer.parameters, self.packer.who)
+        return transformed(source, copy).to(dtype_of(copy.destination_dtype)).reshape(-1)
+
+    def _places(self, copy: Copy, chunk: Chunk, index: torch.Tensor) -> torch.Tensor:
+        """Places in the receiver's parameter of elements `index` of a copy.
+
+        A chunk is a contiguous run of its parameter, because parameters are cut along their first axes.
+        """
+        view = copy.destination_view
+        places = torch.full_like(index, view_of(self._specs[chunk.param], chunk.box).offset + view.offset)
+        rest = index
+        for axis, (length, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+            inner = prod(view.shape[axis + 1 :])
+            places += rest.div(inner, rounding_mode="floor") % length * stride
+        return places.to(torch.int32)
