@@ -46,3 +46,20 @@ def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:
     assert found["logprobs"]["max_abs"] < 1e-3 < found["logprobs_before"]["max_abs"]
     parts = sum(value for phase, value in found["seconds"].items() if phase != "total")
     assert abs(parts - found["seconds"]["total"]) < 1e-6
+
+
+@pytest.mark.slow
+def test_changed_elements_alone_reach_an_engine(tiny_llama: Path) -> None:
+    """Plainly stored parameters take them; repacked ones are sent whole, and the result says so."""
+    for plain, said in (("true", "2.0% of the elements have changed"), ("false", "everything: ")):
+        command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+        arguments = [
+            "refit-test", "--model", str(tiny_llama), "--repeat", "3", "--gpu", "cpu", "--json", "--sparse",
+            "--set", f"generation.plain_parameters={plain}", "--set", "generation.threads=1",
+        ]  # fmt: skip
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["passed"] is True
+        assert found["sparse"].startswith(said)
+        assert (found["sent_bytes"] < 0.1 * found["payload_bytes"]) == (plain == "true")

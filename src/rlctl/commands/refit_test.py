@@ -43,6 +43,9 @@ def refit_test(
         Literal["auto", "loader", "direct"],
         typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
     ] = "auto",
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Send changed elements alone; few of them change between the refits.")
+    ] = False,
     repeat: Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")] = 2,
     synthetic: Annotated[
         str | None,
@@ -67,7 +70,13 @@ def refit_test(
     from rlctl.planner.from_config import cluster_from_config
     from rlctl.rl.refit_test import RefitTestJob, run_refit_test
 
-    sizes = {"training.tp": tp, "training.dp": dp, "generation.tp": generation_tp, "refit.mover": mover}
+    sizes = {
+        "training.tp": tp,
+        "training.dp": dp,
+        "generation.tp": generation_tp,
+        "refit.mover": mover,
+        "refit.sparse": sparse or None,
+    }
     sets = [*(set_ or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
     resolved = options.resolve_config(
         preset=preset, config=config, set_=sets, model=model, gpu=gpu, ray_address=ray_address
@@ -111,6 +120,8 @@ def text_of(test: SelfTest) -> list[str]:
         f"{found['verify_seconds']:.2f} s",
         "",
     ]
+    if found["sparse"]:
+        lines.insert(-1, f"sent in the last refit: {found['sent_bytes'] / 1e6:.1f} MB; {found['sparse']}")
     if test.synthetic:
         lines.append("parameters of reduced width without an engine: every tensor compared, nothing generated")
     else:

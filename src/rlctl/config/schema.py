@@ -236,6 +236,8 @@ class GenerationConfig(Section):
     """Most tokens of one forward pass of an engine."""
     threads: Positive | None = None
     """CPU threads of each engine."""
+    plain_parameters: bool = False
+    """On a CPU, keep matrices as published instead of repacked: refits are faster, decoding is slower."""
 
 
 class RefitConfig(Section):

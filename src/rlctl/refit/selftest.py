@@ -13,6 +13,7 @@ from rlctl.refit.session import RefitSession
 from rlctl.refit.verify import Comparison
 
 PERTURBATION = 0.02
+SPARSE_SHARE = 0.02
 EXPLAINED = 8  # tensors whose values are looked at to guess a cause
 COPY_BYTES_LIMIT = 1 << 30
 
@@ -122,6 +123,7 @@ class SelfTest:
             "buffers": max(one.buffers for one in self.comparisons),
             "synthetic": self.synthetic,
             "sent_bytes": warm.sent_bytes,
+            "sparse": warm.sparse,
             "verify_seconds": self.reports[0].verify_s,
             "reasons": warm.reasons,
             "passed": self.passed,
@@ -157,7 +159,7 @@ def run(
     test.limit_gb_per_s = session.policy.call("refit_copy_gb_per_s", size, timeout_s=timeout_s)[0]
     for version in range(1, max(2, repeat) + 1):
         if version > 1:
-            session.policy.call("refit_perturb", version, PERTURBATION, timeout_s=timeout_s)
+            session.policy.call("refit_perturb", version, PERTURBATION, _share(session), timeout_s=timeout_s)
             # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
             test.stale = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
         before = _held(session) if version > 1 else {}
@@ -177,6 +179,11 @@ def run(
     return test
 
 
+def _share(session: RefitSession) -> float:
+    """Part of the elements that change between refits: few where changes alone are to be sent, as in training."""
+    return SPARSE_SHARE if session.settings.sparse else 1.0
+
+
 def run_without_engine(
     session: RefitSession,
     *,
@@ -192,7 +199,7 @@ def run_without_engine(
     session.engines.call("poison", timeout_s=timeout_s)
     for version in range(1, max(2, repeat) + 1):
         if version > 1:
-            session.policy.call("refit_perturb", version, PERTURBATION, timeout_s=timeout_s)
+            session.policy.call("refit_perturb", version, PERTURBATION, _share(session), timeout_s=timeout_s)
         test.reports.append(session.refit(version, verify=False))
         test.comparisons += session.compare()
         count, seconds = test.comparisons[-1].tensors, sum(test.reports[-1].seconds.values())

@@ -105,7 +105,7 @@ def engine_spec(
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
     replaced = {key: value for key, value in arguments.items() if key in passed}
-    environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters)
+    environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters or generation.plain_parameters)
     return EngineSpec(
         device,
         arguments | passed,
