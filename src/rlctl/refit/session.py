@@ -172,6 +172,7 @@ class RefitSession:
         moving = time.perf_counter()
         self.broken = self.mover == "collective"
         rounds, said = self._changes() if self.settings.sparse else (None, None)
+        compared_s = time.perf_counter() - moving
         base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
         sent, wrote_s = self._move(version) if rounds is None else self._move_changes(version, base, rounds)
         self.broken = False
@@ -180,7 +181,7 @@ class RefitSession:
         ended = time.perf_counter()
         self.refits += 1
         received: list[Received] = [one for of in self._wait("load", self.engines, "received") for one in of]
-        waited = min(max(one.waited_s for one in received) + wrote_s, moved - moving)
+        waited = min(max(one.waited_s for one in received) + wrote_s + compared_s, moved - moving)
         reset = max(one["cache_reset"] for one in finished)
         seconds = {
             RefitPhase.PACK if self.mover in ("shared-memory", "cuda-ipc") else RefitPhase.TRANSFER: waited,
