@@ -330,7 +330,7 @@ def test_changes_to_another_version_are_refused_and_everything_follows(stage: St
     session.refit(1)
     engines.call("poison")
     policy.call("refit_perturb", 2, 0.1, 0.02)
-    with pytest.raises(VerificationError, match="Changes since version 1 .* holds no whole version"):
+    with pytest.raises(VerificationError, match=r"Changes since version 1 .* holds no whole version"):
         session.refit(2)
     with pytest.raises(WorkerError, match="half-updated"):
         engines.call("weight_version")
