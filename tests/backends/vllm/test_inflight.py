@@ -1,0 +1,154 @@
+"""A refit while samples are in flight: waited for, kept or ended, and every token knows the weights that chose it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_policies import PROMPTS, WholeTensorPolicy, requests
+from engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
+from rlctl.backends.vllm.messages import GroupResult, Sampling
+from rlctl.errors import WorkerError
+
+TOLERANCE = 1e-4
+LONG = Sampling(220, stop_token_ids=())
+Start = Callable[[str], HostedEngine]
+
+
+@pytest.fixture(scope="module")
+def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """An engine that takes several calls at a time, started again for each way of treating samples in flight."""
+    from engine_host import TESTS, SwappingEngine
+    from rlctl.backends.vllm.args import engine_spec
+    from rlctl.cluster.objects import put
+    from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+    from rlctl.config.schema import RlctlConfig
+
+    config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
+    spec = engine_spec(config, tiny_facts(tied=False), tiny_llama, device="cpu", max_length=256, threads=1)
+    group = WorkerGroup(
+        "in-flight",
+        SwappingEngine,
+        [WorkerSpec({"put": put}, (placement.bundles[0],), spec.environment | {"PYTHONPATH": str(TESTS)})],
+        placement,
+        tmp_path_factory.mktemp("in-flight"),
+        start_timeout_s=START_TIMEOUT_S,
+        call_timeout_s=CALL_TIMEOUT_S,
+        concurrency=3,
+    )
+
+    def begin(in_flight: str) -> HostedEngine:
+        group.call("swap", replace(spec, in_flight=in_flight), timeout_s=START_TIMEOUT_S)
+        return Direct(group, tiny_llama)
+
+    yield begin
+    group.stop()
+
+
+class Direct(HostedEngine):
+    """Calls go through the host to the engine."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.group.call("call", method, *args, **kwargs)[0]
+
+    def submit(self, method: str, *args: Any) -> Any:
+        return self.group.submit("call", method, *args)
+
+    def wait(self, submitted: Any) -> Any:
+        return self.group.wait("call", submitted)[0]
+
+
+def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> list[GroupResult]:
+    """Results of a generation into whose middle a refit to `version` came."""
+    policy.open(engine)
+    asked = engine.submit("generate", requests(), LONG, 100.0)
+    wait_until(lambda: engine.call("tokens_in_flight") > 8 * len(PROMPTS) * 4)
+    engine.call("refit_begin", version)
+    policy.transfer(engine, version)
+    engine.call("refit_finish", version)
+    return engine.wait(asked)
+
+
+def wait_until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def columns_of(results: list[GroupResult]) -> Iterator[tuple[GroupResult, Any, int, slice]]:
+    from rlctl.cluster.objects import fetch
+
+    for result in results:
+        columns = fetch(result.columns)
+        for row in range(columns.rollouts):
+            yield result, columns, row, columns.slice(row)
+
+
+def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path) -> None:
+    engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
+    old.refit(engine, 1)
+    new.perturb(5)
+    mixed = 0
+    for result, columns, row, part in columns_of(refit_in_flight(engine, new, 2)):
+        versions = columns.weight_version_T[part][result.prompt_tokens :]
+        tokens = columns.tokens_T[part].tolist()
+        prompt, response = tuple(tokens[: result.prompt_tokens]), tokens[result.prompt_tokens :]
+        assert (np.diff(versions) >= 0).all()
+        assert set(versions.tolist()) <= {1, 2}
+        assert result.weight_versions[row] == versions.min()
+        got = columns.logprobs_T[part][result.prompt_tokens :]
+        by = {1: old.logprobs(prompt, response, LONG).numpy(), 2: new.logprobs(prompt, response, LONG).numpy()}
+        mixed += len(set(versions.tolist())) == 2
+        for version, expected in by.items():
+            chosen = versions == version
+            assert np.abs(got - expected)[chosen].max(initial=0.0) < TOLERANCE
+        # The two policies disagree, so that a wrong version would show.
+        assert np.abs(by[1] - by[2]).max() > 100 * TOLERANCE
+    assert mixed >= len(PROMPTS)
+    assert engine.call("weight_version") == 2
+
+
+def test_a_refit_waits_for_samples_in_flight(start: Start, tiny_llama: Path) -> None:
+    engine, policy = start("wait"), WholeTensorPolicy(tiny_llama)
+    policy.refit(engine, 1)
+    policy.perturb(5)
+    for result, columns, row, part in columns_of(refit_in_flight(engine, policy, 2)):
+        assert result.finish_reasons[row] in ("stop", "length")
+        assert set(columns.weight_version_T[part][result.prompt_tokens :].tolist()) == {1}
+    assert engine.call("weight_version") == 2
+
+
+def test_a_refit_ends_samples_in_flight(start: Start, tiny_llama: Path) -> None:
+    engine, policy = start("abort"), WholeTensorPolicy(tiny_llama)
+    policy.refit(engine, 1)
+    ended = 0
+    policy.perturb(5)
+    for result, columns, row, part in columns_of(refit_in_flight(engine, policy, 2)):
+        versions = columns.weight_version_T[part][result.prompt_tokens :]
+        assert set(versions.tolist()) == {1}
+        assert len(versions) == result.response_tokens[row]
+        if result.finish_reasons[row] == "abort":
+            ended += 1
+            assert result.truncated[row]
+            assert len(versions) < LONG.max_new_tokens
+    assert ended >= len(PROMPTS)
+    assert engine.call("generate", requests(), Sampling(4), 60.0)[0].weight_versions == (2, 2, 2, 2)
+
+
+def test_samples_of_rejected_weights_are_not_returned(start: Start, tiny_llama: Path) -> None:
+    engine, policy = start("keep"), WholeTensorPolicy(tiny_llama)
+    policy.refit(engine, 1)
+    asked = engine.submit("generate", requests(), LONG, 100.0)
+    wait_until(lambda: engine.call("tokens_in_flight") > 0)
+    engine.call("refit_reject", 1)
+    with pytest.raises(WorkerError, match="did not pass verification"):
+        engine.wait(asked)
+    policy.refit(engine, 2)
+    assert engine.call("generate", requests(), Sampling(4), 60.0)
