@@ -33,7 +33,7 @@ def test_fields_reach_the_worker_and_others_stay(pools: Callable[[int], Pool]) -
         run_built_configs,
         spec_with(
             "megatron.moe_router_dtype=fp64",
-            "megatron.moe_z_loss_coeff=0.001",
+            "megatron.moe_per_layer_logging=true",
             "ddp.bucket_size=4096",
             "ddp.grad_reduce_in_fp32=false",
             "optimizer.decoupled_weight_decay=false",
@@ -42,7 +42,7 @@ def test_fields_reach_the_worker_and_others_stay(pools: Callable[[int], Pool]) -
     )[0]
     assert (plain[0]["moe_router_dtype"], passed[0]["moe_router_dtype"]) == ("fp32", "fp64")
     changed = {key for key in plain[0] if plain[0][key] != passed[0].get(key)}
-    assert changed == {"moe_router_dtype", "moe_z_loss_coeff"}
+    assert changed == {"moe_router_dtype", "moe_per_layer_logging"}
     assert passed[1].bucket_size == 4096
     assert (plain[1].grad_reduce_in_fp32, passed[1].grad_reduce_in_fp32) == (True, False)
     assert (plain[2].decoupled_weight_decay, passed[2].decoupled_weight_decay) == (True, False)

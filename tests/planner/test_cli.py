@@ -163,3 +163,11 @@ def test_a_kv_cache_can_be_pinned_on_gpus(capsys: pytest.CaptureFixture[str]) ->
     code, _, err = rlctl(capsys, *NODE, "--set", "generation.kv_cache_bytes=200000000000")
     assert code == 4
     assert "generation.kv_cache_bytes" in err
+
+
+def test_a_field_that_makes_gradients_wrong_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = rlctl(capsys, *NODE, "--set", "megatron.attention_dropout=0.1")
+    assert code == 2
+    assert "megatron.attention_dropout = 0.1 is not run" in err

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rlctl import __version__
 from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.vllm.args import engine_spec, resolve_dtype
 from rlctl.checkpoints.identity import model_fingerprint
@@ -141,6 +142,7 @@ def planned_crew(
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
+    refuse_wrong_numbers(policy)
     engine = engine_spec(
         config,
         facts,
