@@ -49,19 +49,25 @@ def write_model(directory: Path, gigabytes: float) -> int:
     return sum(spec.bytes for spec in specs.values())
 
 
-def timed_copy(source: Path, target: Path) -> float:
-    """Seconds of `cp -r` and of flushing what it wrote."""
-    begun = time.perf_counter()
+def timed_copy(source: Path, target: Path) -> tuple[float, float]:
+    """Seconds of `cp -r` and of flushing what it wrote, and its seconds on a processor."""
+    begun, used = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     for path in target.rglob("*"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, cpu_seconds(resource.RUSAGE_CHILDREN) - used
+
+
+def cpu_seconds(who: int) -> float:
+    """Seconds on processors, which other programs on the machine change less than the seconds on the clock."""
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
 
 
 def timed_conversion(direction: str, source: Path, target: Path, verify: bool) -> dict[str, float]:
-    """Seconds and growth of memory (bytes) of one conversion, in a process of its own."""
+    """Seconds, those on processors, and growth of memory (bytes) of one conversion, in a process of its own."""
     command = [sys.executable, __file__, "--child", direction, str(source), str(target), str(int(verify))]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=3600).stdout)
 
@@ -70,13 +76,14 @@ def child(direction: str, source: str, target: str, verify: str) -> None:
     from rlctl.checkpoints.convert import Options, hf_to_megatron, megatron_to_hf
 
     options, before = Options(verify=verify == "1"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), cpu_seconds(resource.RUSAGE_SELF)
     if direction == "hf-to-megatron":
         hf_to_megatron(Path(source), Path(target), options)
     else:
         megatron_to_hf(Path(source), Path(target), options=options)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    print(json.dumps({"seconds": time.perf_counter() - begun, "grown": grown}))
+    seconds, used = time.perf_counter() - begun, cpu_seconds(resource.RUSAGE_SELF) - used
+    print(json.dumps({"seconds": seconds, "cpu": used, "grown": grown}))
 
 
 def main() -> None:
@@ -95,16 +102,20 @@ def main() -> None:
         work = Path(tempfile.mkdtemp(prefix="rlctl-convert-", dir=arguments.dir))
         try:
             size = write_model(work / "model", gigabytes)
-            copied = timed_copy(work / "model", work / "copy")
+            copied, used = timed_copy(work / "model", work / "copy")
             shutil.rmtree(work / "copy")
-            print(f"{size / 1e9:5.2f} GB  cp              {copied:7.2f} s  {size / 1e9 / copied:5.2f} GB/s")
+            rate = size / 1e9 / copied
+            print(
+                f"{size / 1e9:5.2f} GB  cp              {copied:7.2f} s  {rate:5.2f} GB/s"
+                f"              {used:5.2f} s of CPU"
+            )
             steps = (("hf-to-megatron", "model", "megatron"), ("megatron-to-hf", "megatron", "back"))
             for direction, source, target in steps:
                 found = timed_conversion(direction, work / source, work / target, verify)
                 rate, ratio = size / 1e9 / found["seconds"], found["seconds"] / copied
                 print(
                     f"{size / 1e9:5.2f} GB  {direction}  {found['seconds']:7.2f} s  {rate:5.2f} GB/s"
-                    f"  {ratio:4.2f} x cp  {found['grown'] / 1e6:6.0f} MB"
+                    f"  {ratio:5.2f} x cp  {found['cpu']:5.2f} s of CPU  {found['grown'] / 1e6:6.0f} MB"
                 )
         finally:
             shutil.rmtree(work, ignore_errors=True)
