@@ -1,0 +1,41 @@
+"""`rlctl refit-test` for every family: engine and trainer hold the same weights and compute the same log-probs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiny_families import write_tiny_family
+
+RLCTL = Path(sys.executable).with_name("rlctl")
+MEAN, MOST = 1e-5, 1e-4  # float32 on both sides
+QUICK = "mixtral"
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_engine_and_trainer_agree(family: str, tmp_path: Path) -> None:
+    found = refit_test(write_tiny_family(tmp_path / family, family))
+    assert found["passed"], found
+    assert [found[key] for key in ("mismatched", "missing", "extra", "unread")] == [[]] * 4
+    assert found["logprobs"]["mean_abs"] <= MEAN
+    assert found["logprobs"]["max_abs"] <= MOST
+    assert found["logprobs_before"]["max_abs"] > 100 * MOST
+
+
+def refit_test(model: Path, *more: str) -> dict:
+    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+    arguments = [
+        "refit-test", "--model", str(model), "--gpu", "cpu", "--json", "--set", "training.threads=1",
+        "--set", "generation.threads=1", *more,
+    ]  # fmt: skip
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
