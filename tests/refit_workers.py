@@ -50,17 +50,23 @@ class Slot:
         self.inner: Any = None
 
     def become_source(
-        self, rank: int, facts: ModelFacts, parallel: MegatronParallel, dtype: str, node: str | None
+        self,
+        rank: int,
+        facts: ModelFacts,
+        parallel: MegatronParallel,
+        dtype: str,
+        node: str | None,
+        device: str = "cpu",
     ) -> None:
         self._leave(node)
-        self.inner = FaultySource(rank, facts, parallel, dtype, 1)
+        self.inner = FaultySource(rank, facts, parallel, dtype, 1, device)
         self.inner.setup()
 
     def become_engine(
-        self, index: int, facts: ModelFacts, parallel: VllmParallel, dtype: str, node: str | None
+        self, index: int, facts: ModelFacts, parallel: VllmParallel, dtype: str, node: str | None, device: str = "cpu"
     ) -> None:
         self._leave(node)
-        self.inner = FaultyEngine(index, facts, parallel, dtype, 1)
+        self.inner = FaultyEngine(index, facts, parallel, dtype, 1, device)
 
     def _leave(self, node: str | None) -> None:
         if self.inner is not None:

@@ -295,6 +295,30 @@ def test_the_wrong_version_is_refused(mover: str, stage: Stage, tmp_path: Path) 
     session.close()
 
 
+@pytest.mark.gpu
+def test_buffers_on_the_device_that_both_share(stage: Stage) -> None:
+    import torch
+
+    visible = WorkerSpec({}, (stage.placement.bundles[0],), {"CUDA_VISIBLE_DEVICES": "0"})
+    pair = WorkerGroup(
+        "gpu", refit_workers.Slot, [visible, visible], stage.placement, stage.logs, start_timeout_s=120,
+        call_timeout_s=60,
+    )  # fmt: skip
+    assert torch.cuda.is_available()
+    facts, parallel = FAMILIES["qwen3_moe"], MegatronParallel()
+    policy, engines = pair.part([0], "policy"), pair.part([1], "engine")
+    policy.call("become_source", 0, facts, parallel, "bfloat16", None, "cuda")
+    engines.call("become_engine", 0, facts, VllmParallel(), "bfloat16", None, "cuda")
+    session = RefitSession(
+        policy, engines, facts, parallel=parallel, dtype="bfloat16", settings=RefitConfig(timeout_s=60, staging_mb=1)
+    )
+    session.open()
+    assert session.mover == "cuda-ipc"
+    refit_twice(session)
+    session.close()
+    pair.kill()
+
+
 def test_a_full_shared_memory_says_so(stage: Stage) -> None:
     from rlctl.backends.vllm.segment import Segment
     from rlctl.errors import MachineError

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rlctl.backends.vllm.channel import Connection, Need, cut_rounds, payload_bytes
+from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.direct import Target
 from rlctl.backends.vllm.inlets import open_inlet
 from rlctl.backends.vllm.messages import Reading, Received
@@ -70,13 +71,19 @@ class SyntheticSource(RefitSource):
     """One rank's parameters in Megatron's layout."""
 
     def __init__(
-        self, rank: int, facts: ModelFacts, parallel: MegatronParallel, dtype: str, threads: int | None = None
+        self,
+        rank: int,
+        facts: ModelFacts,
+        parallel: MegatronParallel,
+        dtype: str,
+        threads: int | None = None,
+        device: str = "cpu",
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
         self.rank, self._dtype = rank, dtype
         self._world = MegatronWorld(facts, parallel, "local", dtype)
-        self._params = _zeros(self._world.layout(rank))
+        self._params = _zeros(self._world.layout(rank), torch.device(device))
 
     def setup(self) -> int:
         """Give every element a value that replicas share; returns the number of parameters."""
@@ -97,14 +104,21 @@ class SyntheticEngine:
     """One rank's parameters in vLLM's layout, received as an engine's worker receives them, always directly."""
 
     def __init__(
-        self, index: int, facts: ModelFacts, parallel: VllmParallel, dtype: str, threads: int | None = None
+        self,
+        index: int,
+        facts: ModelFacts,
+        parallel: VllmParallel,
+        dtype: str,
+        threads: int | None = None,
+        device: str = "cpu",
     ) -> None:
         """`index` is the rank in the engines' world; ranks of several engines hold the same."""
         if threads:
             torch.set_num_threads(threads)
         self.index, self.name = index, f"engine {index} worker 0"
         whole = VllmWorld(facts, parallel, dtype).layout(index % parallel.world_size)
-        self.params = _zeros(whole)
+        self.device = torch.device(device)
+        self.params = _zeros(whole, self.device)
         self.layout = _without_padding(whole)
         self._shapes = dict(weights_of(facts).tensors)
         self.receiver = DirectReceiver(self._targets)
@@ -121,12 +135,12 @@ class SyntheticEngine:
 
     def refit_needs(self) -> list[Need]:
         reason = "parameters without an engine"
-        return [Need(self.name, this_node(), "cpu", os.getpid(), "direct", reason, self.layout)]
+        return [Need(self.name, this_node(), device_name(self.device), os.getpid(), "direct", reason, self.layout)]
 
     def refit_connect(self, connections: tuple[Connection, ...]) -> None:
         self._link = connections[0]
         self.rounds = cut_rounds(self.layout, self._link.capacity)
-        self.inlet = open_inlet(connections[0], self.rounds, self.name, torch.device("cpu"))
+        self.inlet = open_inlet(connections[0], self.rounds, self.name, self.device)
 
     def refit_begin(self, version: int) -> None:
         self._updating = True
@@ -199,8 +213,9 @@ class SyntheticEngine:
         self.refit_close()
 
 
-def _zeros(layout: Layout) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype)) for name, spec in layout.params.items()}
+def _zeros(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+    specs = layout.params.items()
+    return {name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=device) for name, spec in specs}
 
 
 def _without_padding(layout: Layout) -> Layout:
