@@ -258,7 +258,7 @@ class RefitConfig(Section):
     """Send only the elements that have changed since the version before."""
     full_every: Positive = 20
     """With sparse: everything is sent every so many refits."""
-    staging_mb: Positive = 256
+    staging_mb: Positive = 32
     """Memory between the two sides for each engine worker, in MiB: two buffers that are filled and read in turn."""
 
 
