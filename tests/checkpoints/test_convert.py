@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -418,6 +419,16 @@ def test_an_existing_destination_is_kept_unless_forced(model: Path, tmp_path: Pa
     hf_to_megatron(model, tmp_path / "megatron", Options(force=True, dtype="bfloat16"))
     assert inspect(tmp_path / "megatron").dtype == "bfloat16"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["megatron", "model"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(convert.TorchDistWriter, "write_object", full)
+    with pytest.raises(MachineError, match=r"filled up while megatron was written; nothing of it is left"):
+        hf_to_megatron(model, tmp_path / "megatron")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
 def test_too_little_space_is_said_before_writing(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

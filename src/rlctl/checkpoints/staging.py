@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError, MachineError, RlctlError
 
 FREE_SPACE_MARGIN = 1.02
 
@@ -66,8 +67,21 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         yield aside
         flush(aside)
         replace(aside, destination)
+    except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
+        if isinstance(error, RlctlError) or not _is_full(destination.parent, error):
+            raise
+        raise MachineError(
+            f"{destination.parent} filled up while {destination.name} was written; nothing of it is left.",
+            "Free some space, or choose another destination.",
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _is_full(directory: Path, error: BaseException) -> bool:
+    """Whether a write failed for want of space."""
+    full = {errno.ENOSPC, errno.EDQUOT}
+    return getattr(error, "errno", None) in full or shutil.disk_usage(directory).free < 1 << 20
 
 
 def require_absent(destination: Path) -> None:
