@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel import families
 from parallel.cases import (
     WEIGHT,
     Case,
@@ -34,8 +35,11 @@ from parallel.reference import (
     reference_logprobs,
     token_loss,
 )
-from rlctl.backends.base import ParallelSpec, only_result
+from rlctl.backends.base import ParallelSpec, PolicySpec, only_result
+from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.config.schema import LoraConfig
+from rlctl.errors import ConfigError
+from rlctl.models.registry import facts_from_hf_config
 
 Pools = Callable[[int], Pool]
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -212,3 +216,15 @@ def test_adapters_train_as_the_merged_model_does(pools: Pools, name: str, tmp_pa
     assert spread == 0
     for key, value in (wanted.base | wanted.lora).items():
         assert close(params[key], value, 1e-6 if ".lora_" in key else 0), key
+
+
+def refusal(rank: int, spec: PolicySpec) -> str:
+    with pytest.raises(ConfigError) as refused:
+        MegatronWorker(rank, 1, "127.0.0.1", 0, spec).build()
+    return str(refused.value)
+
+
+def test_layers_that_adapters_do_not_cover_are_named(pools: Pools) -> None:
+    config = families.hf_model("gemma3").config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    gemma = facts_from_hf_config(config)
+    assert "linear_proj is a " in pools(1).run(refusal, PolicySpec(gemma, lora=LORA, threads=1))[0]

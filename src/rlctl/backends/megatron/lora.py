@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from rlctl.config.schema import LoraConfig
+from rlctl.errors import ConfigError
 
 MODULES = {
     "attention": ("linear_qkv", "linear_q_up_proj", "linear_kv_up_proj", "linear_q_proj", "linear_proj"),
@@ -97,7 +98,10 @@ class AdaptedRow(Adapted, RowParallelLinear):
 
 
 def adapt(model: nn.Module, lora: LoraConfig, seed: int) -> None:
-    """Freeze all weights of a model chunk and put adapters on the targets; they start as 0 (B), A uniform."""
+    """Freeze all weights of a model chunk and put adapters on the targets; they start as 0 (B), A uniform.
+
+    Raises ConfigError where a target is a layer of another kind.
+    """
     model.requires_grad_(False)
     names = {name for target in lora.targets for name in MODULES[target]}
     for name, module in model.named_modules():
@@ -108,7 +112,10 @@ def adapt(model: nn.Module, lora: LoraConfig, seed: int) -> None:
         elif type(module) is RowParallelLinear:
             module.__class__ = AdaptedRow
         else:
-            continue
+            raise ConfigError(
+                f"training.lora: {name} is a {type(module).__name__}, which adapters do not cover.",
+                "Leave its group out of training.lora.targets, or train all weights.",
+            )
         _attach(module, lora, zlib.crc32(f"{seed} {_global_name(model, name)}".encode()))
     # Recomputation only records what some input needs a gradient for, and the frozen embedding's output does not.
     if getattr(model, "embedding", None) is not None:
