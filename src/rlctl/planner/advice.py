@@ -106,7 +106,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
             replace(request, pins={**request.pins, "training.optimizer_offload": True}),
         )
     if request.generation_bytes == 2.0:
-        yield "FP8 weights in generation", replace(request, generation_bytes=1.0)
+        yield "FP8 weights in generation (not run by `train` yet)", replace(request, generation_bytes=1.0)
     if request.gradient_bytes == 4:
         yield "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)", replace(request, gradient_bytes=2)
     for factor in (2, 4):
