@@ -139,3 +139,14 @@ class RefitReport:
 __all__ = [
     "Channel", "Made", "Opened", "RefitReport", "SegmentAddress", "Sent", "SourcePlace", "SourceSetup", "TableRow",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What one rank would send for one channel of a sparse refit."""
+
+    channel: int
+    elements: int
+    changed: int
+    bytes: int
+    rounds: int

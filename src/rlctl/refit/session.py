@@ -23,8 +23,7 @@ from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import MIB, choose_mover, meeting_host, plan_channels
-from rlctl.refit.records import Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
-from rlctl.refit.sparse import Changes
+from rlctl.refit.records import Changes, Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
 from rlctl.refit.verify import Comparison, compare, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
 

@@ -32,8 +32,8 @@ from rlctl.refit.collective import CollectiveOutlet
 from rlctl.refit.exchange import Incoming, Outgoing, agent, policy_group
 from rlctl.refit.mover import Outlet, open_outlet, sends_messages
 from rlctl.refit.packing import Packer, source_view
-from rlctl.refit.records import Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
-from rlctl.refit.sparse import Changes, SparsePacker
+from rlctl.refit.records import Changes, Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
+from rlctl.refit.sparse import SparsePacker
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.plan import Copy, Place, SingleWorld, Topology, World, receive_plan, send_plan
 

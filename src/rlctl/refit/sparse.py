@@ -6,7 +6,6 @@ all ranks). Training in bfloat16 leaves most elements as they were, because smal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -15,22 +14,12 @@ from rlctl.backends.vllm.channel import Chunk
 from rlctl.backends.vllm.sparse import entry_bytes, region_bytes, write_piece
 from rlctl.checkpoints.tensors import dtype_of, transformed
 from rlctl.refit.packing import Packer, source_view
+from rlctl.refit.records import Changes
 from rlctl.weights.layout import Layout, view_of
 from rlctl.weights.plan import Copy
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Entry = tuple[int, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What one rank would send for one channel."""
-
-    channel: int
-    elements: int
-    changed: int
-    bytes: int
-    rounds: int
 
 
 class SparsePacker:
