@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
-from rlctl.backends.megatron.compat import call_known, write_checkpoints_in_this_process
+from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.lora import is_adapter
 from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
 from rlctl.checkpoints import pickles
@@ -25,7 +25,6 @@ class Save:
 
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
-        write_checkpoints_in_this_process()
         state = _sharded_state(chunks, optimizer, is_loading=False)
         for key, _ in _chunk_keys(chunks):
             _detach_from_live_weights(state[key])

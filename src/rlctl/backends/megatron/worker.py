@@ -101,6 +101,7 @@ class MegatronWorker:
         self._reference = None
         self._rows = []
         cpu.install()  # covers the modules that building has imported
+        compat.write_checkpoints_in_this_process()
 
     def close(self) -> None:
         """Leaves the process group."""
