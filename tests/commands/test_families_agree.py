@@ -14,12 +14,13 @@ from tiny_families import write_tiny_family
 
 RLCTL = Path(sys.executable).with_name("rlctl")
 MEAN, MOST = 1e-5, 1e-4  # float32 on both sides
-QUICK = "mixtral"
+GUARD = "mixtral"
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in FAMILIES]
+    "family", [pytest.param(name, marks=pytest.mark.guard if name == GUARD else ()) for name in FAMILIES]
 )
 def test_engine_and_trainer_agree(family: str, tmp_path: Path) -> None:
     found = refit_test(write_tiny_family(tmp_path / family, family))

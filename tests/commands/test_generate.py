@@ -67,6 +67,8 @@ def test_bad_input_is_named(arguments: list[str], message: str, tiny_llama: Path
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_megatron_checkpoint_generates_what_its_model_does(tiny_llama: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -34,6 +34,7 @@ def test_fields_reach_the_worker_and_others_stay(pools: Callable[[int], Pool]) -
         spec_with(
             "megatron.moe_router_dtype=fp64",
             "megatron.moe_per_layer_logging=true",
+            "ddp.overlap_grad_reduce=true",  # without it Megatron itself drops the size
             "ddp.bucket_size=4096",
             "ddp.grad_reduce_in_fp32=false",
             "optimizer.decoupled_weight_decay=false",

@@ -126,6 +126,8 @@ def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools
     assert abs(frozen.results[0].grad_norm - squares**0.5) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 @pytest.mark.parametrize("case", [Case("qwen3moe", ParallelSpec(dp=2, ep=2)), Case(lora=LoraConfig(rank=2))])
 def test_a_sleep_empties_the_device_and_changes_no_bit(pools: Pools, case: Case) -> None:
     weights = weights_of(case.kind)

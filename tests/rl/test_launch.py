@@ -67,6 +67,11 @@ def train(model: Path, *more: str) -> list[str]:
         (["--run-dir", "sums.jsonl"], 2, "sums.jsonl is a file"),
         (["--run-dir", "noconfig/../sums.jsonl/run"], 2, "--run-dir"),
         (["--resume"], 2, "run holds no run"),
+        (["--set", "grpo.stepz=3"], 2, "grpo.steps"),
+        (["--data", "reasoning-gym:chain_sun"], 2, "chain_sum"),
+        (["--model", "./no-such-model"], 2, "no-such-model"),
+        (["--set", "generation.temperature=0"], 2, "generation.temperature"),
+        (["--max-length", "100000"], 2, "--max-length"),
     ],
 )
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
