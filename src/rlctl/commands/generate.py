@@ -56,12 +56,6 @@ def generate(
 
     Prompts go through the model's chat template. With --json, one JSON object a prompt (JSON Lines).
     """
-    from rlctl.checkpoints.source import read_object, resolve_model
-    from rlctl.errors import InputError
-    from rlctl.models.registry import facts_from_hf_config
-    from rlctl.planner.from_config import cluster_from_config
-    from rlctl.rl.completions import CompletionJob, complete, read_prompts
-
     sets = [*(set_ or []), *([f"generation.temperature={temperature}"] if temperature is not None else [])]
     flags: dict[str, Any] = {
         "model": model,
@@ -77,8 +71,21 @@ def generate(
     checkpoint = None
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)
+    sample(resolved, checkpoint, prompt or [], prompts_file, n, json_)
+
+
+def sample(
+    resolved: Resolved, checkpoint: Checkpoint | None, prompts: list[str], prompts_file: str | None, n: int, json_: bool
+) -> None:
+    """Open prompts and model, generate, and print each prompt's completions as they come."""
+    from rlctl.checkpoints.source import read_object, resolve_model
+    from rlctl.errors import InputError
+    from rlctl.models.registry import facts_from_hf_config
+    from rlctl.planner.from_config import cluster_from_config
+    from rlctl.rl.completions import CompletionJob, complete, read_prompts
+
     settings = resolved.config
-    rows = read_prompts(prompt or [], prompts_file, settings.data.prompt_field)
+    rows = read_prompts(prompts, prompts_file, settings.data.prompt_field)
     if not settings.model.name:
         raise InputError("No model to generate with.", "Give --model, --run-dir, or start from --preset laptop.")
     source = resolve_model(settings.model.name, settings.model.revision, tell=message)

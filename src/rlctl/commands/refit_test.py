@@ -10,7 +10,9 @@ from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 
 if TYPE_CHECKING:
+    from rlctl.config.schema import RlctlConfig
     from rlctl.refit.selftest import SelfTest
+    from rlctl.refit.session import Receive
 
 app = command_app()
 EXIT_MISMATCH = 5
@@ -64,12 +66,6 @@ def refit_test(
     every tensor back from what the engine computes with, and compares log-probs of greedy and sampled tokens. Exit
     code 5 names what differs.
     """
-    from rlctl.checkpoints.source import read_object, resolve_model
-    from rlctl.errors import InputError
-    from rlctl.models.registry import facts_from_hf_config
-    from rlctl.planner.from_config import cluster_from_config
-    from rlctl.rl.refit_test import RefitTestJob, run_refit_test
-
     sizes = {
         "training.tp": tp,
         "training.dp": dp,
@@ -85,13 +81,24 @@ def refit_test(
         from rlctl.rl.refit_synthetic import SyntheticJob, run_synthetic
 
         _show(run_synthetic(SyntheticJob(resolved, synthetic, repeat), message), json_)
-        return
-    if not resolved.model.name:
+    else:
+        _show(_between_engines(resolved, receive, repeat), json_)
+
+
+def _between_engines(config: RlctlConfig, receive: Receive, repeat: int) -> SelfTest:
+    """The test between a policy and an engine of the configured model."""
+    from rlctl.checkpoints.source import read_object, resolve_model
+    from rlctl.errors import InputError
+    from rlctl.models.registry import facts_from_hf_config
+    from rlctl.planner.from_config import cluster_from_config
+    from rlctl.rl.refit_test import RefitTestJob, run_refit_test
+
+    if not config.model.name:
         raise InputError("No model to test.", "Give --model, or start from --preset laptop.")
-    source = resolve_model(resolved.model.name, resolved.model.revision, tell=message)
+    source = resolve_model(config.model.name, config.model.revision, tell=message)
     facts = facts_from_hf_config(read_object(source.directory, "config.json", ""))
-    device = "cpu" if cluster_from_config(resolved).is_cpu else "cuda"
-    _show(run_refit_test(RefitTestJob(resolved, source, facts, device, receive, repeat), message), json_)
+    device = "cpu" if cluster_from_config(config).is_cpu else "cuda"
+    return run_refit_test(RefitTestJob(config, source, facts, device, receive, repeat), message)
 
 
 def _show(test: SelfTest, json_: bool) -> None:

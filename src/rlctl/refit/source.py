@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,7 @@ class SourceState:
         return self._copies
 
 
-class RefitSource:
+class RefitSource(ABC):
     """Mixed into a policy worker, which has `rank` and `parameters()`."""
 
     rank: int
@@ -78,12 +79,13 @@ class RefitSource:
     _refit_buffers: dict[int, list[torch.Tensor]] | None = None
     _refit_store: Any = None
 
+    @abstractmethod
     def parameters(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        """This rank's parameters by name; views of the live weights."""
 
+    @abstractmethod
     def refit_world(self, setup: SourceSetup) -> World:
         """The layouts of all ranks of the policy."""
-        raise NotImplementedError
 
     def refit_place(self) -> SourcePlace:
         """Where this rank runs."""

@@ -81,26 +81,12 @@ def engine_spec(
             f"generation.tp = {tp} does not divide the model's {facts.kv_heads} key/value heads.",
             "Choose a divisor (or a multiple) of that number.",
         )
-    arguments: dict[str, Any] = {
+    arguments = _common_arguments(config, tp, dummy_weights) | {
         "model": str(model_dir),
         "tokenizer": str(tokenizer_dir or model_dir),
-        "trust_remote_code": config.model.trust_remote_code,
         "dtype": resolve_dtype(dtype or config.model.dtype, device),
         "max_model_len": max_length or config.model.max_length or facts.max_length,
-        "tensor_parallel_size": tp,
-        "seed": config.run.seed,
-        # Log-probs of the distribution that was sampled from: after temperature, top-k and top-p.
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
-        **({"load_format": "dummy"} if dummy_weights else {}),
     }
-    if tp > 1:
-        # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
-        arguments["distributed_executor_backend"] = "mp"
-    if config.generation.max_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
@@ -116,6 +102,28 @@ def engine_spec(
         config.refit.in_flight,
         config.refit.timeout_s,
     )
+
+
+def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
+    """Those that neither the model nor the device decides."""
+    arguments: dict[str, Any] = {
+        "trust_remote_code": config.model.trust_remote_code,
+        "tensor_parallel_size": tp,
+        "seed": config.run.seed,
+        # Log-probs of the distribution that was sampled from: after temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+    }
+    if dummy_weights:
+        arguments["load_format"] = "dummy"
+    if tp > 1:
+        # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
+        arguments["distributed_executor_backend"] = "mp"
+    if config.generation.max_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
+    return arguments
 
 
 def resolve_dtype(dtype: str, device: Device) -> str:
