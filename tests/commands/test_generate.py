@@ -68,6 +68,24 @@ def test_bad_input_is_named(arguments: list[str], message: str, tiny_llama: Path
 
 
 @pytest.mark.slow
+def test_prompts_are_completed_alike_by_one_engine_and_by_two(tiny_llama: Path) -> None:
+    """In the order of the prompts, whichever engine made the completion."""
+    prompts = [
+        argument for text in ("Name a colour.", "What is 3 + 4?", "Say hello.") for argument in ("--prompt", text)
+    ]
+    outputs = []
+    for engines in ("1", "2"):
+        done = rlctl(
+            "generate", "--model", str(tiny_llama), *prompts, "--max-new-tokens", "8", "--seed", "3", "--gpu", "cpu",
+            "--json", "--set", f"generation.engines={engines}", "--set", "generation.threads=1",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+        outputs.append([(record["prompt"], record["completions"][0]["token_ids"]) for record in records])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.slow
 @pytest.mark.guard
 def test_a_megatron_checkpoint_generates_what_its_model_does(tiny_llama: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -44,7 +44,7 @@ def test_a_plan_that_runs_comes_before_a_faster_one_that_does_not() -> None:
     assert not fastest.runnable
     assert made.runnable
     assert fastest.total_s <= made.total_s
-    assert any("cannot run it yet" in other.why for other in made.rejected)
+    assert any("it cannot be run yet" in other.why for other in made.rejected)
 
 
 def test_gradients_in_bf16_leave_room_for_no_recompute() -> None:

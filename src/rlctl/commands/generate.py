@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
+    from rlctl.data.prompts import PromptRow
     from rlctl.runs.checkpoints import Checkpoint
 
 app = command_app()
@@ -48,13 +49,17 @@ def generate(
     preset: options.Preset = None,
     config: options.Config = None,
     set_: options.Set = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
     gpu: options.Gpu = None,
     ray_address: options.RayAddress = None,
+    dry_run: options.DryRun = False,
     json_: options.Json = False,
 ) -> None:
     """Sample completions from a model, or from a checkpoint of a run (--run-dir).
 
-    Prompts go through the model's chat template. With --json, one JSON object a prompt (JSON Lines).
+    Prompts go through the model's chat template. How many engines of which size there are is planned; pin any of it
+    with --set generation.<key>=<value>. With --json, one JSON object a prompt (JSON Lines).
     """
     sets = [*(set_ or []), *([f"generation.temperature={temperature}"] if temperature is not None else [])]
     flags: dict[str, Any] = {
@@ -64,63 +69,35 @@ def generate(
         "max_length": max_length,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
         "gpu": gpu,
         "ray_address": ray_address,
     }
+    from rlctl.rl.completions import of_run, read_prompts
+
     resolved = options.resolve_config(preset=preset, config=config, set_=sets, **flags)
     checkpoint = None
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)
-    sample(resolved, checkpoint, prompt or [], prompts_file, n, json_)
+    rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
+    if dry_run:
+        from rlctl.rl.dry_run import dry_generate
+
+        show_dry_run(dry_generate(resolved, n, checkpoint, len(rows)), json_)
+    else:
+        sample(resolved, checkpoint, rows, n, json_)
 
 
-def sample(
-    resolved: Resolved, checkpoint: Checkpoint | None, prompts: list[str], prompts_file: str | None, n: int, json_: bool
-) -> None:
-    """Open prompts and model, generate, and print each prompt's completions as they come."""
-    from rlctl.checkpoints.source import read_object, resolve_model
-    from rlctl.errors import InputError
-    from rlctl.models.registry import facts_from_hf_config
-    from rlctl.planner.from_config import cluster_from_config
-    from rlctl.rl.completions import CompletionJob, complete, read_prompts
+def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:
+    """Open the model, plan, generate, and print each prompt's completions."""
+    from rlctl.rl.completions import complete, completion_job
 
-    settings = resolved.config
-    rows = read_prompts(prompts, prompts_file, settings.data.prompt_field)
-    if not settings.model.name:
-        raise InputError("No model to generate with.", "Give --model, --run-dir, or start from --preset laptop.")
-    source = resolve_model(settings.model.name, settings.model.revision, tell=message)
-    if source.note:
-        message(source.note)
-    facts = facts_from_hf_config(read_object(source.directory, "config.json", ""))
-    device = "cpu" if cluster_from_config(settings).is_cpu else "cuda"
-    job = CompletionJob(settings, source, facts, device, n, checkpoint)
+    job = completion_job(resolved, n, checkpoint, len(rows), message)
+    if job.model.source.note:
+        message(job.model.source.note)
     for record in complete(job, rows, message):
         print_json(record, lines=True) if json_ else print(text_of(record), flush=True)
-
-
-def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved, Checkpoint]:
-    """The configuration a run was made with, under what this command line sets, and the checkpoint wanted of it."""
-    from rlctl.config.load import DEFAULT, Value, build
-    from rlctl.errors import InputError
-    from rlctl.runs.directory import RunDirectory
-
-    run = RunDirectory(directory)
-    stored = run.manifest()
-    checkpoints = run.checkpoints()
-    found = [one for one in checkpoints if step is None or one.step == step]
-    if not found:
-        have = ", ".join(str(one.step) for one in checkpoints) or "none"
-        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise InputError(f"--run-dir {directory} has not {wanted} (it has: {have}).", "Choose another with --step.")
-    values = {
-        key: Value(key, entry["value"], entry["origin"])
-        for key, entry in stored["config"].items()
-        if entry["origin"] != DEFAULT
-    }
-    values |= {
-        key: Value(key, value, asked.origin[key]) for key, value in asked.leaves() if asked.origin[key] != DEFAULT
-    }
-    return build(values), found[-1]
 
 
 def text_of(record: dict[str, Any]) -> str:

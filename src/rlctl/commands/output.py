@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rlctl.errors import RlctlError
+
+if TYPE_CHECKING:
+    from rlctl.rl.dry_run import DryRun
 
 
 class JsonMode:
@@ -43,6 +46,11 @@ def print_json(value: Any, *, lines: bool = False) -> None:
     text = json.dumps(value) if lines else json.dumps(value, indent=2)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def show_dry_run(report: DryRun, json_: bool) -> None:
+    """What a command would do."""
+    print_json(report.to_json()) if json_ else print(report.text())
 
 
 def message(text: str) -> None:

@@ -14,11 +14,9 @@ from rlctl.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.models.facts import ModelFacts
     from rlctl.planner.plan import Plan
 
 app = command_app()
-ASSUMED_GPU = "h100"
 
 Colocated = Annotated[
     bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
@@ -128,54 +126,20 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 
 def planned(resolved: Resolved, top: int) -> tuple[Plan, str]:
     """The plan of a configuration and what to call its model."""
-    from rlctl.planner.from_config import plan_from_config
+    from rlctl.planner.from_config import local_gpus, plan_from_config
+    from rlctl.rl.planned import ASSUMED_GPU, published_facts
 
-    name = resolved.config.model.name
-    if name is None:
-        raise InputError("There is no model to plan for.", "Give --model, or a preset that names one.")
-    made = plan_from_config(resolved.config, model_facts(name, resolved), assume=ASSUMED_GPU, top=top)
-    section = resolved.config.cluster
-    if section.gpu == "auto" and not made.cluster.is_cpu and made.cluster.device.name == ASSUMED_GPU:
-        from rlctl.planner.from_config import local_gpus
-
-        if not local_gpus():
-            message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
-    return replace(made, blocked=(*resolved.unsupported, *too_long(made, resolved))), name
+    section = resolved.config
+    made = plan_from_config(section, published_facts(section.model, message), assume=ASSUMED_GPU, top=top)
+    if section.cluster.gpu == "auto" and not made.cluster.is_cpu and not local_gpus():
+        message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
+    return replace(made, blocked=(*resolved.unsupported, *too_long(made, resolved))), section.model.name or ""
 
 
 def too_long(made: Plan, resolved: Resolved) -> list[str]:
     """Why `train` refuses the plan's length, where it does."""
     length, limit = resolved.config.model.max_length, made.facts.max_length
     return [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
-
-
-def model_facts(name: str, resolved: Resolved) -> ModelFacts:
-    """Facts from a local directory's configuration, the catalog, or the hub's configuration, in this order."""
-    import json
-
-    from rlctl.models.catalog import lookup, near
-    from rlctl.models.registry import facts_from_hf_config
-
-    directory = Path(name).expanduser()
-    if not directory.is_dir():
-        facts = lookup(name)
-        if facts is not None:
-            return facts
-        from rlctl.checkpoints.source import resolve_model
-
-        try:
-            directory = resolve_model(name, resolved.config.model.revision, weights=False, tell=message).directory
-        except InputError as error:
-            close = near(name)
-            raise InputError(
-                error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
-            ) from error
-    path = directory / "config.json"
-    if not path.exists():
-        raise InputError(
-            f"--model {name}: no config.json in {directory}.", "Give a Hugging Face directory or a hub name."
-        )
-    return facts_from_hf_config(json.loads(path.read_text()))
 
 
 def no_plan_json(error: NoPlanError) -> dict[str, Any]:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
+from rlctl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import RlctlConfig
     from rlctl.refit.selftest import SelfTest
-    from rlctl.refit.session import Receive
 
 app = command_app()
 EXIT_MISMATCH = 5
@@ -56,15 +55,18 @@ def refit_test(
             help="All tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without an engine.",
         ),
     ] = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
     gpu: options.Gpu = None,
     ray_address: options.RayAddress = None,
+    dry_run: options.DryRun = False,
     json_: options.Json = False,
 ) -> None:
     """Transfer weights between the engines and verify every tensor.
 
-    Starts the training and the generation engine, refits at least twice with perturbed weights in between, reads
-    every tensor back from what the engine computes with, and compares log-probs of greedy and sampled tokens. Exit
-    code 5 names what differs.
+    Starts the training and the generation engine as `train` would lay them out (pin any of it with --set), refits at
+    least twice with perturbed weights in between, reads every tensor back from what the engine computes with, and
+    compares log-probs of greedy and sampled tokens. Exit code 5 names what differs.
     """
     sizes = {
         "training.tp": tp,
@@ -75,30 +77,23 @@ def refit_test(
     }
     sets = [*(set_ or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
     resolved = options.resolve_config(
-        preset=preset, config=config, set_=sets, model=model, gpu=gpu, ray_address=ray_address
-    ).config
+        preset=preset, config=config, set_=sets, model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
+        ray_address=ray_address,
+    )  # fmt: skip
     if synthetic is not None:
         from rlctl.rl.refit_synthetic import SyntheticJob, run_synthetic
 
-        _show(run_synthetic(SyntheticJob(resolved, synthetic, repeat), message), json_)
+        if dry_run:
+            raise InputError("--dry-run shows a plan, and --synthetic has none.", "Leave one of them out.")
+        _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_)
+    elif dry_run:
+        from rlctl.rl.dry_run import dry_refit_test
+
+        show_dry_run(dry_refit_test(resolved), json_)
     else:
-        _show(_between_engines(resolved, receive, repeat), json_)
+        from rlctl.rl.refit_test import refit_test_job, run_refit_test
 
-
-def _between_engines(config: RlctlConfig, receive: Receive, repeat: int) -> SelfTest:
-    """The test between a policy and an engine of the configured model."""
-    from rlctl.checkpoints.source import read_object, resolve_model
-    from rlctl.errors import InputError
-    from rlctl.models.registry import facts_from_hf_config
-    from rlctl.planner.from_config import cluster_from_config
-    from rlctl.rl.refit_test import RefitTestJob, run_refit_test
-
-    if not config.model.name:
-        raise InputError("No model to test.", "Give --model, or start from --preset laptop.")
-    source = resolve_model(config.model.name, config.model.revision, tell=message)
-    facts = facts_from_hf_config(read_object(source.directory, "config.json", ""))
-    device = "cpu" if cluster_from_config(config).is_cpu else "cuda"
-    return run_refit_test(RefitTestJob(config, source, facts, device, receive, repeat), message)
+        _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_)
 
 
 def _show(test: SelfTest, json_: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, print_json
+from rlctl.commands.output import command_app, examples, print_json, show_dry_run
 from rlctl.errors import InputError
 
 app = command_app()
@@ -74,12 +74,13 @@ def grpo(
     resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
+    if dry_run:
+        from rlctl.rl.dry_run import dry_train
+
+        show_dry_run(dry_train(resolved), json_)
+        return
     from rlctl.rl import launch
 
-    if dry_run:
-        report = launch.dry_run(resolved)
-        print_json(report.to_json()) if json_ else print(report.text())
-        return
     summary = launch.train_grpo(resolved, resume=resume, quiet=json_, allow_changes=allow_changes)
     if json_:
         print_json(dataclasses.asdict(summary))

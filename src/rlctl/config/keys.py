@@ -13,6 +13,20 @@ from pydantic.fields import FieldInfo
 from rlctl.config.passthrough import annotation, installed_field, section_with
 from rlctl.config.schema import PassThrough, RlctlConfig, Section
 
+LAYOUT = (
+    "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
+    *(f"training.{key}" for key in (
+        "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "first_stage_layers", "last_stage_layers",
+        "recompute", "optimizer_offload", "micro_batch_tokens", "threads",
+    )),
+    *(f"generation.{key}" for key in (
+        "engines", "tp", "pp", "dp", "ep", "colocated", "memory_fraction", "kv_cache_bytes", "max_concurrent",
+        "max_batched_tokens", "threads",
+    )),
+)  # fmt: skip
+"""Keys of how one computation is laid out over devices: numbers agree within rounding whatever they are. What the
+planner decided is planned again when one of them changes."""
+
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section class that a field holds, or None for a plain value."""

@@ -14,18 +14,20 @@ from rlctl.telemetry.phases import Phase
 
 
 def assemble(
-    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
 ) -> Plan:
+    """The plan of these layouts; either may be None, for training or for completions alone."""
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
-    choice = training.choice
-    number, _ = timing.micro_batches(choice, workload, constants)
+    choice = training.choice if training else None
+    number = timing.micro_batches(choice, workload, constants)[0] if choice else 0
     return Plan(
         facts=facts, cluster=cluster, workload=workload, backend=_backend(request), training=choice,
         generation=generation, colocated=colocated, micro_batches=number,
         memory=_memory(request, training, generation, colocated),
         host_memory=_host_memory(request, training, generation, colocated),
         seconds=_seconds(request, training, generation, colocated),
-        mfu=_mfu(request, training), mover=_mover(request, colocated), pins=request.pins,
+        mfu=_mfu(request, training) if training else 0.0,
+        mover=_mover(request, colocated) if training and generation else None, pins=request.pins,
     )  # fmt: skip
 
 
@@ -41,9 +43,12 @@ def _mover(request: Request, colocated: bool) -> str:
 
 
 def _memory(
-    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
 ) -> dict[str, mem.PhaseMemory]:
     facts, cluster, constants = request.facts, request.cluster, request.constants
+    if training is None:
+        assert generation is not None
+        return {"generation": generation_memory(facts, generation, cluster, 0.0, constants)}
     asleep = search.asleep_bytes(request, colocated)
     phases = {"training": training.peak}
     if generation is None:
@@ -57,31 +62,37 @@ def _memory(
 
 
 def _host_memory(
-    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
 ) -> float:
-    if not request.cluster.is_cpu:
+    if training is None and not request.cluster.is_cpu:
+        return mem.engine_host_memory(request.cluster)
+    if training is not None and not request.cluster.is_cpu:
         weights = search.weight_bytes(request.facts, generation) if generation else 0.0
         return mem.host_memory(
             request.facts, training.choice, request.cluster, colocated and generation is not None, weights
         )
-    ranks = max(1, training.choice.world_size // request.cluster.nodes)
     engine = 0.0
     if generation is not None:
         per_node = max(1, generation.engines // request.cluster.nodes) * generation.tp
         engine = per_node * generation_memory(request.facts, generation, request.cluster, 0.0, request.constants).total
-    return ranks * training.peak.total + engine
+    policy = max(1, training.choice.world_size // request.cluster.nodes) * training.peak.total if training else 0.0
+    return policy + engine
 
 
 def _seconds(
-    request: Request, training: search.TrainingCandidate, generation: GenerationChoice | None, colocated: bool
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
 ) -> dict[Phase, float]:
     constants, cluster = request.constants, request.cluster
-    seconds = dict.fromkeys(Phase, 0.0) | {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs}
-    seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
+    seconds = dict.fromkeys(Phase, 0.0)
     if generation is not None:
         seconds[Phase.GENERATION] = generation_time(
             request.facts, generation, request.workload, cluster, constants
         ).total
+    if training is None:
+        return seconds
+    seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs}
+    seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
+    if generation is not None:
         seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s
         seconds[Phase.REFIT] = timing.refit_time(
             request.facts, training.choice, cluster, colocated, generation.weight_bytes, generation.tp, constants

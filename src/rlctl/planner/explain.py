@@ -14,16 +14,13 @@ from rlctl.planner.stages import Stage, rank_parameters, stages
 
 def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
     """Lines of arithmetic for memory, training, generation and refit."""
-    lines = [
-        "model",
-        *_model(plan),
-        "memory in training",
-        *_memory(plan, constants),
-        "training",
-        *_training(plan, constants),
-    ]
+    lines = ["model", *_model(plan)]
+    if plan.training is not None:
+        lines += ["memory in training", *_memory(plan, constants), "training", *_training(plan, constants)]
     if plan.generation is not None:
-        lines += ["generation", *_generation(plan, constants), "refit", *_refit(plan, constants)]
+        lines += ["generation", *_generation(plan, constants)]
+    if plan.training is not None and plan.generation is not None:
+        lines += ["refit", *_refit(plan, constants)]
     return "\n".join(lines)
 
 
@@ -100,7 +97,7 @@ def _generation(plan: Plan, constants: Constants) -> list[str]:
         f"  lengths: mean {lengths.mean:.0f}, longest {lengths.longest:.0f} of {lengths.limit:.0f} (log-normal, "
         f"sigma {constants.length_sigma:g})",
         f"  {time.steps:.0f} decode steps, {1e3 * time.first_step:.1f} ms with "
-        f"{min(g.max_concurrent, plan.workload.samples // g.replicas)} sequences "
+        f"{min(g.max_concurrent, plan.workload.share(g.engines, g.dp))} sequences "
         f"down to {1e3 * time.last_step:.1f} ms with the last: {time.decode:.1f} s; prefill {time.prefill:.1f} s",
     ]
 

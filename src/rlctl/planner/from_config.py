@@ -66,6 +66,22 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
     return make_cluster(assume, section.nodes, section.gpus_per_node)
 
 
+def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: list[int], samples: int) -> Workload:
+    """The workload of completing prompts of these lengths, `samples` times each. Nothing is trained."""
+    new = config.generation.max_new_tokens
+    limit = min(config.model.max_length or facts.max_length, facts.max_length)
+    return Workload(
+        prompts=len(prompt_tokens),
+        generations=samples,
+        max_length=min(limit, max(prompt_tokens) + new),
+        max_new_tokens=min(new, limit),
+        mean_new_tokens=config.generation.mean_length or new / 2,
+        prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)),
+        trains=False,
+        goal=config.run.goal,
+    )
+
+
 def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
     """The workload of a step; `prompt_tokens` is the mean where the data is known."""
     new = config.generation.max_new_tokens
@@ -100,15 +116,23 @@ def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
 
 
 def plan_from_config(
-    config: RlctlConfig, facts: ModelFacts, *, assume: str | None = None, prompt_tokens: int | None = None, top: int = 5
+    config: RlctlConfig,
+    facts: ModelFacts,
+    *,
+    assume: str | None = None,
+    prompt_tokens: int | None = None,
+    top: int = 5,
+    workload: Workload | None = None,
 ) -> Plan:
-    """The plan of a configuration. Raises ConfigError, NoPlanError or MachineError as `make_plan` and
-    `cluster_from_config` do."""
+    """The plan of a configuration; `workload` stands in for a training step's. Raises ConfigError, NoPlanError or
+    MachineError as `make_plan` and `cluster_from_config` do."""
     cluster = cluster_from_config(config, assume)
-    workload = workload_from_config(config, facts, prompt_tokens)
+    workload = workload or workload_from_config(config, facts, prompt_tokens)
+    pins = pins_from_config(config)
+    if not workload.trains:
+        pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
+        pins.pop("generation.colocated", None)
     precision = {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
-    return make_plan(
-        facts, cluster, workload, pins_from_config(config), precision=precision, gradient_bytes=gradient_bytes, top=top
-    )
+    return make_plan(facts, cluster, workload, pins, precision=precision, gradient_bytes=gradient_bytes, top=top)

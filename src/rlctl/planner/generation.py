@@ -185,7 +185,7 @@ def generation_time(
     While more sequences wait than fit, the replica runs full; then the batch drains along the tail of the length
     distribution, at ever fewer sequences but never faster than one step a token.
     """
-    per_replica = max(1.0, -(-workload.samples // choice.replicas))
+    per_replica = float(workload.share(choice.engines, choice.dp))
     lengths = workload.lengths(constants.length_sigma)
     context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
     capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))

@@ -221,6 +221,11 @@ def refit_memory(
     )
 
 
+def engine_host_memory(cluster: ClusterFacts) -> float:
+    """Host memory of one node in bytes where engines run alone: their workers, and the object store."""
+    return max(1, cluster.gpus_per_node) * 4 * GIB + 10 * GIB
+
+
 def host_memory(
     facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, colocated: bool, engine_weights: float
 ) -> float:

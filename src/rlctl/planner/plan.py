@@ -70,12 +70,12 @@ def _slower(plan: Plan, best: Plan) -> str:
     ratio = plan.total_s / best.total_s - 1
     if best.runnable and not plan.runnable and ratio < 0.005:
         gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
-        return f"{gain}, but `train` cannot run it yet: {plan.not_runnable_because[0]}"
+        return f"{gain}, but it cannot be run yet: {plan.not_runnable_because[0]}"
     if ratio < -0.005:
         return f"{-100 * ratio:.0f}% faster, but less simple"
     if ratio < 0.005:
         return "as fast, but less simple"
-    return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s a step)"
+    return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
 
 
 def _plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
@@ -85,6 +85,8 @@ def _plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     )
     log = _RejectionLog()
     plans: list[Plan] = []
+    if not request.workload.trains:
+        return _engines_alone(request, log), log.listed()
     for colocated in modes if request.workload.rollouts else [True]:
         if colocated:
             plans += _colocated(request, log)
@@ -164,10 +166,18 @@ def _split(request: Request, log: _RejectionLog) -> list[Plan]:
 
 
 def _score(plan: Plan) -> float:
-    kinds = search.complexity(plan.training)
+    kinds = search.complexity(plan.training) if plan.training is not None else 0
     if plan.generation is not None:
         kinds += sum(v > 1 for v in (plan.generation.tp, plan.generation.pp, plan.generation.dp))
     return plan.total_s * (1 + search.SIMPLICITY * kinds)
+
+
+def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
+    """Completions: all devices are the engines'."""
+    devices = request.cluster.gpus or 1
+    engines = search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
+    able = _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1)
+    return sorted((assemble(request, None, engine.choice, False) for engine in able), key=_score)
 
 
 def _least_cpu_engine(request: Request) -> float:
@@ -209,7 +219,7 @@ def _host_fits(
 
 
 def refuse_unrunnable(plan: Plan) -> None:
-    """Raises ConfigError naming each key of a plan that `train` cannot run yet."""
+    """Raises ConfigError naming each key of a plan that rlctl cannot run yet."""
     why = plan.not_runnable_because
     if why:
         raise ConfigError(

@@ -12,9 +12,11 @@ from rlctl.planner.search import HEADROOM, Request
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
     """Reasons in the order of the plan's own values."""
-    yield from _training_reasons(plan, request, rejected)
+    if plan.training is not None:
+        yield from _training_reasons(plan, request, rejected)
     if plan.generation is not None:
         yield from _generation_reasons(plan, request)
+    if plan.training is not None and plan.generation is not None:
         yield Reason(
             f"generation.colocated={str(plan.colocated).lower()}",
             _given(plan, "generation.colocated")
@@ -44,7 +46,7 @@ def _why_not(rejected: list[Rejected], plan: Plan, size: str) -> str | None:
 def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
     t = plan.training
     fastest = (
-        "fastest of the layouts that fit" + (" and that `train` can run" if plan.runnable else "")
+        "fastest of the layouts that fit" + (" and that can be run" if plan.runnable else "")
         if request.workload.goal == "fast"
         else f"best of those that fit for --goal {request.workload.goal}"
     )
@@ -94,19 +96,29 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
         )
 
 
+def _engines_rule(plan: Plan, request: Request) -> str:
+    g = plan.generation
+    assert g is not None
+    if plan.cluster.is_cpu:
+        return "one a node"
+    if g.gpus < plan.cluster.gpus and g.engines == request.workload.prompts:
+        return "one a prompt: the completions of a prompt are made by one engine"
+    return f"the devices by {g.replica_gpus * g.dp} an engine"
+
+
 def _generation_reasons(plan: Plan, request: Request) -> Iterator[Reason]:
     g = plan.generation
     assert g is not None
     longest = request.workload.lengths(request.constants.length_sigma).longest
     yield Reason(
         f"generation.engines={g.engines}",
-        _given(plan, "generation.engines") or f"the devices by {g.replica_gpus * g.dp} an engine",
+        _given(plan, "generation.engines") or _engines_rule(plan, request),
     )
     yield Reason(
         f"generation.tp={g.tp}",
         _given(plan, "generation.tp")
         or (
-            f"fastest for {request.workload.samples // g.replicas} rollouts an engine, the longest about "
+            f"fastest for {request.workload.share(g.engines, g.dp)} rollouts an engine, the longest about "
             f"{longest:.0f} tokens"
         ),
     )
@@ -118,7 +130,8 @@ def _generation_reasons(plan: Plan, request: Request) -> Iterator[Reason]:
         yield Reason(
             f"generation.memory_fraction={g.memory_fraction}",
             _given(plan, "generation.memory_fraction")
-            or ("all rollouts of an engine at full length, at most what the sleeping policy leaves"),
+            or "all rollouts of an engine at full length, at most what "
+            + ("the sleeping policy leaves" if plan.colocated else "vLLM should take of a GPU"),
         )
     yield Reason(
         f"generation.kv_cache_bytes={int(g.kv_cache_bytes)}",

@@ -22,9 +22,10 @@ GENERATION_KEYS = (
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The object of `rlctl plan --json`; memory in GiB, seconds a step."""
-    training = {"backend": plan.backend} | {key: getattr(plan.training, key) for key in TRAINING_KEYS}
-    training |= {"accumulation": plan.micro_batches, "world_size": plan.training.world_size}
-    generation = None
+    training, generation = None, None
+    if plan.training is not None:
+        training = {"backend": plan.backend} | {key: getattr(plan.training, key) for key in TRAINING_KEYS}
+        training |= {"accumulation": plan.micro_batches, "world_size": plan.training.world_size}
     if plan.generation is not None:
         generation = {key: getattr(plan.generation, key) for key in GENERATION_KEYS}
         generation["kv_cache_bytes"] = int(plan.generation.kv_cache_bytes)
@@ -63,12 +64,13 @@ def cluster_json(plan: Plan) -> dict[str, Any]:
 def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     """The plan as a page of text."""
     lines = [f"{model} ({_billions(plan)}) on {plan.cluster.describe()}", ""]
-    lines += [f"  training    {plan.backend}  {plan.training.name()}, {plan.training.precision}"]
-    lines += [
-        f"              rows of {plan.training.micro_batch_tokens} tokens, {plan.micro_batches} a rank and "
-        f"optimizer step"
-        f", {plan.workload.optimizer_steps} optimizer step{'s' * (plan.workload.optimizer_steps > 1)}"
-    ]
+    if plan.training is not None:
+        lines += [f"  training    {plan.backend}  {plan.training.name()}, {plan.training.precision}"]
+        lines += [
+            f"              rows of {plan.training.micro_batch_tokens} tokens, {plan.micro_batches} a rank and "
+            f"optimizer step"
+            f", {plan.workload.optimizer_steps} optimizer step{'s' * (plan.workload.optimizer_steps > 1)}"
+        ]
     if plan.generation is not None:
         g = plan.generation
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
@@ -77,13 +79,15 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
             f"{g.kv_cache_tokens} tokens"
         ]
         where = "on the same devices" if plan.colocated else "on devices of their own"
-        lines += [f"              at most {g.max_concurrent} sequences a replica, {where}; refit by {plan.mover}"]
+        beside = f", {where}; refit by {plan.mover}" if plan.training is not None else ""
+        lines += [f"              at most {g.max_concurrent} sequences a replica{beside}"]
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
     if not plan.runnable:
         lines += ["", "  not runnable yet", *(f"    {why}" for why in plan.not_runnable_because)]
     if reasons:
         lines += ["", "  why", *_aligned((reason.value, reason.rule) for reason in plan.reasons)]
-        lines += ["", "  not chosen", *(f"    {other.plan}: {other.why}" for other in plan.rejected)]
+        others = [f"    {other.plan}: {other.why}" for other in plan.rejected]
+        lines += ["", "  not chosen", *(others or ["    there is no other layout for these devices"])]
     return "\n".join(lines)
 
 
@@ -120,9 +124,10 @@ def _memory_table(plan: Plan) -> list[str]:
 def _seconds_table(plan: Plan) -> list[str]:
     parts = "  ".join(f"{phase.value} {plan.seconds[phase]:.1f}" for phase in Phase if plan.seconds[phase])
     devices = "node" if plan.cluster.is_cpu else "GPU"
+    used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
     return [
-        f"  seconds a step, predicted   {parts}  total {plan.total_s:.1f}",
-        f"    {plan.tokens_per_s_per_gpu:.0f} tokens/s a {devices}, MFU {plan.mfu:.0%} while training",
+        f"  seconds{' a step' * (plan.training is not None)}, predicted   {parts}  total {plan.total_s:.1f}",
+        f"    {plan.tokens_per_s_per_gpu:.0f} tokens/s a {devices}{used}",
     ]
 
 

@@ -15,6 +15,12 @@ from rlctl.planner.rules import family_problem, not_runnable
 from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
 
+TRAINING_KEYS = (
+    "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
+    "optimizer_offload",
+)  # fmt: skip
+GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
+
 
 @dataclass(frozen=True)
 class Reason:
@@ -40,18 +46,21 @@ class Plan:
     cluster: ClusterFacts
     workload: Workload
     backend: str
-    training: TrainingChoice
+    training: TrainingChoice | None
+    """None: completions alone."""
     generation: GenerationChoice | None
+    """None: training alone."""
     colocated: bool
     micro_batches: int
-    """Of one optimizer step on one data-parallel rank."""
+    """Of one optimizer step on one data-parallel rank; 0 without training."""
     memory: dict[str, PhaseMemory]
     """By phase, of one device; on a CPU of one process."""
     host_memory: float
     """Of one node."""
     seconds: dict[Phase, float]
     mfu: float
-    mover: str
+    mover: str | None
+    """What carries a refit; None: there is none."""
     reasons: tuple[Reason, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
@@ -81,36 +90,29 @@ class Plan:
         return not self.not_runnable_because
 
     def name(self) -> str:
-        parts = [f"training {self.training.name()}"]
-        if self.generation is not None:
-            parts.append(f"generation {self.generation.name()}")
-        return "; ".join(parts) + ("" if self.colocated else "; split")
+        halves = (("training", self.training), ("generation", self.generation))
+        parts = [f"{name} {half.name()}" for name, half in halves if half is not None]
+        return "; ".join(parts) + ("; split" if len(parts) > 1 and not self.colocated else "")
 
     def config_values(self) -> dict[str, Any]:
         """The configuration keys that the plan decides, with their values: what `train` fills in."""
-        training, generation = self.training, self.generation
-        values: dict[str, Any] = {
-            f"training.{key}": getattr(training, key)
-            for key in (
-                "tp",
-                "pp",
-                "vpp",
-                "cp",
-                "ep",
-                "etp",
-                "dp",
-                "sequence_parallel",
-                "micro_batch_tokens",
-                "recompute",
-            )
-        }
-        values |= {"training.backend": self.backend, "training.optimizer_offload": training.optimizer_offload}
-        if training.threads:
-            values["training.threads"] = training.threads
+        return self._training_values() | self._generation_values()
+
+    def _training_values(self) -> dict[str, Any]:
+        training = self.training
+        if training is None:
+            return {}
+        values = {f"training.{key}": getattr(training, key) for key in TRAINING_KEYS}
+        values["training.backend"] = self.backend
+        return values | ({"training.threads": training.threads} if training.threads else {})
+
+    def _generation_values(self) -> dict[str, Any]:
+        generation = self.generation
         if generation is None:
-            return values
-        values |= {f"generation.{key}": getattr(generation, key) for key in ("engines", "tp", "pp", "dp", "ep")}
-        values |= {"generation.colocated": self.colocated, "generation.max_concurrent": generation.max_concurrent}
+            return {}
+        values: dict[str, Any] = {f"generation.{key}": getattr(generation, key) for key in GENERATION_KEYS}
+        if self.training is not None:
+            values["generation.colocated"] = self.colocated
         if self.cluster.is_cpu:
             values["generation.kv_cache_bytes"] = int(generation.kv_cache_bytes)
             values["generation.threads"] = generation.threads

@@ -174,17 +174,19 @@ def family_problem(family: str) -> str | None:
 
 
 def not_runnable(
-    training: TrainingChoice, generation: GenerationChoice | None, colocated: bool, backend: str
+    training: TrainingChoice | None, generation: GenerationChoice | None, colocated: bool, backend: str
 ) -> list[str]:
-    """What of a valid plan rlctl cannot run yet, by key; empty: `train` runs it."""
-    why = [] if backend == "megatron" else [f"training.backend = {backend}: only megatron trains yet"]
-    if training.optimizer_offload:
-        why.append("training.optimizer_offload = True: not run by `train` yet; False is")
-    if training.precision in ("fp8", "fp4"):
+    """What of a valid plan rlctl cannot run yet, by key; empty: it runs."""
+    why = (
+        [] if backend == "megatron" or training is None else [f"training.backend = {backend}: only megatron trains yet"]
+    )
+    if training is not None and training.optimizer_offload:
+        why.append("training.optimizer_offload = True: not run yet; False is")
+    if training is not None and training.precision in ("fp8", "fp4"):
         why.append(f"model.dtype = {training.precision}: `train` runs float32 and bfloat16")
     for key in ("pp", "dp", "ep") if generation is not None else ():
         if getattr(generation, key) != 1:
-            why.append(f"generation.{key} = {getattr(generation, key)}: not run by `train` yet; 1 is")
-    if not colocated:
+            why.append(f"generation.{key} = {getattr(generation, key)}: not run yet; 1 is")
+    if training is not None and not colocated:
         why.append("generation.colocated = false: `train` runs both engines on the same devices")
     return why

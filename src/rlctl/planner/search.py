@@ -241,9 +241,9 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
             for dp, ep in options:
                 if dp != request.pin("generation.dp", dp) or ep != request.pin("generation.ep", ep):
                     continue
-                engines = request.pin("generation.engines", devices // (tp * pp * dp))
+                engines = request.pin("generation.engines", min(devices // (tp * pp * dp), workload.prompts))
                 if engines:
-                    share = max(1, -(-workload.samples // (engines * dp)))
+                    share = workload.share(engines, dp)
                     concurrent = request.pin("generation.max_concurrent", max(8, min(1024, share)))
                     yield GenerationChoice(engines, tp, pp, dp, ep, max_concurrent=concurrent, **base)
 
@@ -252,10 +252,9 @@ def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationC
     workload, cores = request.workload, request.cluster.device.cores * request.cluster.nodes
     sizes = {key: request.pin(f"generation.{key}", 1) for key in ("pp", "dp", "ep")}
     for tp in _pinned(request, "generation.tp", [1]):
-        engines = request.pin("generation.engines", request.cluster.nodes)
+        engines = request.pin("generation.engines", min(request.cluster.nodes, workload.prompts))
         threads = request.pin("generation.threads", max(1, cores // (engines * tp)))
-        share = max(1, -(-workload.samples // engines))
-        concurrent = request.pin("generation.max_concurrent", min(256, share))
+        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines)))
         yield GenerationChoice(
             engines, tp, memory_fraction=None, max_concurrent=concurrent, threads=threads, **sizes, **base
         )

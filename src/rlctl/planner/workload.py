@@ -32,6 +32,8 @@ class Workload:
     """Log-probs of a reference policy are needed."""
     rollouts: bool = True
     """False: supervised training or pretraining; `prompts` sequences of `max_length`, nothing is generated."""
+    trains: bool = True
+    """False: completions alone; there are engines and no policy."""
     packing: bool = True
     share_prompts: bool = False
     """Rollouts of a group in one row stand behind a single copy of their prompt."""
@@ -40,6 +42,11 @@ class Workload:
     @property
     def samples(self) -> int:
         return self.prompts * self.generations
+
+    def share(self, engines: int, replicas: int = 1) -> int:
+        """Rollouts of the busiest of `replicas` replicas of an engine: the prompts are dealt to the engines, and all
+        rollouts of a prompt are made by one of them."""
+        return -(-(-(-self.prompts // engines) * self.generations) // replicas)
 
     @property
     def new_tokens_limit(self) -> int:

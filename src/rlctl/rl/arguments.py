@@ -13,6 +13,7 @@ from rlctl.backends.megatron.args import (
     optimizer_values,
     transformer_values,
 )
+from rlctl.backends.vllm.args import EngineSpec
 from rlctl.config.installed import fields_of
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import TARGETS, not_checked
@@ -31,7 +32,18 @@ class EngineArguments:
     """Without what the user passes through."""
 
     @classmethod
+    def of_engine(cls, engine: EngineSpec) -> EngineArguments:
+        """Of an engine without a policy."""
+        usual = {key: value for key, value in engine.arguments.items() if key not in engine.passed} | engine.replaced
+        return cls(
+            {"vllm": TARGETS["vllm"].name},
+            {"vllm": _known("vllm", TARGETS["vllm"].name, engine.arguments)},
+            {"vllm": usual},
+        )
+
+    @classmethod
     def of(cls, spec: CrewSpec) -> EngineArguments:
+        """Of a policy and its engines."""
         policy, engine = spec.policy, spec.engine
         ours = {
             "megatron": transformer_values(policy, has_transformer_engine(policy)),

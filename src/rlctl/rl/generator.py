@@ -13,6 +13,16 @@ from rlctl.rl.batch import sample_seed
 MARGIN_S = 60.0
 
 
+def generate_groups(
+    engines: WorkerGroup, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+) -> list[GroupResult]:
+    """The results of all requests in the order of their groups; the requests are dealt to the engines in turn."""
+    count = len(engines)
+    shares = [(list(requests[index::count]), sampling, timeout_s) for index in range(count)]
+    answers = engines.call_each("generate", shares, timeout_s=timeout_s + MARGIN_S)
+    return sorted((result for answer in answers for result in answer), key=lambda result: result.group)
+
+
 class EngineGenerator:
     """Samples `generations` rollouts of each prompt of a step on a group of engines."""
 
@@ -40,8 +50,5 @@ class EngineGenerator:
             )
             for group, tokens in enumerate(self._prompt_tokens(step))
         ]
-        count = len(self._engines)
-        shares = [(requests[index::count], self._sampling, self._timeout_s) for index in range(count)]
-        answers = self._engines.call_each("generate", shares, timeout_s=self._timeout_s + MARGIN_S)
-        results: list[GroupResult] = sorted((r for answer in answers for r in answer), key=lambda result: result.group)
+        results = generate_groups(self._engines, requests, self._sampling, self._timeout_s)
         return [rollout for result in results for rollout in rollouts_of(result, self._generations)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Callable
@@ -17,18 +16,18 @@ from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.vllm.args import engine_spec, resolve_dtype
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.source import ModelSource, resolve_model
+from rlctl.checkpoints.source import ModelSource
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
 from rlctl.envs.rewards import RewardPlan, prepare_rewards
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config
-from rlctl.planner.from_config import local_gpus, plan_from_config
+from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.planner.render import plan_json
 from rlctl.rl.crew import CrewSpec
 from rlctl.rl.parallel import parallel_spec
+from rlctl.rl.planned import open_model, require_devices
 from rlctl.rl.prompts import StepPrompts
 from rlctl.weights.megatron import MegatronParallel
 
@@ -165,20 +164,21 @@ def planned_crew(
     )
 
 
-def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None) -> Job:
+def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None, *, starts: bool = False) -> Job:
     """Resolve the model, open data and rewards, plan. Starts no process; `tell` hears of what takes long.
 
+    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices.
+
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
-    that cannot run yet.
+    that cannot run yet, MachineError where devices lack. What needs no weights, data or tokenizer comes first.
     """
     resolved.require_supported()
     config = resolved.config
-    if not config.model.name:
-        raise InputError("No model: model.name is not set.", "Give --model, or start from --preset laptop.")
-    source = resolve_model(
-        config.model.name, config.model.revision, trust_remote_code=config.model.trust_remote_code, tell=tell
-    )
-    facts = facts_from_hf_config(json.loads((source.directory / "config.json").read_text()))
+    early = check_plan(resolved, open_model(config.model, weights=False).facts)
+    if starts:
+        require_devices(early, config)
+    model = open_model(config.model, tell)
+    source, facts = model.source, model.facts
     prompts = StepPrompts.open(config, source.directory)
     rewards = prepare_rewards(config.reward, prompts.source)
     prompt_tokens = prompts.lengths()
@@ -186,35 +186,41 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     prompts.limit = resolved.config.model.max_length - config.generation.max_new_tokens
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
-    parallel_spec(plan.training, facts.layers, resolved.config.training)
     return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards)
 
 
+def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
+    """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known.
+
+    Whatever is refused with short prompts is refused with the data's own too.
+    """
+    _check_lengths(resolved.config, facts)
+    plan = plan_from_config(resolved.config, facts)
+    refuse_unrunnable(plan)
+    planned_crew(resolved.with_values(plan.config_values()).config, facts, plan, Path(), None)
+    return plan
+
+
+def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
+    """Raises InputError for lengths that the model does not take or that leave no prompt."""
+    new, length = config.generation.max_new_tokens, config.model.max_length
+    if length is not None and length > facts.max_length:
+        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
+    if new >= (length or facts.max_length):
+        raise InputError(
+            f"--max-new-tokens {new} leaves no room for a prompt in {length or facts.max_length} tokens.",
+            "Lower it, or raise --max-length." if length else "Lower it: the model takes no more.",
+        )
+
+
 def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int) -> Resolved:
-    """The configuration with `model.max_length` checked, or decided: room for prompts twice as long as those seen."""
+    """The configuration with `model.max_length`; unset, it leaves room for prompts twice as long as those seen."""
     config = resolved.config
     new = config.generation.max_new_tokens
-    max_length = config.model.max_length or min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + new)
-    if max_length > facts.max_length:
-        raise InputError(f"--max-length {max_length} is more than the model's {facts.max_length}.", "Lower it.")
-    if new >= max_length:
-        raise InputError(
-            f"--max-new-tokens {new} leaves no room for a prompt in {max_length} tokens.",
-            "Lower it, or raise --max-length.",
-        )
-    return resolved if config.model.max_length else resolved.with_values({"model.max_length": max_length}, "prompts")
-
-
-def require_devices(job: Job) -> None:
-    """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
-    need, have = job.crew_spec().devices, len(local_gpus())
-    if job.device == "cpu" or job.config.cluster.ray_address or have >= need:
-        return
-    raise MachineError(
-        f"The plan needs {need} GPU{'s' * (need > 1)}, and this machine has {have or 'none'}.",
-        "Use `--preset laptop` or `--gpu cpu` here, ask for fewer with --nodes and --gpus-per-node, or join a cluster "
-        "with --ray-address; --dry-run shows the plan without running it.",
-    )
+    if config.model.max_length:
+        return resolved
+    max_length = min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + new)
+    return resolved.with_values({"model.max_length": max_length}, "prompts")
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:

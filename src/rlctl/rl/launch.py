@@ -1,4 +1,4 @@
-"""From a resolved configuration to a run: new, resumed, or only shown."""
+"""From a resolved configuration to a run: new or resumed."""
 
 from __future__ import annotations
 
@@ -6,47 +6,26 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.checkpoints.source import resolve_model
+from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, Value, build
-from rlctl.config.schema import ModelConfig
-from rlctl.errors import InputError, MachineError
-from rlctl.models.catalog import lookup
-from rlctl.planner.from_config import plan_from_config
-from rlctl.planner.plan import Plan
-from rlctl.planner.render import plan_json, plan_text
-from rlctl.rl.arguments import EngineArguments, differences
-from rlctl.rl.job import Job, content_changes, planned_crew, prepare_job, require_devices
+from rlctl.errors import InputError
+from rlctl.rl.dry_run import about
+from rlctl.rl.job import Job, content_changes, prepare_job
 from rlctl.rl.run import RunSummary, run_grpo
 from rlctl.runs.directory import RunDirectory, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 
 RUNS = Path("runs")
-ASSUMED_GPU = "h100"
-"""What a dry run plans for where the configuration asks for GPUs and this machine has none to look at."""
 # What a resumed run may change: how long, where and how it is watched; nothing that its numbers follow from. The model
 # may have moved: what it holds is compared.
 CHANGEABLE = (
     "grpo.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
     "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
     "reward.timeout_s", "model.name", "grpo.logprob_diff_warning", "grpo.logprob_diff_error",
-)  # fmt: skip
-# How the same computation is laid out over devices: numbers agree within rounding. What the planner decided is planned
-# again when one of these changes.
-LAYOUT = (
-    "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
-    *(f"training.{key}" for key in (
-        "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "first_stage_layers", "last_stage_layers",
-        "recompute", "optimizer_offload", "micro_batch_tokens", "threads",
-    )),
-    *(f"generation.{key}" for key in (
-        "engines", "tp", "pp", "dp", "ep", "colocated", "memory_fraction", "kv_cache_bytes", "max_concurrent",
-        "max_batched_tokens", "threads",
-    )),
 )  # fmt: skip
 
 
@@ -60,8 +39,7 @@ def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: 
 
 
 def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
-    job = prepare_job(resolved, display.say)
-    require_devices(job)
+    job = prepare_job(resolved, display.say, starts=True)
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
     with _locked(run, run.create):
         try:
@@ -93,8 +71,7 @@ def resumed_job(run: RunDirectory, resolved: Resolved, tell: Callable[[str], Non
     """
     stored = run.manifest()
     merged, changes = continued(stored, resolved)
-    job = prepare_job(merged, tell)
-    require_devices(job)
+    job = prepare_job(merged, tell, starts=True)
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
             raise InputError(
@@ -145,71 +122,6 @@ def _name(job: Job) -> str:
 def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
     """What is about to happen, in a few lines."""
     display.say(f"run: {run.path}")
-    for line in _about(job):
+    for line in about(job):
         display.say(line)
     display.say(f"plan: {job.plan.name()}")
-
-
-def _about(job: Job) -> list[str]:
-    """Model, data and reward, and what there is to know about them."""
-    return [
-        f"model: {job.source.label}",
-        f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
-        *job.rewards.describe(),
-        *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
-        *differences(job.resolved),
-    ]
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What a run would be."""
-
-    resolved: Resolved
-    plan: Plan
-    arguments: EngineArguments
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "config": self.resolved.to_json(),
-            "plan": plan_json(self.plan),
-            "arguments": self.arguments.to_json(),
-            "pinned": self.arguments.pinned(self.resolved),
-            "changed": list(self.resolved.changed),
-            "notes": list(self.notes),
-        }
-
-    def text(self) -> str:
-        width = max(len(key) for key, _ in self.resolved.leaves())
-        lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
-        plan = plan_text(self.plan, self.resolved.config.model.name or "")
-        pinned = [f"pinned: {line}" for line in self.arguments.pinned(self.resolved)]
-        return "\n".join([*lines, "", plan, "", *self.arguments.text(), "", *pinned, *self.notes])
-
-
-def dry_run(resolved: Resolved) -> DryRun:
-    """Configuration and plan with every check that needs no process, and notes on what could not be checked here."""
-    model = resolved.config.model
-    facts = lookup(model.name) if model.name else None
-    try:
-        job = prepare_job(resolved)
-    except (InputError, MachineError) as error:
-        # A model that is not on this machine, or a GPU that is not, can still be planned for.
-        if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
-            raise
-        plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
-        unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
-        note = f"note: {error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
-        resolved = resolved.with_values(plan.config_values())
-        crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
-        return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
-    return DryRun(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(_about(job)))
-
-
-def _model_is_absent(model: ModelConfig) -> bool:
-    try:
-        resolve_model(model.name or "", model.revision, weights=False)
-    except InputError:
-        return True
-    return False

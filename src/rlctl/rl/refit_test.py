@@ -7,22 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlctl.backends.base import ParallelSpec, PolicySpec, RolloutRow, only_result
+from rlctl.backends.base import ParallelSpec, RolloutRow, only_result
 from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.packing import plan_batch
-from rlctl.backends.vllm.args import Device, engine_spec, resolve_dtype
+from rlctl.backends.vllm.args import resolve_dtype
 from rlctl.backends.vllm.messages import GroupResult
 from rlctl.checkpoints.converted import prepared
 from rlctl.checkpoints.source import ModelSource
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
 from rlctl.cluster.workers import WorkerGroup
+from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
 from rlctl.models.facts import ModelFacts
+from rlctl.planner.from_config import plan_from_config
+from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.refit import selftest
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.rl.crew import CrewSpec, start_crew
-from rlctl.rl.parallel import checked_parallel
+from rlctl.rl.job import planned_crew
+from rlctl.rl.planned import open_model, require_devices
 
 # Both engines compute in this precision; the limit leaves two orders of magnitude above what equal weights give.
 LOGPROB_LIMIT = {"float32": 1e-3, "bfloat16": 0.3}
@@ -35,49 +39,45 @@ class RefitTestJob:
     """What to test."""
 
     config: RlctlConfig
+    """With the values of `plan`."""
     source: ModelSource
     facts: ModelFacts
-    device: Device
+    plan: Plan
+    """How `train` would lay out both engines."""
     receive: Receive = "auto"
     repeat: int = 2
 
     @property
-    def parallel(self) -> ParallelSpec:
-        return checked_parallel(self.facts, self.config.training)
-
-    @property
     def dtype(self) -> str:
-        return resolve_dtype(self.config.model.dtype, self.device)
+        return resolve_dtype(self.config.model.dtype, "cpu" if self.plan.cluster.is_cpu else "cuda")
 
     def crew(self) -> CrewSpec:
-        config = self.config
-        policy = PolicySpec(
-            facts=self.facts,
-            parallel=self.parallel,
-            dtype=self.dtype,
-            device=self.device,
-            threads=config.training.threads,
-            timeout_s=config.refit.timeout_s,
-            optimizer=config.optimizer,
-            megatron=config.megatron.passed,
-            ddp=config.ddp.passed,
-        )
-        tp = config.generation.tp or 1
-        engine = engine_spec(
-            config,
-            self.facts,
-            self.source.directory,
-            device=self.device,
-            max_length=self.max_length,
-            tp=tp,
-            dummy_weights=self.source.megatron is not None,
-        )
-        start, step = config.cluster.start_timeout_s, config.cluster.step_timeout_s
-        return CrewSpec(policy, engine, config.generation.engines or 1, tp, None, start, step)
+        """What to start: the crew of a training run, with room for the test's short completions alone."""
+        config = build_with(self.config, self.max_length)
+        empty = self.source.megatron is not None
+        return planned_crew(config, self.facts, self.plan, self.source.directory, None, dummy_weights=empty)
 
     @property
     def max_length(self) -> int:
         return min(self.config.model.max_length or MAX_LENGTH, self.facts.max_length)
+
+
+def build_with(config: RlctlConfig, max_length: int) -> RlctlConfig:
+    """`config` with another `model.max_length`."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"max_length": max_length})})
+
+
+def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Callable[[str], None]) -> RefitTestJob:
+    """The test of the configured model under the plan that `train` would run; what the plan refuses is refused before
+    weights are fetched."""
+    resolved.require_supported()
+    model = open_model(resolved.config.model, weights=False)
+    plan = plan_from_config(resolved.config, model.facts)
+    refuse_unrunnable(plan)
+    require_devices(plan, resolved.config)
+    config = resolved.with_values(plan.config_values()).config
+    model = open_model(config.model, tell)
+    return RefitTestJob(config, model.source, model.facts, plan, receive, repeat)
 
 
 def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
@@ -89,10 +89,11 @@ def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
     """Start both engines, test, and stop them."""
     job = replace(job, source=prepared(job.source, job.dtype, tell))
-    p = job.parallel
+    crew_spec = job.crew()
+    p = crew_spec.policy.parallel
     with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the policy and the engine")
-        with start_crew(job.crew(), Path(logs)) as crew:
+        with start_crew(crew_spec, Path(logs)) as crew:
             crew.policy.call("load_hf", job.source.weights)
             session = RefitSession(
                 crew.policy,

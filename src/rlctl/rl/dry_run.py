@@ -1,0 +1,128 @@
+"""What a command would do, without starting anything: configuration, plan, and the engines' exact arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.checkpoints.megatron_directory import find
+from rlctl.checkpoints.source import ModelSource, of_megatron, resolve_model
+from rlctl.config.load import Resolved
+from rlctl.config.schema import ModelConfig
+from rlctl.errors import InputError, MachineError
+from rlctl.models.catalog import lookup
+from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus, plan_from_config
+from rlctl.planner.plan import Plan, refuse_unrunnable
+from rlctl.planner.render import plan_json, plan_text
+from rlctl.rl.arguments import EngineArguments, differences
+from rlctl.rl.completions import CompletionJob
+from rlctl.rl.job import Job, planned_crew, prepare_job
+from rlctl.rl.planned import ASSUMED_GPU, NamedModel, published_facts
+from rlctl.rl.refit_test import RefitTestJob
+from rlctl.runs.checkpoints import Checkpoint
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would be."""
+
+    resolved: Resolved
+    plan: Plan
+    arguments: EngineArguments
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "config": self.resolved.to_json(),
+            "plan": plan_json(self.plan),
+            "arguments": self.arguments.to_json(),
+            "pinned": self.arguments.pinned(self.resolved),
+            "changed": list(self.resolved.changed),
+            "notes": list(self.notes),
+        }
+
+    def text(self) -> str:
+        width = max(len(key) for key, _ in self.resolved.leaves())
+        lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
+        plan = plan_text(self.plan, self.resolved.config.model.name or "")
+        pinned = [f"pinned: {line}" for line in self.arguments.pinned(self.resolved)]
+        return "\n".join([*lines, "", plan, "", *self.arguments.text(), "", *pinned, *self.notes])
+
+
+def dry_train(resolved: Resolved) -> DryRun:
+    """Configuration and plan with every check that needs no process, and notes on what could not be checked here."""
+    model = resolved.config.model
+    facts = lookup(model.name) if model.name else None
+    try:
+        job = prepare_job(resolved)
+    except (InputError, MachineError) as error:
+        # A model that is not on this machine, or a GPU that is not, can still be planned for.
+        if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
+            raise
+        plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
+        refuse_unrunnable(plan)
+        unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
+        note = f"note: {error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
+        resolved = resolved.with_values(plan.config_values())
+        crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
+        return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
+    return DryRun(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(about(job)))
+
+
+def dry_refit_test(resolved: Resolved) -> DryRun:
+    """What `refit-test` would start. Needs neither the model's weights nor a GPU."""
+    facts = published_facts(resolved.config.model)
+    plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
+    refuse_unrunnable(plan)
+    job = RefitTestJob(resolved.with_values(plan.config_values()).config, _unopened(resolved), facts, plan)
+    return DryRun(
+        resolved.with_values(plan.config_values()),
+        plan,
+        EngineArguments.of(job.crew()),
+        tuple(_assumed(resolved, plan)),
+    )
+
+
+def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int) -> DryRun:
+    """What `generate` would start for that many prompts. Needs neither the model's weights nor a GPU."""
+    model = NamedModel(_unopened(resolved), published_facts(resolved.config.model))
+    job = CompletionJob(resolved, model, samples, checkpoint)
+    plan = job.plan([PROMPT_TOKENS] * prompts, assume=ASSUMED_GPU)
+    refuse_unrunnable(plan)
+    job = replace(job, resolved=resolved.with_values(plan.config_values()))
+    note = f"note: prompts are taken as {PROMPT_TOKENS} tokens long, for no tokenizer was opened"
+    return DryRun(job.resolved, plan, job.arguments(plan), (*_assumed(resolved, plan), note))
+
+
+def _unopened(resolved: Resolved) -> ModelSource:
+    """Where the model is or would be."""
+    name = resolved.config.model.name or ""
+    local = find(Path(name).expanduser())
+    return of_megatron(name, local) if local is not None else ModelSource(Path(name), name)
+
+
+def _assumed(resolved: Resolved, plan: Plan) -> list[str]:
+    """What was taken for granted of the machine."""
+    if resolved.config.cluster.gpu != "auto" or plan.cluster.is_cpu or local_gpus():
+        return differences(resolved)
+    return [*differences(resolved), f"note: this machine has no GPU; planned for {plan.cluster.device.name.upper()}"]
+
+
+def _model_is_absent(model: ModelConfig) -> bool:
+    try:
+        resolve_model(model.name or "", model.revision, weights=False)
+    except InputError:
+        return True
+    return False
+
+
+def about(job: Job) -> list[str]:
+    """Model, data and reward, and what there is to know about them."""
+    return [
+        f"model: {job.source.label}",
+        f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
+        *job.rewards.describe(),
+        *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
+        *differences(job.resolved),
+    ]

@@ -1,0 +1,91 @@
+"""`generate` and `refit-test` go through the plan: the same pins, explanations and refusals as `train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl import cli
+from rlctl.commands.output import JsonMode
+
+NODE = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--gpus-per-node", "8", "--dry-run"]
+GENERATE, REFIT_TEST = ["generate", "--prompt", "Name a colour.", *NODE], ["refit-test", *NODE]
+
+
+def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    JsonMode.wanted = JsonMode.printed = False
+    code = cli.run(list(arguments))
+    captured = capsys.readouterr()
+    JsonMode.wanted = JsonMode.printed = False
+    return code, captured.out, captured.err
+
+
+def test_a_dry_generate_shows_the_engines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = rlctl(capsys, *GENERATE, "--json", "--set", "generation.tp=2", "--n", "4")
+    assert code == 0, err
+    found = json.loads(out)
+    plan = found["plan"]
+    assert plan["training"] is None
+    assert plan["mover"] is None
+    assert (plan["generation"]["tp"], plan["generation"]["engines"]) == (2, 1)  # one engine completes one prompt
+    assert list(plan["memory_gib"]) == ["generation"]
+    assert plan["seconds"]["generation"] == plan["seconds"]["total"] > 0
+    assert {reason["value"]: reason["rule"] for reason in plan["reasons"]}["generation.tp=2"].startswith("pinned")
+    assert found["arguments"]["vllm"]["tensor_parallel_size"] == 2
+    assert found["config"]["generation.tp"]["value"] == 2
+    assert not any(key.startswith("megatron") for key in found["arguments"])
+
+
+def test_prompts_are_dealt_to_engines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(f"Prompt {i}" for i in range(64)))
+    code, out, _ = rlctl(capsys, *GENERATE, "--prompts-file", str(tmp_path / "prompts.txt"), "--json")
+    assert code == 0
+    generation = json.loads(out)["plan"]["generation"]
+    assert generation["engines"] * generation["tp"] == 8
+
+
+def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = rlctl(capsys, *REFIT_TEST, "--json", "--tp", "4", "--set", "training.pp=2")
+    assert code == 0, err
+    found = json.loads(out)
+    training = found["plan"]["training"]
+    assert (training["tp"], training["pp"], training["dp"]) == (4, 2, 1)
+    assert found["plan"]["mover"] == "cuda-ipc"
+    given = found["arguments"]["megatron"]
+    assert (given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"]) == (4, 2)
+    code, out, _ = rlctl(capsys, "plan", *NODE[:-1], "--json", "--set", "training.tp=4", "--set", "training.pp=2")
+    assert json.loads(out)["training"] == training
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "code", "said"),
+    [
+        (GENERATE, ["--set", "generation.tp=3"], 2, "The nearest value that works is generation.tp="),
+        (GENERATE, ["--set", "generation.pp=2"], 2, "generation.pp = 2"),
+        (GENERATE, ["--model", "deepseek-ai/DeepSeek-V3"], 4, "The smallest machine of this kind that fits"),
+        (REFIT_TEST, ["--tp", "3"], 2, "The nearest value that works is training.tp="),
+        (REFIT_TEST, ["--model", "deepseek-ai/DeepSeek-V3"], 4, "The smallest machine of this kind that fits"),
+        (REFIT_TEST, ["--synthetic", "deepseek-v3"], 2, "--synthetic"),
+    ],
+)
+def test_what_has_no_plan_is_refused_as_train_refuses_it(
+    capsys: pytest.CaptureFixture[str], command: list[str], arguments: list[str], code: int, said: str
+) -> None:
+    given, out, err = rlctl(capsys, *command, *arguments)
+    assert given == code, err
+    assert said in err
+    assert not out
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["refit-test"], ["train", "grpo"]])
+def test_devices_that_lack_are_named_before_anything_is_opened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, command: list[str]
+) -> None:
+    monkeypatch.setattr("rlctl.rl.planned.local_gpus", lambda: [])
+    monkeypatch.setattr("rlctl.rl.job.StepPrompts.open", lambda *_: pytest.fail("the data was opened"))
+    monkeypatch.setattr("rlctl.rl.completions.load_tokenizer", lambda *_: pytest.fail("the tokenizer was opened"))
+    code, _, err = rlctl(capsys, *command, "--model", str(tiny_llama), "--gpu", "h100", "--gpus-per-node", "1")
+    assert code == 3, err
+    assert "needs 1 GPU, and this machine has none" in err
