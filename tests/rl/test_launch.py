@@ -76,7 +76,7 @@ def train(model: Path, *more: str) -> list[str]:
 )
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
-    monkeypatch.setattr("rlctl.rl.job.local_gpus", list)
+    monkeypatch.setattr("rlctl.rl.planned.local_gpus", list)
     if "--preset" in more:
         more = [*more, "--gpu", "auto"]
     assert run(train(tiny_llama, *more)) == code
