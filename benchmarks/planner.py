@@ -43,7 +43,7 @@ FITTED = (
 
 def for_row(row: Row, constants: Constants) -> Constants:
     """Megatron-Bridge's performance tables run with balanced routing forced and a fused cross-entropy."""
-    if row.fields["kind"] != "pretrain":
+    if row.fields["kind"] != "pretrain" and "megatron-bridge perf" not in row.fields["source"]:
         return constants
     return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0)
 
@@ -339,14 +339,14 @@ def show_bounds(rows: list[Row], every: bool) -> None:
 
 
 def show_throughput(rows: list[Row], every: bool) -> None:
-    section("Published tokens/s a GPU (pretraining): predicted / published")
+    section("Published tokens/s a GPU (pretraining, and LoRA): predicted / published")
     errors: dict[str, list[float]] = {}
     for row in rows:
         seen = throughput(row)
         if seen is None:
             continue
         made = row.workload.tokens(1.0) / seconds_of(row)["training"] / row.cluster.gpus
-        errors.setdefault("MoE" if row.facts.moe else "dense", []).append(abs(made / seen - 1))
+        errors.setdefault(kind_of(row), []).append(abs(made / seen - 1))
         if every:
             print(
                 f"   {row.name} {row.training.precision:<5} {made:7.0f} / {seen:7.0f} ({made / seen:.2f})  "
@@ -354,10 +354,37 @@ def show_throughput(rows: list[Row], every: bool) -> None:
             )
     for kind, values in errors.items():
         print(f"{kind}: median error {100 * median(values):.0f}% of {len(values)} rows")
+    show_releases(rows)
+
+
+def show_releases(rows: list[Row]) -> None:
+    """How far the same layout on the same machine differs between releases of the software that ran it: what no
+    prediction from the stated columns can tell apart."""
+    groups: dict[tuple[str, tuple], list[float]] = {}
+    for row in rows:
+        seen = throughput(row)
+        if seen is not None:
+            key = (row.facts, row.cluster, row.training, row.workload)
+            groups.setdefault((kind_of(row), key), []).append(seen)
+    for kind in dict.fromkeys(kind for kind, _ in groups):
+        many = [values for (of, _), values in groups.items() if of == kind and len(values) > 1]
+        if not many:
+            continue
+        spread = [max(values) / min(values) - 1 for values in many]
+        best = [abs(seen / median(values) - 1) for values in many for seen in values]
+        print(
+            f"{kind}: {len(many)} layouts were published more than once: fastest over slowest release "
+            f"{100 * median(spread):.0f}% in the median, {100 * max(spread):.0f}% at most; each layout's own median "
+            f"would be {100 * median(best):.0f}% off in the median, {100 * max(best):.0f}% at most"
+        )
+
+
+def kind_of(row: Row) -> str:
+    return "LoRA" if row.training.adapters else "MoE" if row.facts.moe else "dense"
 
 
 def throughput(row: Row) -> float | None:
-    if row.fields["kind"] != "pretrain":
+    if row.fields["kind"] != "pretrain" and not (row.training.adapters and not row.workload.rollouts):
         return None
     seen = row.published("tokens_per_s_per_gpu")
     step = row.published("step_time_s")

@@ -4,12 +4,13 @@ layout and workload, saying why a row cannot be used."""
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import ClusterFacts, make_cluster
 from rlctl.planner.workload import Workload
 
@@ -98,8 +99,6 @@ def precision_of(fields: dict[str, str]) -> str:
 
 def parse(number: int, fields: dict[str, str]) -> Row:
     """A row's planner inputs. Raises Unusable with the reason."""
-    if fields["algorithm"] in ("lora", "grpo-lora") or "LoRA" in fields["notes"]:
-        raise Unusable("LoRA: the planner plans full fine-tuning")
     facts, per_node = facts_of(fields), size(fields, "gpus_per_node", 0)
     gpus = size(fields, "num_gpus", 0) or size(fields, "train_gpus", 0)
     if not gpus or not per_node:
@@ -162,6 +161,7 @@ def training_of(fields: dict[str, str], facts: ModelFacts, gpus: int, workload: 
         dp=gpus // (tp * pp * cp),
         sequence_parallel=tp > 1 and (fields["sp"] == "True" or facts.moe is not None or fields["kind"] == "pretrain"
                                       or fields["status"] == "published"),
+        adapters=adapters_of(fields),
         micro_batch_tokens=max(tokens, workload.max_length) if workload.rollouts else tokens,
         recompute="full" if fields["act_ckpt"] == "True" else "none",
         optimizer_offload=fields["optimizer_cpu_offload"].startswith(("True", "frac=1")),
@@ -170,6 +170,14 @@ def training_of(fields: dict[str, str], facts: ModelFacts, gpus: int, workload: 
         dispatcher="flex" if fields["kind"] == "pretrain" or "flex" in fields["recompute_detail"] else "alltoall",
         logit_tokens=1024 if "defer_fp32_logits=True" in fields["recompute_detail"] else None,
     )  # fmt: skip
+
+
+def adapters_of(fields: dict[str, str]) -> Adapters | None:
+    """LoRA rows; the rank is 16 where it is not stated (it hardly matters beside the frozen weights)."""
+    if "lora" not in (fields["algorithm"] + fields["source_path"] + fields["notes"]).lower():
+        return None
+    rank = re.search(r"LoRA rank (\d+)", fields["notes"])
+    return Adapters(int(rank[1]) if rank else 16)
 
 
 def generation_of(fields: dict[str, str], workload: Workload) -> GenerationChoice | None:

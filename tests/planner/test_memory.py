@@ -8,13 +8,13 @@ import pytest
 
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB, make_cluster
 from rlctl.planner.constants import DEFAULTS
 from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.memory import activation_bytes, layer_activation_bytes, logit_bytes, state_bytes, training_memory
 from rlctl.planner.parameters import count
-from rlctl.planner.stages import rank_parameters, stage_layers, stages
+from rlctl.planner.stages import rank_parameters, stage_layers, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
 
@@ -30,7 +30,7 @@ LLAMA_8B, MOE_30B, DEEPSEEK = model("Llama-3.1-8B"), model("Qwen3-30B-A3B"), mod
 def test_states_of_a_dense_model_follow_the_distributed_optimizer() -> None:
     """2 bytes of weight and 4 of gradient a parameter on each rank, 12 of optimizer state over the data ranks."""
     parameters = count(LLAMA_8B).total
-    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, 1)[0], TrainingChoice(dp=8))
+    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(dp=8))
     assert states == pytest.approx(
         {"weights": 2 * parameters, "gradients": 4 * parameters, "optimizer": 1.5 * parameters}
     )
@@ -38,8 +38,42 @@ def test_states_of_a_dense_model_follow_the_distributed_optimizer() -> None:
 
 def test_float32_needs_no_master_weights() -> None:
     parameters = count(LLAMA_8B).total
-    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, 1)[0], TrainingChoice(dp=2, precision="float32"))
+    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(dp=2, precision="float32"))
     assert states["optimizer"] == pytest.approx(4 * parameters)
+
+
+def test_adapters_alone_have_gradients_and_states() -> None:
+    """Rank 16 on Llama-3.1-8B: A and B of the fused QKV, of the output projection, and of both halves of the MLP."""
+    choice = TrainingChoice(dp=8, adapters=Adapters(16))
+    qkv, out, up, down = 4096 + 6144, 4096 + 4096, 4096 + 2 * 14336, 14336 + 4096
+    adapters = 32 * 16 * (qkv + out + up + down)
+    (stage,) = stages(LLAMA_8B, choice)
+    assert trained_parameters(LLAMA_8B, stage, choice).total == adapters
+    weights = count(LLAMA_8B).total + adapters
+    states = state_bytes(LLAMA_8B, stage, choice)
+    assert states == pytest.approx({"weights": 2 * weights, "gradients": 4 * adapters, "optimizer": 1.5 * adapters})
+    attention = replace(choice, adapters=Adapters(16, mlp=False), tp=2)
+    split = (
+        32 * 16 * (4096 + 6144 / 2 + 4096 / 2 + 4096)
+    )  # A of what splits outputs and B of what splits inputs are whole
+    assert trained_parameters(LLAMA_8B, stage, attention).total == split
+
+
+def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained() -> None:
+    (stage,) = stages(LLAMA_8B, TrainingChoice())
+    held = state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True))
+    assert held["reference"] == held["weights"]
+    assert "reference" not in state_bytes(LLAMA_8B, stage, TrainingChoice(reference=True, adapters=Adapters(16)))
+
+
+def test_given_stages_hold_their_layers() -> None:
+    choice = TrainingChoice(pp=4, first_stage_layers=5, last_stage_layers=7)
+    assert [stage.layers for stage in stages(LLAMA_8B, choice)] == [5, 10, 10, 7]
+    assert stage_layers(32, 4, first=4) is None  # 28 over three stages
+    even, shifted = TrainingChoice(pp=4), TrainingChoice(pp=4, first_stage_layers=2)
+    cluster, work = make_cluster("h100", 1, 8), Workload()
+    peaks = [training_memory(LLAMA_8B, c, work, cluster, 0.0, 8).total for c in (even, shifted)]
+    assert peaks[1] < peaks[0]  # the first stage holds the activations of most micro-batches
 
 
 @pytest.mark.parametrize("facts", [LLAMA_8B, MOE_30B, DEEPSEEK], ids=lambda f: f.family)
@@ -48,7 +82,7 @@ def test_parameters_of_all_ranks_add_up(facts: ModelFacts, tp: int, pp: int, ep:
     """What is split is held once in all, what is replicated once a tensor rank."""
     ep = ep if facts.moe else 1
     choice = TrainingChoice(tp=tp, pp=pp, ep=ep)
-    ranks = [rank_parameters(facts, stage, choice) for stage in stages(facts, pp)]
+    ranks = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     whole = replace(facts, mtp_layers=0)
     with_mtp = count(facts).total + (count(facts).mtp if facts.mtp_layers else 0)
     held = sum(tp * rank.dense + ep * rank.experts for rank in ranks)
@@ -58,8 +92,8 @@ def test_parameters_of_all_ranks_add_up(facts: ModelFacts, tp: int, pp: int, ep:
 
 def test_tied_embeddings_are_held_twice_under_pipeline_parallelism_only() -> None:
     facts = model("Llama-3.2-1B")
-    alone = sum(rank_parameters(facts, s, TrainingChoice()).total for s in stages(facts, 1))
-    split = sum(rank_parameters(facts, s, TrainingChoice(pp=2)).total for s in stages(facts, 2))
+    alone = sum(rank_parameters(facts, s, TrainingChoice()).total for s in stages(facts, TrainingChoice()))
+    split = sum(rank_parameters(facts, s, TrainingChoice(pp=2)).total for s in stages(facts, TrainingChoice(pp=2)))
     assert split - alone == pytest.approx(facts.vocab * facts.hidden)
 
 
@@ -77,7 +111,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_does_not() -> None:
 
 
 def test_recompute_modes_are_ordered() -> None:
-    stage = stages(LLAMA_8B, 1)[0]
+    stage = stages(LLAMA_8B, TrainingChoice())[0]
     sizes = [
         activation_bytes(LLAMA_8B, stage, TrainingChoice(recompute=mode), 8) for mode in ("none", "selective", "full")
     ]
@@ -86,14 +120,14 @@ def test_recompute_modes_are_ordered() -> None:
 
 
 def test_full_recompute_keeps_one_input_a_layer_and_one_whole_layer() -> None:
-    stage = stages(LLAMA_8B, 1)[0]
+    stage = stages(LLAMA_8B, TrainingChoice())[0]
     size = activation_bytes(LLAMA_8B, stage, TrainingChoice(recompute="full", micro_batch_tokens=1000), 1)
     layer = layer_activation_bytes(LLAMA_8B, TrainingChoice(), False, DEFAULTS)
     assert size == pytest.approx(1000 * (32 * 2 * 4096 + layer))
 
 
 def test_first_stage_of_a_pipeline_holds_as_many_micro_batches_as_stages() -> None:
-    first = stages(LLAMA_8B, 4)[0]
+    first = stages(LLAMA_8B, TrainingChoice(pp=4))[0]
     four = activation_bytes(LLAMA_8B, first, TrainingChoice(pp=4), 16)
     alone = activation_bytes(LLAMA_8B, first, TrainingChoice(pp=4), 1)
     assert four == pytest.approx(4 * alone)

@@ -14,7 +14,7 @@ from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.choice import Adapters, TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.explain import explain
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
@@ -352,3 +352,43 @@ def test_a_plan_is_the_same_when_made_again() -> None:
     first, second = (plan("Qwen3-32B", nodes=4) for _ in range(2))
     assert plan_json(first) == plan_json(second)
     assert replace(first, pins={}) == replace(second, pins={})
+
+
+def test_adapters_fit_where_all_weights_do_not_and_train_faster() -> None:
+    facts, cluster, workload = model("Llama-3.1-70B"), make_cluster("h100", 1, 8), Workload(64, 8, max_length=2048)
+    whole = {"training.optimizer_offload": False}
+    with pytest.raises(NoPlanError):
+        make_plan(facts, cluster, workload, whole)
+    made = make_plan(facts, cluster, workload, whole, adapters=Adapters(16))
+    assert made.runnable
+    assert "LoRA rank 16" in made.name()
+    assert "adapters" in explain(made)
+    small = model("Llama-3.1-8B")
+    pins = {"training.tp": 1, "training.pp": 1, "training.cp": 1, "training.recompute": "full"}
+    full, low = (make_plan(small, cluster, workload, pins, adapters=a) for a in (None, Adapters(16)))
+    # Of four forward passes' worth of multiplications with the weights three are left.
+    assert 0.7 < low.seconds[Phase.TRAINING] / full.seconds[Phase.TRAINING] < 0.85
+
+
+def test_layers_of_given_stages_are_planned_with() -> None:
+    facts, cluster = model("Qwen3-8B"), make_cluster("h100", 1, 8)
+    pins = {"training.pp": 4, "training.first_stage_layers": 6, "training.last_stage_layers": 10}
+    made = make_plan(facts, cluster, Workload(), pins)
+    assert made.training.first_stage_layers == 6
+    assert made.training.vpp == 1 or all(n % made.training.vpp == 0 for n in (6, 10))
+    with pytest.raises(ConfigError, match="36 layers with first 7 do not split evenly"):
+        make_plan(facts, cluster, Workload(), {"training.pp": 4, "training.first_stage_layers": 7})
+    with pytest.raises(ConfigError, match=r"needs training\.pp > 1"):
+        make_plan(facts, cluster, Workload(), {"training.pp": 1, "training.last_stage_layers": 7})
+
+
+def test_a_pinned_mover_is_in_the_plan_and_in_its_seconds() -> None:
+    facts, cluster = model("Llama-3.1-8B"), make_cluster("h100", 1, 8)
+    usual, disk = (make_plan(facts, cluster, Workload(), pins) for pins in ({}, {"refit.mover": "disk"}))
+    assert (usual.mover, disk.mover) == ("cuda-ipc", "disk")
+    assert disk.seconds[Phase.REFIT] > usual.seconds[Phase.REFIT]
+    assert any(reason.value == "mover=disk" and reason.rule.startswith("pinned") for reason in disk.reasons)
+    with pytest.raises(ConfigError, match="the engines compute on a CPU"):
+        make_plan(model("Qwen3-0.6B"), CPU, Workload(), {"refit.mover": "cuda-ipc"})
+    with pytest.raises(ConfigError, match="devices of their own"):
+        make_plan(facts, cluster, Workload(), {"refit.mover": "cuda-ipc", "generation.colocated": False})

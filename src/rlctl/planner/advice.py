@@ -23,7 +23,7 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
     broken = _broken_pin(request)
     if broken is not None:
         return broken
-    pinned = [key for key in request.pins if key.split(".")[0] in ("training", "generation")]
+    pinned = list(request.pins)
     tightest = next((r for r in rejected if "GiB" in r.why), rejected[0] if rejected else None)
     why = f" Closest: {tightest.plan}: {tightest.why}." if tightest else ""
     hints = [

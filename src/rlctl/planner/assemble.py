@@ -37,6 +37,9 @@ def _backend(request: Request) -> str:
 
 
 def _mover(request: Request, colocated: bool) -> str:
+    asked = request.pin("refit.mover")
+    if asked is not None:
+        return asked
     if request.cluster.is_cpu:
         return "shared-memory"
     return "cuda-ipc" if colocated else "collective"
@@ -95,14 +98,16 @@ def _seconds(
     if generation is not None:
         seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s
         seconds[Phase.REFIT] = timing.refit_time(
-            request.facts, training.choice, cluster, colocated, generation.weight_bytes, generation.tp, constants
-        )
+            request.facts, training.choice, cluster, colocated, generation.weight_bytes, generation.tp, constants,
+            mover=_mover(request, colocated),
+        )  # fmt: skip
     return seconds
 
 
 def _mfu(request: Request, training: search.TrainingCandidate) -> float:
     """Of the training phase, against the peak of the training precision."""
-    flops = timing.model_flops(request.facts, request.workload, request.constants)
+    frozen = training.choice.adapters is not None
+    flops = timing.model_flops(request.facts, request.workload, request.constants, frozen=frozen)
     devices = training.choice.world_size if not request.cluster.is_cpu else request.cluster.nodes
     return flops / training.seconds / devices / request.cluster.device.flops(request.precision)
 

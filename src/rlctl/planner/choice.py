@@ -10,6 +10,16 @@ Precision = Literal["float32", "bf16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters that are trained instead of the weights (arXiv:2106.09685)."""
+
+    rank: int
+    attention: bool = True
+    mlp: bool = True
+    """Of dense MLPs and shared experts; routed experts have none."""
+
+
+@dataclass(frozen=True)
 class TrainingChoice:
     """Layout of the policy. Sizes as Megatron names them."""
 
@@ -33,6 +43,13 @@ class TrainingChoice:
     """Bytes of an accumulated gradient element."""
     threads: int | None = None
     """Processor threads of each rank, on a CPU."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; None: an even split, or as even as it goes."""
+    last_stage_layers: int | None = None
+    adapters: Adapters | None = None
+    """None: all weights are trained."""
+    reference: bool = False
+    """A frozen copy of the weights is held beside them."""
     grouped_experts: bool = True
     """Experts of a rank run as one grouped matmul, not one after the other."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"
@@ -56,6 +73,7 @@ class TrainingChoice:
         extras = [f"{self.recompute} recompute"] if self.recompute != "none" else []
         extras += ["optimizer in host memory"] if self.optimizer_offload else []
         extras += ["FSDP"] if self.sharding == "full" else []
+        extras += [f"LoRA rank {self.adapters.rank}"] if self.adapters else []
         return ", ".join([" ".join(parts), *extras])
 
 

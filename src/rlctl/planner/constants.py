@@ -77,6 +77,8 @@ class Constants:
     """Per tensor: gathering it over its group, handing it over, loading it."""
     refit_bytes_per_s: float = 12e9
     """Bytes of a full copy that one device can gather, hand over and load."""
+    disk_bytes_per_s: float = 2e9
+    """Through a file system that every node sees (a parallel file system gives one client 1 to 4 GB/s)."""
     pageable_copy: float = 0.25
     """Share of the host link that copies from and to pageable memory reach."""
     # Everything else

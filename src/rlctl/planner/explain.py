@@ -9,7 +9,7 @@ from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
 from rlctl.planner.parameters import count
 from rlctl.planner.plan import Plan
-from rlctl.planner.stages import Stage, rank_parameters, stages
+from rlctl.planner.stages import Stage, rank_parameters, stages, trained_parameters
 
 
 def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
@@ -40,12 +40,15 @@ def _fullest(plan: Plan, constants: Constants) -> Stage:
         states = sum(mem.state_bytes(plan.facts, stage, plan.training).values())
         return states + mem.activation_bytes(plan.facts, stage, plan.training, plan.micro_batches, constants)
 
-    return max(stages(plan.facts, plan.training.pp), key=total)
+    return max(stages(plan.facts, plan.training), key=total)
 
 
 def _memory(plan: Plan, constants: Constants) -> list[str]:
     t, stage = plan.training, _fullest(plan, constants)
-    params = rank_parameters(plan.facts, stage, t)
+    params, trained = rank_parameters(plan.facts, stage, t), trained_parameters(plan.facts, stage, t)
+    states_of = (
+        "optimizer" if t.adapters is None else f"adapters {trained.total / 1e6:.1f}M parameters a rank; optimizer"
+    )
     states = mem.state_bytes(plan.facts, stage, t)
     per_token = mem.layer_activation_bytes(plan.facts, t, stage.moe_layers > 0, constants)
     element = mem.element_bytes(t)
@@ -56,7 +59,7 @@ def _memory(plan: Plan, constants: Constants) -> list[str]:
         f"  weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x "
         f"{states['weights'] / params.total:.2f} bytes; "
         f"gradients {states['gradients'] / GIB:.2f}",
-        f"  optimizer {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
+        f"  {states_of} {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
         f"{t.dp * t.cp} ranks + experts / {t.expert_dp})",
         f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, "
         f"{stage.layers} layers, "
@@ -70,7 +73,8 @@ def _training(plan: Plan, constants: Constants) -> list[str]:
     number, tokens = timing.micro_batches(t, w, constants)
     f = time.forward
     rate = timing.matmul_rate(facts, t, cluster, tokens / t.cp, constants)
-    passes = {"none": 3.0, "selective": 3.15, "full": 4.0}[t.recompute]
+    passes = timing.PASSES[t.recompute]
+    frozen = f" - {1e3 * f.matmul:.1f} ms each for gradients of frozen weights" if t.adapters else ""
     return [
         f"  {w.tokens(constants.length_sigma):.0f} tokens a step, {w.trained_tokens(constants.length_sigma):.0f} "
         f"of them trained = {w.samples} rollouts x ({w.prompt_tokens} + "
@@ -80,7 +84,7 @@ def _training(plan: Plan, constants: Constants) -> list[str]:
         f"TFLOP/s, tensor "
         f"{1e3 * f.tensor:.1f}, experts {1e3 * f.expert:.1f}, context {1e3 * f.context:.1f}; host at least "
         f"{1e3 * f.host:.1f}",
-        f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes; bubble "
+        f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes{frozen}; bubble "
         f"{time.bubble:.2f} = (PP - 1) / VPP "
         f"micro-batches; data parallel {time.data:.2f}; update {time.optimizer:.2f}; onload {time.onload:.2f}",
     ]
@@ -112,5 +116,6 @@ def _refit(plan: Plan, constants: Constants) -> list[str]:
         2.0,
         plan.generation.tp if plan.generation else 1,
         constants,
+        mover=plan.mover,
     )
     return [f"  {payload / 1e9:.2f} GB in {timing.tensor_count(plan.facts)} tensors by {plan.mover}: {seconds:.2f} s"]

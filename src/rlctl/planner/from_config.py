@@ -6,9 +6,10 @@ import shutil
 import subprocess
 from typing import Any
 
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import LoraConfig, RlctlConfig
 from rlctl.errors import MachineError
 from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, local_cpu, make_cluster, match_device
 from rlctl.planner.plan import Plan, make_plan
 from rlctl.planner.profile import load_profile, with_profile
@@ -17,7 +18,7 @@ from rlctl.planner.workload import Workload
 PINNED = {
     "training": (
         "backend", "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
-        "optimizer_offload", "threads",
+        "optimizer_offload", "threads", "first_stage_layers", "last_stage_layers",
     ),
     "generation": (
         "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
@@ -110,9 +111,16 @@ def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
     for section, keys in PINNED.items():
         values = getattr(config, section)
         found |= {f"{section}.{key}": getattr(values, key) for key in keys if getattr(values, key) is not None}
+    if config.refit.mover != "auto":
+        found["refit.mover"] = config.refit.mover
     if found.get("training.backend") == "auto":
         del found["training.backend"]
     return found
+
+
+def adapters_from_config(lora: LoraConfig) -> Adapters | None:
+    """The adapters of `training.lora`; None: all weights are trained."""
+    return Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
 
 
 def plan_from_config(
@@ -131,8 +139,11 @@ def plan_from_config(
     pins = pins_from_config(config)
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
-        pins.pop("generation.colocated", None)
+        pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}
     precision = {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
-    return make_plan(facts, cluster, workload, pins, precision=precision, gradient_bytes=gradient_bytes, top=top)
+    return make_plan(
+        facts, cluster, workload, pins, precision=precision, adapters=adapters_from_config(config.training.lora),
+        gradient_bytes=gradient_bytes, top=top,
+    )  # fmt: skip

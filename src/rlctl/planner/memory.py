@@ -12,7 +12,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.stages import Stage, rank_parameters, stages
+from rlctl.planner.stages import Stage, rank_parameters, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
 
@@ -41,26 +41,29 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     """Weights, gradients and optimizer states of one rank.
 
     BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
-    the ranks that hold the same parameter; float32 needs no master: 8.
+    the ranks that hold the same parameter; float32 needs no master: 8. With adapters, gradients and states are theirs
+    alone, and the frozen weights have no master.
     """
-    params = rank_parameters(facts, stage, choice)
+    params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
     dp = choice.dp * choice.cp
     element = element_bytes(choice)
     if choice.sharding == "full":
         # FSDP2 keeps float32 shards of weights and gradients, and gathers two layers at a time in the training dtype.
         shard = params.dense / dp + params.experts / choice.expert_dp
+        updated = trained.dense / dp + trained.experts / choice.expert_dp
         gathered = 2 * params.largest_layer * 2 * (1 if dp > 1 else 0)
-        return {"weights": 4 * shard + gathered, "gradients": 4 * shard, "optimizer": 8 * shard}
+        return {"weights": 4 * shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated}
     states = 8 if choice.precision == "float32" else 12
-    shards = states * (params.dense / dp + params.experts / choice.expert_dp)
+    shards = states * (trained.dense / dp + trained.experts / choice.expert_dp)
     # FP8 keeps a second, quantised copy of the matrices next to the BF16 ones.
     weights = element + (1 if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
     gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
+    copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
     return {
-        "weights": weights * params.total,
-        "gradients": gradients * params.total,
+        "weights": weights * params.total + (element * trained.total if choice.adapters else 0.0),
+        "gradients": gradients * trained.total,
         "optimizer": 0.0 if choice.optimizer_offload else shards,
-    }
+    } | copy
 
 
 def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool, constants: Constants) -> float:
@@ -159,7 +162,7 @@ def training_memory(
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
     worst: PhaseMemory | None = None
     tokens = choice.micro_batch_tokens / choice.cp
-    candidates = dict.fromkeys(stages(facts, choice.pp)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1))
+    candidates = dict.fromkeys(stages(facts, choice)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1))
     for stage in candidates:
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
@@ -180,7 +183,7 @@ def logprobs_memory(
 ) -> PhaseMemory:
     """The log-prob phase: forward only; gradients are released and optimizer states are not counted on a GPU where they
     are offloaded between phases."""
-    stage = stages(facts, choice.pp)[-1]
+    stage = stages(facts, choice)[-1]
     tokens = choice.micro_batch_tokens / choice.cp
     states = state_bytes(facts, stage, choice)
     layer = max(
@@ -188,10 +191,8 @@ def logprobs_memory(
         layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0,
     )
     return PhaseMemory(
-        {
-            "weights": states["weights"],
-            "gradients": states["gradients"],
-            "optimizer": states["optimizer"],
+        states
+        | {
             "activations": tokens * layer,
             "logits": logit_bytes(facts, choice, tokens, False, constants),
             "runtime": runtime_bytes(cluster, choice, constants),
@@ -209,7 +210,7 @@ def refit_memory(
 ) -> PhaseMemory:
     """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV
     cache."""
-    weights = max(state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice.pp))
+    weights = max(state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice))
     return PhaseMemory(
         {
             "weights": weights,
@@ -231,10 +232,11 @@ def host_memory(
 ) -> float:
     """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store."""
     ranks = max(1, cluster.gpus_per_node)
-    params = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice.pp)]
+    trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     dp = choice.dp * choice.cp
-    worst = max(12 * (p.dense / dp + p.experts / choice.expert_dp) for p in params)
-    weights = max(p.total for p in params) * 2
+    worst = max(12 * (p.dense / dp + p.experts / choice.expert_dp) for p in trained)
+    copies = 2 if choice.reference and choice.adapters is None else 1
+    weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2 * copies
     offloaded = worst if (colocated or choice.optimizer_offload) else 0.0
     policy = weights if colocated else 0.0
     sleeping = engine_weights if colocated else 0.0

@@ -11,7 +11,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner import memory as mem
 from rlctl.planner import search
 from rlctl.planner.assemble import assemble, policy_asleep
-from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.choice import Adapters, TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import generation_memory
@@ -29,6 +29,7 @@ def make_plan(
     *,
     constants: Constants = DEFAULTS,
     precision: str | None = None,
+    adapters: Adapters | None = None,
     gradient_bytes: int = 4,
     top: int = 5,
     prefer_runnable: bool = True,
@@ -36,8 +37,9 @@ def make_plan(
     """The best plan for a model on a cluster.
 
     `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
-    given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. A plan that `train` can
-    run comes before a faster one that it cannot, unless `prefer_runnable` is off.
+    given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. `adapters` are trained
+    instead of the weights. A plan that `train` can run comes before a faster one that it cannot, unless
+    `prefer_runnable` is off.
 
     Raises ConfigError for a pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing
     fits, naming the smallest machine that would do and the cheapest change that would make this one do.
@@ -45,7 +47,8 @@ def make_plan(
     pins = {key: value for key, value in (pins or {}).items() if value is not None}
     precision = precision or ("float32" if cluster.is_cpu else "bf16")
     element = 4.0 if precision == "float32" else 2.0
-    request = Request(facts, cluster, workload, pins, constants, precision, element, gradient_bytes)
+    request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes)
+    _check_mover(request)
     plans, rejected = _plans(request)
     if not plans:
         from rlctl.planner.advice import no_plan
@@ -66,6 +69,18 @@ def make_plan(
     )
 
 
+def _check_mover(request: Request) -> None:
+    """Raises ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
+    mover, colocated = request.pin("refit.mover"), request.pin("generation.colocated")
+    if mover == "cuda-ipc" and request.cluster.is_cpu:
+        raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
+    if mover == "cuda-ipc" and colocated is False:
+        raise ConfigError(
+            "refit.mover = cuda-ipc, but with generation.colocated = false engines have devices of their own.",
+            "Use auto or collective.",
+        )
+
+
 def _slower(plan: Plan, best: Plan) -> str:
     ratio = plan.total_s / best.total_s - 1
     if best.runnable and not plan.runnable and ratio < 0.005:
@@ -80,9 +95,10 @@ def _slower(plan: Plan, best: Plan) -> str:
 
 def _plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     """All plans that fit, the best first (as many as are worth showing), and why others did not."""
-    modes = (
-        [True, False] if request.pin("generation.colocated") is None else [bool(request.pin("generation.colocated"))]
-    )
+    colocated = request.pin("generation.colocated")
+    modes = [True, False] if colocated is None else [bool(colocated)]
+    if request.pin("refit.mover") == "cuda-ipc":
+        modes = [True]
     log = _RejectionLog()
     plans: list[Plan] = []
     if not request.workload.trains:

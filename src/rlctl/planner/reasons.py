@@ -24,7 +24,8 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
         )
         yield Reason(
             f"mover={plan.mover}",
-            "both engines share memory of the node" if plan.colocated else "weights cross the network",
+            _given(plan, "refit.mover")
+            or ("both engines share memory of the node" if plan.colocated else "weights cross the network"),
         )
 
 

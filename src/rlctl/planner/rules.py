@@ -96,8 +96,13 @@ def _tensor_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]
 
 
 def _pipeline_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+    ends = (choice.first_stage_layers, choice.last_stage_layers)
+    key = "training.first_stage_layers" if ends[0] is not None else "training.last_stage_layers"
     if choice.pp == 1:
-        return [Problem("training.vpp", "virtual stages need training.pp > 1")] if choice.vpp > 1 else []
+        found = [Problem("training.vpp", "virtual stages need training.pp > 1")] if choice.vpp > 1 else []
+        return found + ([Problem(key, f"{key} needs training.pp > 1")] if ends != (None, None) else [])
+    if ends != (None, None):
+        return _end_problems(facts, choice, key)
     if choice.pp * choice.vpp > facts.layers:
         key = "training.vpp" if choice.vpp > 1 else "training.pp"
         return [Problem(key, f"{facts.layers} layers are fewer than PP {choice.pp} x VPP {choice.vpp} stages")]
@@ -105,6 +110,20 @@ def _pipeline_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Proble
         return [Problem("training.vpp", f"{facts.layers} layers do not split into PP {choice.pp} x VPP {choice.vpp}")]
     if choice.vpp == 1 and stage_layers(facts.layers, choice.pp) is None:
         return [Problem("training.pp", f"{facts.layers} layers leave a stage of PP {choice.pp} empty")]
+    return []
+
+
+def _end_problems(facts: ModelFacts, choice: TrainingChoice, key: str) -> list[Problem]:
+    """Where the first and the last stage are given."""
+    first, last = choice.first_stage_layers, choice.last_stage_layers
+    sizes = stage_layers(facts.layers, choice.pp, first, last)
+    if sizes is None:
+        given = [f"first {first}"] * (first is not None) + [f"last {last}"] * (last is not None)
+        why = f"{facts.layers} layers with {' and '.join(given)} do not split evenly over the other stages of PP"
+        return [Problem(key, f"{why} {choice.pp}")]
+    uneven = next((size for size in sizes if size % choice.vpp), None)
+    if uneven is not None:
+        return [Problem("training.vpp", f"a stage of {uneven} layers does not split into {choice.vpp} virtual stages")]
     return []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.models.facts import ModelFacts
 from rlctl.planner import memory as mem
 from rlctl.planner import time as timing
-from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import Constants
 from rlctl.planner.generation import (
@@ -22,6 +22,7 @@ from rlctl.planner.generation import (
     weight_bytes,
 )
 from rlctl.planner.rules import Problem, generation_problems, training_problems
+from rlctl.planner.stages import stage_layers
 from rlctl.planner.workload import Workload
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
@@ -40,6 +41,7 @@ class Request:
     pins: Mapping[str, Any]
     constants: Constants
     precision: str = "bf16"
+    adapters: Adapters | None = None
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
 
@@ -119,6 +121,10 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
 def _common(request: Request, tp: int) -> dict[str, Any]:
     return {
         "sequence_parallel": request.pin("training.sequence_parallel", tp > 1),
+        "first_stage_layers": request.pin("training.first_stage_layers"),
+        "last_stage_layers": request.pin("training.last_stage_layers"),
+        "adapters": request.adapters,
+        "reference": request.workload.reference,
         "precision": request.precision,
         "gradient_bytes": request.gradient_bytes,
     }
@@ -151,7 +157,8 @@ def virtual_stages(request: Request, choice: TrainingChoice) -> list[int]:
     pinned = request.pin("training.vpp")
     if pinned is not None or choice.pp == 1:
         return [pinned or 1]
-    even = [v for v in (4, 3, 2) if request.facts.layers % (choice.pp * v) == 0]
+    sizes = stage_layers(request.facts.layers, choice.pp, choice.first_stage_layers, choice.last_stage_layers) or [1]
+    even = [v for v in (4, 3, 2) if all(size % v == 0 for size in sizes)]
     return [1, *even[:1]]
 
 

@@ -15,11 +15,15 @@ from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import counted
 from rlctl.planner.memory import layer_activation_bytes
 from rlctl.planner.parameters import score_width
-from rlctl.planner.stages import Stage, layer_sizes, rank_parameters, stages
+from rlctl.planner.stages import Stage, layer_sizes, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
 CPU_MATMUL_EFFICIENCY = 0.65
 """Of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2 cores)."""
+
+
+PASSES = {"none": 3.0, "selective": 3.15, "full": 4.0}
+"""Training pass of a micro-batch in forward passes, by recomputation."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class MicroBatchTime:
     context: float
     host: float
     """Floor: time to launch the kernels."""
+    matmul: float = 0.0
+    """The part of `compute` that multiplies with weights."""
 
     @property
     def total(self) -> float:
@@ -82,7 +88,7 @@ def forward_time(
     constants: Constants = DEFAULTS,
 ) -> MicroBatchTime:
     """Forward pass of one micro-batch of `tokens` on the slowest pipeline stage."""
-    chosen = {stages(facts, choice.pp)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1)}
+    chosen = {stages(facts, choice)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1)}
     times = [_stage_forward(facts, stage, choice, cluster, tokens, mean_keys, constants) for stage in chosen]
     return max(times, key=lambda time: time.total)
 
@@ -109,6 +115,11 @@ def _stage_forward(
         rate = expert_rate(facts, choice, cluster, local, constants)
         routed = local / choice.tp * (constants.expert_imbalance if choice.ep > 1 else 1.0)
         seconds += 2 * routed * expert_flops / rate
+    if choice.adapters is not None:
+        narrow = _shaped(choice, cluster, constants, choice.adapters.rank, local) if not cluster.is_cpu else None
+        rate = narrow or matmul_rate(facts, choice, cluster, local, constants)
+        seconds += 2 * local * trained_parameters(facts, stage, choice).total / rate
+    matmul = seconds
     keys = mean_keys if facts.sliding_window is None else _window_mean(facts, mean_keys)
     attention = 2 * local * stage.layers * score_width(facts) * keys / choice.tp
     seconds += _traffic_seconds(facts, stage, choice, cluster, local, constants)
@@ -121,6 +132,7 @@ def _stage_forward(
         expert=(1 - constants.expert_overlap) * _expert_seconds(facts, stage, choice, cluster, local, constants),
         context=max(0.0, _context_seconds(facts, stage, choice, cluster, tokens, constants) - attention),
         host=_host_seconds(facts, stage, choice, cluster, constants),
+        matmul=matmul,
     )
 
 
@@ -248,8 +260,9 @@ def training_time(
     """The training phase of a step: all its optimizer steps."""
     number, tokens = micro_batches(choice, workload, constants)
     forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
-    passes = {"none": 3.0, "selective": 3.15, "full": 4.0}[choice.recompute]
-    micro = forward.total * passes
+    # Frozen weights need no gradient: of a backward pass's two multiplications with each one is left.
+    spared = forward.matmul if choice.adapters else 0.0
+    micro = forward.total * PASSES[choice.recompute] - spared
     compute = number * micro
     bubble = (choice.pp - 1) / choice.vpp * micro
     data, optimizer = _data_seconds(facts, choice, cluster, compute, number, constants)
@@ -262,7 +275,7 @@ def _data_seconds(
     facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, compute: float, number: int, constants: Constants
 ) -> tuple[float, float]:
     """(exposed gradient and parameter communication, optimizer update) of one optimizer step."""
-    params = max((rank_parameters(facts, s, choice) for s in stages(facts, choice.pp)), key=lambda p: p.total)
+    params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
     ranks = choice.dp * choice.cp
     span = choice.tp * ranks
     inside = span <= max(1, cluster.link_domain)
@@ -293,7 +306,7 @@ def _offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: Cluster
     """Optimizer states from device to host memory or back."""
     if cluster.is_cpu or choice.optimizer_offload:
         return 0.0
-    params = max((rank_parameters(facts, s, choice) for s in stages(facts, choice.pp)), key=lambda p: p.total)
+    params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
     owned = params.dense / (choice.dp * choice.cp) + params.experts / choice.expert_dp
     return 12 * owned / (cluster.device.host_link * constants.pageable_copy)
 
@@ -332,30 +345,48 @@ def refit_time(
     weight_bytes: float = 2.0,
     receivers: int = 1,
     constants: Constants = DEFAULTS,
+    *,
+    mover: str | None = None,
 ) -> float:
-    """Seconds to bring new weights into the engines, offloading before and waking after included."""
+    """Seconds to bring new weights into the engines, offloading before and waking after included. `mover` None: the
+    fastest there is."""
     payload = counted(facts).total * (4 if choice.precision == "float32" else 2)
+    detour = _detour_seconds(payload, cluster, mover, constants)
     if cluster.is_cpu:
-        return 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
+        return detour + 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
     if colocated:
         gathered = payload / constants.refit_bytes_per_s
         return (
             constants.refit_fixed_s
             + tensor_count(facts) * constants.refit_tensor_s
             + gathered
+            + detour
             + _offload_seconds(facts, choice, cluster, constants)
         )
     rate = cluster.device.network * constants.network_efficiency * 0.6
     return (
-        constants.refit_fixed_s / 2
+        detour
+        + constants.refit_fixed_s / 2
         + tensor_count(facts) * constants.refit_tensor_s / 4
         + payload / max(1, receivers) / rate
     )
 
 
-def model_flops(facts: ModelFacts, workload: Workload, constants: Constants = DEFAULTS) -> float:
-    """Floating-point operations that the model needs in a step's training (no recomputation): for MFU."""
+def _detour_seconds(payload: float, cluster: ClusterFacts, mover: str | None, constants: Constants) -> float:
+    """What a mover costs that does not hand weights over in the devices' memory: one copy written and read."""
+    if mover == "disk":
+        return 2 * payload / constants.disk_bytes_per_s
+    if mover == "shared-memory" and not cluster.is_cpu:
+        return 2 * payload / (cluster.device.host_link * constants.pageable_copy)
+    return 0.0
+
+
+def model_flops(
+    facts: ModelFacts, workload: Workload, constants: Constants = DEFAULTS, *, frozen: bool = False
+) -> float:
+    """Floating-point operations that the model needs in a step's training (no recomputation): for MFU. `frozen`:
+    adapters alone are trained."""
     keys = workload.mean_keys(constants.length_sigma)
     keys = keys if facts.sliding_window is None else _window_mean(facts, keys)
-    per_token = 2 * counted(facts).active + 2 * facts.layers * score_width(facts) * keys
-    return 3 * per_token * workload.trained_tokens(constants.length_sigma)
+    per_token = (4 if frozen else 6) * counted(facts).active + 6 * facts.layers * score_width(facts) * keys
+    return per_token * workload.trained_tokens(constants.length_sigma)

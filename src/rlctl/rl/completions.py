@@ -96,7 +96,9 @@ class CompletionJob:
     def crew(self, plan: Plan) -> CrewSpec:
         """Policy and engines of a plan with both."""
         config = self.resolved.with_values({"model.max_length": plan.workload.max_length}).config
-        return planned_crew(config, self.facts, plan, self.model.source.directory, None, dummy_weights=True)
+        return planned_crew(
+            config, self.facts, plan, self.model.source.directory, None, dummy_weights=True, trains=False
+        )
 
     def arguments(self, plan: Plan) -> EngineArguments:
         """What the engines' classes are built from."""

@@ -122,8 +122,10 @@ def planned_crew(
     rewards: RewardPlan | None,
     *,
     dummy_weights: bool = False,
+    trains: bool = True,
 ) -> CrewSpec:
-    """What a plan starts: `config` holds the plan's values. `dummy_weights`: the engine's directory holds none."""
+    """What a plan starts: `config` holds the plan's values. `dummy_weights`: the engine's directory holds none;
+    `trains` off: the policy's weights are read and refitted, whatever completions are sampled with."""
     device: Literal["cpu", "cuda"] = "cpu" if plan.cluster.is_cpu else "cuda"
     policy = PolicySpec(
         facts=facts,
@@ -131,7 +133,7 @@ def planned_crew(
         dtype=resolve_dtype(config.model.dtype, device),
         device=device,
         optimizer=config.optimizer,
-        temperature=config.generation.temperature,
+        temperature=config.generation.temperature if trains else 1.0,
         threads=plan.training.threads,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,

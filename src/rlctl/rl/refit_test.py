@@ -55,7 +55,9 @@ class RefitTestJob:
         """What to start: the crew of a training run, with room for the test's short completions alone."""
         config = build_with(self.config, self.max_length)
         empty = self.source.megatron is not None
-        return planned_crew(config, self.facts, self.plan, self.source.directory, None, dummy_weights=empty)
+        return planned_crew(
+            config, self.facts, self.plan, self.source.directory, None, dummy_weights=empty, trains=False
+        )
 
     @property
     def max_length(self) -> int:
