@@ -31,6 +31,18 @@ def test_engine_and_trainer_agree(family: str, tmp_path: Path) -> None:
     assert found["logprobs_before"]["max_abs"] > 100 * MOST
 
 
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_bfloat16_engine_keeps_its_router_bias_in_float32(tmp_path: Path) -> None:
+    """Fingerprints are of bits: rounded on either side or on the way, the bias would differ."""
+    model = write_tiny_family(tmp_path / "model", "deepseek_v3")
+    for receive in ("direct", "loader"):
+        found = refit_test(model, "--receive", receive, "--set", "model.dtype=bfloat16")
+        assert found["passed"], found
+        assert found["mismatched"] == found["unread"] == []
+        assert found["receive"] == receive
+
+
 def refit_test(model: Path, *more: str) -> dict:
     command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
     arguments = [

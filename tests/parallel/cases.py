@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class Case:
 
     kind: str = "llama"
     parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    dtype: Literal["float32", "bfloat16"] = "float32"
     packing: bool = True
     dynamic: bool = False
     share_prompts: bool = True
@@ -68,6 +69,7 @@ def spec_of(case: Case) -> PolicySpec:
     return PolicySpec(
         facts(case.kind),
         case.parallel,
+        case.dtype,
         optimizer=optimizer,
         temperature=case.temperature,
         threads=1,
@@ -251,6 +253,13 @@ def run_load_hf(rank: int, case: Case, directory: Path) -> list[tuple[str, Tenso
     worker = make_worker(rank, case, None)
     worker.load_hf(directory)
     return list(pieces(worker, "data"))
+
+
+def run_held(rank: int, case: Case, directory: Path) -> dict[str, Tensor]:
+    """What a refit would read right after loading, before any forward pass."""
+    worker = make_worker(rank, case, None)
+    worker.load_hf(directory)
+    return {name: value.clone() for name, value in worker.parameters().items()}
 
 
 def run_logprobs(

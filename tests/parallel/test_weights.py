@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.cases import Case, assemble, run_load_hf
+from parallel.cases import Case, assemble, run_held, run_load_hf
 from parallel.pool import Pool
 from parallel.reference import hf_model, megatron_weights
 from rlctl.backends.base import ParallelSpec
@@ -50,3 +50,17 @@ def test_load_hf(pools: Callable[[int], Pool], case: Case, tmp_path: Path) -> No
     assert params.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(params[name], value), name
+
+
+def test_a_router_bias_is_not_rounded_in_bfloat16(pools: Callable[[int], Pool], tmp_path: Path) -> None:
+    model = hf_model("deepseek")
+    biases = {name: value for name, value in model.state_dict().items() if name.endswith("e_score_correction_bias")}
+    for value in biases.values():
+        value.copy_(torch.randn(value.shape))
+    model.save_pretrained(tmp_path)
+    (held,) = pools(1).run(run_held, Case("deepseek", dtype="bfloat16"), tmp_path)
+    found = {name: value for name, value in held.items() if name.endswith("expert_bias")}
+    assert len(found) == len(biases) > 0
+    assert all(value.dtype == torch.float32 for value in found.values())
+    assert sorted(map(torch.Tensor.tolist, found.values())) == sorted(map(torch.Tensor.tolist, biases.values()))
+    assert {value.dtype for name, value in held.items() if name not in found} == {torch.bfloat16}

@@ -17,6 +17,7 @@ from rlctl.backends.vllm.messages import Sampling
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
+from rlctl.refit.selftest import LogprobLimit
 from rlctl.refit.session import RefitSession
 from rlctl.telemetry.phases import RefitPhase
 
@@ -217,7 +218,7 @@ def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_sour
         prompts=[request.prompt_tokens for request in requests()],
         compare_logprobs=difference,
         repeat=2,
-        logprob_limit=1e-3,
+        logprob_limit=LogprobLimit(1e-4, 1e-3),
         timeout_s=60,
         new_tokens=8,
     )

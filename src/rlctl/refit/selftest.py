@@ -43,6 +43,24 @@ class LogprobDifference:
         )
 
 
+@dataclass(frozen=True)
+class LogprobLimit:
+    """What two correct engines of one precision may differ by."""
+
+    mean_abs: float
+    max_abs: float
+
+    def exceeded(self, found: LogprobDifference | None) -> str:
+        """By how much `found` is too large; empty where it is not."""
+        if found is None:
+            return "were not compared"
+        if not found.max_abs <= self.max_abs:  # also where it is not a number
+            return f"differ by up to {found.max_abs:.2e} (limit {self.max_abs:.0e})"
+        if not found.mean_abs <= self.mean_abs:
+            return f"differ by {found.mean_abs:.2e} on average (limit {self.mean_abs:.0e})"
+        return ""
+
+
 @dataclass
 class SelfTest:
     """What the self-test found; `to_json` is the documented object."""
@@ -50,7 +68,7 @@ class SelfTest:
     model: str
     mover: str
     receive: str
-    logprob_limit: float
+    logprob_limit: LogprobLimit
     reports: list[RefitReport] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
@@ -86,10 +104,9 @@ class SelfTest:
         lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
         lines += [f"{name} is missing in the engine" for name in self.missing]
         lines += [f"{name} is in the engine alone" for name in self.extra]
-        if not self.synthetic and (self.after is None or self.after.max_abs > self.logprob_limit):
-            found = "were not compared" if self.after is None else f"differ by up to {self.after.max_abs:.2e}"
+        if not self.synthetic and (found := self.logprob_limit.exceeded(self.after)):
             hint = "" if self.mismatched else " though every tensor is equal: stale prefix cache, or a wrong layout"
-            lines.append(f"log-probs {found} (limit {self.logprob_limit:.0e}){hint}")
+            lines.append(f"log-probs {found}{hint}")
         return lines
 
     @property
@@ -147,7 +164,7 @@ def run(
     prompts: list[tuple[int, ...]],
     compare_logprobs: Compare,
     repeat: int,
-    logprob_limit: float,
+    logprob_limit: LogprobLimit,
     timeout_s: float,
     new_tokens: int = 16,
     tell: Callable[[str], None] = lambda _: None,

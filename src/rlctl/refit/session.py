@@ -90,6 +90,7 @@ class RefitSession:
         self._wait("open", self.engines, "refit_open", {"table": table, "receive": self.receive})
         needs: list[list[Need]] = self._wait("open", self.engines, "refit_needs")
         flat = [need for of_engine in needs for need in of_engine]
+        self.setup = replace(self.setup, table=_as_held(self.setup.table, flat))
         self.mover = choose_mover(self.settings.mover, flat, places, self.settings.directory)
         channels = plan_channels(
             self.mover,
@@ -332,6 +333,12 @@ class RefitSession:
 def _staging(channel: Channel) -> int:
     rounds = cut_rounds(channel.layout, channel.connection.capacity)
     return min(2, len(rounds)) * buffer_bytes(rounds)
+
+
+def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, ...]:
+    """`table` with the dtype in which the engines ask for each tensor."""
+    held = {piece.tensor: need.layout.params[piece.param].dtype for need in needs for piece in need.layout.pieces}
+    return tuple(replace(row, dtype=held.get(row.name, row.dtype)) for row in table)
 
 
 def _published(facts: ModelFacts, dtype: str) -> tuple[TableRow, ...]:

@@ -30,12 +30,21 @@ def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Distri
     if spec.dtype == "bfloat16":
         from megatron.core.transformer.module import Float16Module
 
-        models = [Float16Module(config, model) for model in models]
+        models = [_keep_router_bias(Float16Module(config, model)) for model in models]
     chunks = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0) for number, model in enumerate(models)
     ]
     _overlap(config, ddp, chunks)
     return chunks
+
+
+def _keep_router_bias(model: Any) -> Any:
+    """The router's correction bias stays in float32, as published. Megatron rounds it with everything else and widens
+    it again in the first forward pass, after weights were loaded."""
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias.data = module.expert_bias.data.float()
+    return model
 
 
 def _overlap(config: Any, ddp: Any, chunks: list[DistributedDataParallel]) -> None:

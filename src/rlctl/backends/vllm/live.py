@@ -52,6 +52,16 @@ def sites(model: torch.nn.Module) -> Sites:
     return Sites(found, unreadable)
 
 
+def dtypes(model: torch.nn.Module) -> dict[str, str]:
+    """The dtype in which the engine holds each published tensor; those that it does not show are left out.
+
+    Not the same for all: a router's correction bias is kept in float32 in an engine of bfloat16.
+    """
+    return {
+        part.tensor: str(site.kept().dtype).removeprefix("torch.") for site in sites(model).found for part in site.parts
+    }
+
+
 def _holds_its_parts(site: Site) -> bool:
     """Whether the parameter is large enough for what it should hold; kernels may have taken its memory away."""
     if site.form is Form.REPACKED or not site.parts:

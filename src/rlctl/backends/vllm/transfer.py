@@ -80,12 +80,17 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.writer, self.reason = (writer, None) if writer.reason is None else (None, writer.reason)
         if init_info.receive == "direct" and self.writer is None:
             raise ConfigError(f"--receive direct: {self.reason}.", "Use --receive auto or loader.")
-        self.layout = self.writer.layout() if self.writer is not None else whole_tensors(init_info.table)
+        self.layout = self.writer.layout() if self.writer is not None else whole_tensors(self._as_held(init_info.table))
         self.receiver = (
             DirectReceiver(self.writer.targets)
             if self.writer is not None
             else LoaderReceiver(self.model.load_weights, self.device)
         )
+
+    def _as_held(self, table: tuple[TensorRow, ...]) -> list[TensorRow]:
+        """`table` with the dtypes in which the model holds the tensors: the loader would widen what came rounded."""
+        held = live.dtypes(self.model)
+        return [(name, held.get(name, dtype), shape) for name, dtype, shape in table]
 
     def connect(self, connection: Connection, name: str) -> None:
         """Open the receiving end, once for all refits."""
@@ -200,6 +205,10 @@ class RlctlWorkerExtension:
     def rlctl_connect(self, engine: str, connections: tuple[Connection, ...]) -> None:
         """Open this worker's own connection of those of its engine."""
         self.weight_transfer_engine.connect(connections[self.rank], f"{engine} worker {self.rank}")
+
+    def rlctl_alive(self) -> bool:
+        """Answers as long as the worker does."""
+        return True
 
     def rlctl_received(self) -> Received:
         """What the refit just finished did in this worker."""
