@@ -44,6 +44,8 @@ class NoPlanError(RlctlError):
     """The request is valid, but no plan fits the machine (exit code 4)."""
 
     exit_code = 4
+    rejected: tuple[tuple[str, str], ...] = ()
+    """Layouts that came closest, each with why it does not fit."""
 
 
 class VerificationError(RlctlError):

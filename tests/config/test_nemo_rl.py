@@ -132,7 +132,8 @@ def test_dtensor_alone_is_imported_and_says_that_it_cannot_run() -> None:
     result = import_recipe(RECIPES / "base.yaml")
     assert result.values["training.tp"] == 1
     assert result.values["optimizer.beta2"] == 0.999
-    assert any("DTensor" in line for line in result.unsupported)
+    assert result.values["training.backend"] == "dtensor"
+    assert any("policy.dtensor_cfg.enabled" in line for line in result.unsupported)
     resolved = resolve(files=[RECIPES / "base.yaml"], environment={})
     with pytest.raises(ConfigError, match="dtensor_cfg"):
         resolved.require_supported()

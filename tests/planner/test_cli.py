@@ -171,3 +171,94 @@ def test_a_field_that_makes_gradients_wrong_is_refused_before_anything_starts(
     code, _, err = rlctl(capsys, *NODE, "--set", "megatron.attention_dropout=0.1")
     assert code == 2
     assert "megatron.attention_dropout = 0.1 is not run" in err
+
+
+CONTRACT: dict[str, object] = {
+    "fits": bool, "runnable": bool, "not_runnable_because": list, "colocated": bool, "host_memory_gib": float,
+    "tokens_per_s_per_gpu": float, "mfu": float, "reasons": list, "rejected": list,
+    "training": {
+        "backend": str, "tp": int, "pp": int, "vpp": int, "cp": int, "ep": int, "etp": int, "dp": int,
+        "sequence_parallel": bool, "micro_batch_tokens": int, "recompute": str,
+    },
+    "generation": {"engines": int, "tp": int, "pp": int, "dp": int, "ep": int, "memory_fraction": float},
+    "seconds": dict.fromkeys(
+        ("generation", "reward", "logprobs", "training", "refit", "checkpoint", "other", "total"), float
+    ),
+    "memory_gib": {phase: {"total": float} for phase in ("training", "logprobs", "refit", "generation")},
+}  # fmt: skip
+
+
+def check(found: object, expected: object, where: str) -> None:
+    """`found` has the keys and the types that programs are promised."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict), where
+        for key, value in expected.items():
+            assert key in found, f"{where}.{key}"
+            check(found[key], value, f"{where}.{key}")
+    else:
+        assert type(found) is expected, f"{where} = {found!r}"
+
+
+@pytest.mark.parametrize(
+    ("more", "runnable"),
+    [([], True), (["--backend", "dtensor"], False), (["--split"], False), (["--model", "Qwen/Qwen3-30B-A3B"], True)],
+)
+def test_programs_find_every_promised_key(capsys: pytest.CaptureFixture[str], more: list[str], runnable: bool) -> None:
+    code, out, _ = rlctl(capsys, *NODE, *more, "--json")
+    assert code == 0
+    data = json.loads(out)
+    check(data, CONTRACT, "plan")
+    assert data["fits"]
+    assert (data["runnable"], not data["not_runnable_because"]) == (runnable, runnable)
+    assert all(set(reason) == {"value", "rule"} for reason in data["reasons"])
+    assert all(set(other) == {"plan", "why"} for other in data["rejected"])
+    for memory in data["memory_gib"].values():
+        assert sum(v for k, v in memory.items() if k != "total") == pytest.approx(memory["total"], abs=0.03)
+    assert sum(v for k, v in data["seconds"].items() if k != "total") == pytest.approx(
+        data["seconds"]["total"], abs=0.01
+    )
+
+
+def test_the_same_keys_are_there_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--model", "deepseek-ai/DeepSeek-V3", "--json")
+    assert code == 4
+    data = json.loads(out)
+    assert data.keys() >= CONTRACT.keys()
+    assert (data["fits"], data["runnable"], data["training"], data["generation"]) == (False, False, None, None)
+    assert data["seconds"].keys() == CONTRACT["seconds"].keys()  # type: ignore[attr-defined]
+    assert data["rejected"]
+    assert "GiB" in data["rejected"][0]["why"]
+    assert "smallest machine" in data["error"]["hint"]
+
+
+def test_fsdp_is_planned_and_refused_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, *NODE, "--backend", "dtensor", "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["training"]["pp"] == 1
+    assert data["not_runnable_because"][0].startswith("training.backend = dtensor")
+    assert "megatron" not in data["arguments"]
+    _, out, _ = rlctl(capsys, *NODE, "--json", "--set", "training.tp=1", "--set", "training.pp=1")
+    assert data["memory_gib"]["training"]["gradients"] < json.loads(out)["memory_gib"]["training"]["gradients"]
+    code, _, err = rlctl(capsys, "train", "grpo", *NODE[1:], "--backend", "dtensor", "--dry-run")
+    assert code == 2
+    assert "training.backend = dtensor" in err
+
+
+def test_the_cheapest_change_is_one_that_runs_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["plan", "--model", "meta-llama/Llama-3.1-70B", "--gpu", "h100", "--gpus-per-node", "4"]
+    code, _, err = rlctl(capsys, *one)
+    assert code == 4
+    assert "It fits with adapters instead of all weights (training.lora.rank=16)." in err
+    code, out, _ = rlctl(capsys, *one, "--set", "training.lora.rank=16", "--json")
+    assert code == 0
+    assert json.loads(out)["runnable"]
+
+
+def test_the_smallest_machine_is_the_first_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    node = ["plan", "--model", "Qwen/Qwen3-235B-A22B", "--gpu", "h100", "--gpus-per-node", "8"]
+    code, _, err = rlctl(capsys, *node)
+    assert code == 4
+    nodes = int(err.rpartition("that fits is ")[2].split()[0])
+    assert rlctl(capsys, *node, "--nodes", str(nodes))[0] == 0
+    assert rlctl(capsys, *node, "--nodes", str(nodes - 1))[0] == 4

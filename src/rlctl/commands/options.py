@@ -49,7 +49,10 @@ Reward: TypeAlias = Annotated[
         help="task, exact-match, math-verify, or path/to/file.py:function. Repeat it to add several up.",
     ),
 ]
-Backend: TypeAlias = Annotated[Literal["auto", "megatron"] | None, typer.Option("--backend", help="Training engine.")]
+Backend: TypeAlias = Annotated[
+    Literal["auto", "megatron", "dtensor"] | None,
+    typer.Option("--backend", help="Training engine; dtensor (FSDP2) is planned, and not run yet."),
+]
 MaxLength: TypeAlias = Annotated[
     int | None, typer.Option("--max-length", metavar="TOKENS", help="Most tokens of prompt and completion together.")
 ]

@@ -93,7 +93,7 @@ def plan(
         made, _ = planned(resolved, top)
     except NoPlanError as error:
         if json_:
-            print_json(no_plan_json(error))
+            print_json(no_plan_json(resolved.config.model.name, error))
         raise
     show(made, resolved, explain, top, json_)
 
@@ -142,10 +142,12 @@ def too_long(made: Plan, resolved: Resolved) -> list[str]:
     return [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
 
 
-def no_plan_json(error: NoPlanError) -> dict[str, Any]:
+def no_plan_json(model: str | None, error: NoPlanError) -> dict[str, Any]:
     """What --json prints where nothing fits."""
+    from rlctl.planner.render import no_plan_values
+
     detail = {"kind": "NoPlanError", "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-    return {"fits": False, "runnable": False, "not_runnable_because": [error.message], "error": detail}
+    return {"model": model} | no_plan_values(error) | {"error": detail}
 
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
@@ -156,7 +158,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
 
     name = resolved.config.model.name or ""
     planned = resolved.with_values(made.config_values())
-    arguments = EngineArguments.of(planned_crew(planned.config, made.facts, made, Path(name), None))
+    arguments = EngineArguments.of_plan(made, planned_crew(planned.config, made.facts, made, Path(name), None))
     pinned = arguments.pinned(planned)
     if json_:
         data = {"model": name} | plan_json(made)

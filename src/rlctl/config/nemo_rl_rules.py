@@ -81,6 +81,13 @@ def differs(*same: Any, why: str) -> Rule:
     return rule
 
 
+def by_dtensor(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """The other backend: planned as it is, and not run yet."""
+    if value is True:
+        result.set("training.backend", "dtensor", name)
+    only(None, False, why="training.backend: dtensor, which is planned and not run yet")(result, name, value, leaves)
+
+
 def when_megatron(rule: Rule) -> Rule:
     """Applies where Megatron trains."""
 

@@ -154,7 +154,9 @@ class LoraConfig(Section):
 
 
 class TrainingConfig(Section):
-    backend: Literal["auto", "megatron"] = "auto"
+    backend: Literal["auto", "megatron", "dtensor"] = "auto"
+    """What trains; auto is megatron. dtensor (FSDP2: weights, gradients and states are sharded over the data parallel
+    ranks) can be planned for and is not run yet."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None

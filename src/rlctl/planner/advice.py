@@ -4,17 +4,21 @@ change."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.planner import search
+from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, cpu_device
 from rlctl.planner.plan import Rejected, _plans
 from rlctl.planner.rules import Problem, generation_problems, lone_problem, training_problems
 from rlctl.planner.search import Request
 
 LARGEST_NODES = 4096
+SHOWN = 5
+"""Rejected layouts that the error carries."""
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
@@ -23,13 +27,13 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
     broken = _broken_pin(request)
     if broken is not None:
         return broken
-    pinned = list(request.pins)
-    tightest = next((r for r in rejected if "GiB" in r.why), rejected[0] if rejected else None)
+    tightest = rejected[0] if rejected else None
     why = f" Closest: {tightest.plan}: {tightest.why}." if tightest else ""
-    hints = [
-        text for text in (_free_pin(request, pinned), _cheapest_change(request), _smallest_machine(request)) if text
-    ]
-    return NoPlanError(f"No plan fits {request.cluster.describe()}.{why}", " ".join(hints) or None)
+    advice = (_free_pin(request), _cheapest_change(request), _smallest_machine(request))
+    hint = " ".join(text for text in advice if text) or None
+    error = NoPlanError(f"No plan fits {request.cluster.describe()}.{why}", hint)
+    error.rejected = tuple((other.plan, other.why) for other in rejected[:SHOWN])
+    return error
 
 
 def fits(request: Request) -> bool:
@@ -87,48 +91,80 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
     return problem or Problem(key, f"{devices} devices do not split that way")
 
 
-def _free_pin(request: Request, pinned: list[str]) -> str | None:
+def _free_pin(request: Request) -> str | None:
     """The first pin whose removal makes a plan fit."""
-    for key in pinned:
+    for key in request.pins:
         if fits(replace(request, pins={k: v for k, v in request.pins.items() if k != key})):
             return f"Without {key}={request.pins[key]} a plan fits."
     return None
 
 
-def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+@dataclass(frozen=True)
+class Change:
+    """A change that saves memory: in the user's words, and what it makes of the request."""
+
+    words: str
+    request: Request
+    runs: bool = True
+    """Whether rlctl can run it; a plan may still say that it cannot."""
+
+
+def _changes(request: Request) -> Iterator[Change]:
     """Changes that save memory, the cheapest first."""
-    workload = request.workload
-    if request.pins.get("training.recompute") not in (None, "full"):
-        yield "training.recompute=full", replace(request, pins={**request.pins, "training.recompute": "full"})
-    if request.pins.get("training.optimizer_offload") is False:
-        yield (
-            "training.optimizer_offload=true",
-            replace(request, pins={**request.pins, "training.optimizer_offload": True}),
-        )
-    if request.generation_bytes == 2.0:
-        yield "FP8 weights in generation (not run by `train` yet)", replace(request, generation_bytes=1.0)
-    if request.gradient_bytes == 4:
-        yield "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)", replace(request, gradient_bytes=2)
+    workload, pins = request.workload, request.pins
+    saving: dict[str, Any] = {}
+    if pins.get("training.recompute") not in (None, "full"):
+        saving["training.recompute"] = "full"
+    if pins.get("training.optimizer_offload") is False:
+        saving["training.optimizer_offload"] = True
+    for count in range(1, len(saving) + 1):
+        for chosen in combinations(saving.items(), count):
+            words = " and ".join(f"{key}={str(value).lower()}" for key, value in chosen)
+            yield Change(words, replace(request, pins={**pins, **dict(chosen)}))
+    if request.gradient_bytes == 4 and workload.trains and request.precision != "float32":
+        words = "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)"
+        yield Change(words, replace(request, gradient_bytes=2))
     for factor in (2, 4):
         length = workload.max_length // factor
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)
         if length > workload.prompt_tokens:
-            yield f"--max-length {length}", replace(request, workload=shorter)
+            yield Change(f"--max-length {length}", replace(request, workload=shorter))
+    if request.adapters is None and workload.trains:
+        yield Change("adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16)))
+    if request.generation_bytes == 2.0:
+        yield Change("FP8 weights in generation", replace(request, generation_bytes=1.0), runs=False)
 
 
 def _cheapest_change(request: Request) -> str | None:
-    for text, changed in _changes(request):
-        if fits(changed):
-            return f"It fits with {text}."
-    return None
+    """The first change that makes a plan fit which can be run; else the first that makes any fit."""
+    planned = None
+    for change in _changes(request):
+        plans = _plans(change.request)[0]
+        if change.runs and any(plan.runnable for plan in plans):
+            return f"It fits with {change.words}."
+        if plans and planned is None:
+            because = plans[0].not_runnable_because
+            why = f" ({because[0]})" if because else " (which rlctl does not run yet)"
+            planned = f"It would fit with {change.words}{why}."
+    return planned
 
 
 def _smallest_machine(request: Request) -> str | None:
-    """More of the same nodes, by doubling; on a CPU more memory."""
+    """More of the same nodes, by doubling and then down to the first that fits; on a CPU more memory."""
+    smaller = request.cluster
     for cluster in _larger(request.cluster):
         if fits(replace(request, cluster=cluster)):
-            return f"The smallest machine of this kind that fits is {cluster.describe()}."
+            first = next((c for c in _between(smaller, cluster) if fits(replace(request, cluster=c))), cluster)
+            return f"The smallest machine of this kind that fits is {first.describe()}."
+        smaller = cluster
     return None
+
+
+def _between(smaller: ClusterFacts, larger: ClusterFacts) -> Iterator[ClusterFacts]:
+    """Up to seven machines between the two, rising."""
+    for nodes in range(smaller.nodes, larger.nodes, max(1, (larger.nodes - smaller.nodes) // 8)):
+        if nodes > smaller.nodes and not larger.is_cpu:
+            yield replace(larger, nodes=nodes)
 
 
 def _larger(cluster: ClusterFacts) -> Iterator[ClusterFacts]:

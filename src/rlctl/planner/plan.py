@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -57,15 +58,16 @@ def make_plan(
     if prefer_runnable:
         plans.sort(key=lambda plan: not plan.runnable)
     best = plans[0]
-    plans = list({plan.name(): plan for plan in [*sorted(plans[1:], key=_score, reverse=True), best]}.values())[::-1]
-    others = [Rejected(p.name(), _slower(p, best)) for p in plans[1 : top + 1]]
+    named = {plan.name(): plan for plan in sorted(plans, key=_score, reverse=True)}  # the best of each name
+    named.pop(best.name())
+    others = sorted(named.values(), key=_score)[:top]
     from rlctl.planner.reasons import reasons_for
 
     return replace(
         best,
         reasons=tuple(reasons_for(best, request, rejected)),
-        rejected=(*others, *rejected[:top]),
-        alternatives=tuple(plans[1 : top + 1]),
+        rejected=(*(Rejected(plan.name(), _slower(plan, best)) for plan in others), *rejected[:top]),
+        alternatives=tuple(others),
     )
 
 
@@ -117,18 +119,26 @@ class _RejectionLog:
     """Collects why layouts were rejected; one line for each distinct layout."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, str] = {}
+        self.lines: dict[str, tuple[str, str, float]] = {}
+        self.fitted: set[str] = set()
+        """Halves of a plan that fit by themselves."""
 
-    def add(self, prefix: str) -> Callable[[Any, str], None]:
-        def note(choice: Any, why: str) -> None:
-            self.lines.setdefault(f"{prefix} {choice.name()}", why)
+    def add(self, half: str) -> search.Reject:
+        def note(choice: Any, why: str, over: float = math.inf) -> None:
+            name = f"{half} {choice.name()}"
+            if over < self.lines.get(name, (half, "", math.inf))[2] or name not in self.lines:
+                self.lines[name] = (half, why, over)
 
         return note
 
     def listed(self) -> list[Rejected]:
-        # What missed by memory tells more than what no rule allows.
-        lines = sorted(self.lines.items(), key=lambda item: ("GiB" not in item[1], len(item[0])))
-        return [Rejected(plan, why) for plan, why in lines]
+        """What misses least memory first and what no rule allows last; a half that does not fit in any way comes before
+        one that does."""
+        order = sorted(
+            self.lines.items(),
+            key=lambda item: (item[1][2] == math.inf, item[1][0] in self.fitted, item[1][2], len(item[0])),
+        )
+        return [Rejected(plan, why, over) for plan, (_, why, over) in order]
 
 
 KEEP = 6
@@ -142,6 +152,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if cluster.is_cpu and request.workload.rollouts:
         budget = cluster.nodes and budget - _least_cpu_engine(request)
     trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
+    log.fitted |= {"training"} if trainings else set()
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
@@ -151,6 +162,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
         if cluster.is_cpu:
             left -= training.peak.total * max(1, training.choice.world_size // cluster.nodes)
         engines = search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
+        log.fitted |= {"generation"} if engines else set()
         for engine in _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1):
             if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
                 plans.append(assemble(request, training, engine.choice, True))
@@ -214,7 +226,7 @@ def _refit_fits(
     if memory.total <= request.budget:
         return True
     why = f"{memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} in refit: policy and engine weights at once"
-    log.add("training")(choice, f"with {engine.choice.name()}: {why}")
+    log.add("training")(choice, f"with {engine.choice.name()}: {why}", memory.total / request.budget)
     return False
 
 
@@ -229,7 +241,7 @@ def _host_fits(
     if need <= have:
         return True
     log.add("training")(
-        training.choice, (f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state")
+        training.choice, f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state", need / have
     )
     return False
 
@@ -240,7 +252,7 @@ def refuse_unrunnable(plan: Plan) -> None:
     if why:
         raise ConfigError(
             f"The plan cannot be run yet: {'; '.join(why)}.",
-            "Pin those keys with --set, or use `rlctl plan` to look at it.",
+            "Set those keys otherwise (--set section.key=value); `rlctl plan` shows the plan.",
         )
 
 

@@ -53,7 +53,9 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
     )
     for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         value = getattr(t, key)
-        if value == 1:
+        if value == 1 and key in ("pp", "vpp") and t.sharding == "full":
+            rule = "FSDP2 has no pipeline stages"
+        elif value == 1:
             rule = "more would only add communication: everything fits without"
         elif key == "vpp":
             rule = "shortens the pipeline bubble"
@@ -71,8 +73,7 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
         _given(plan, "training.micro_batch_tokens")
         or (
             f"rows hold the longest rollout ({request.workload.max_length} tokens), or more where that is faster; "
-            f"{plan.micro_batches} "
-            f"micro-batches an optimizer step"
+            f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} an optimizer step"
         ),
     )
     share = HEADROOM[request.workload.goal]

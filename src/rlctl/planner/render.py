@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rlctl.errors import NoPlanError
 from rlctl.planner.cluster import GIB
 from rlctl.planner.parameters import count
 from rlctl.planner.plan import Plan
@@ -46,6 +47,27 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "mfu": round(plan.mfu, 4),
         "reasons": [{"value": reason.value, "rule": reason.rule} for reason in plan.reasons],
         "rejected": [{"plan": other.plan, "why": other.why} for other in plan.rejected],
+    }
+
+
+def no_plan_values(error: NoPlanError) -> dict[str, Any]:
+    """The same keys where nothing fits; what there is no plan for is null, or empty."""
+    return {
+        "fits": False,
+        "runnable": False,
+        "not_runnable_because": [error.message],
+        "cluster": None,
+        "training": None,
+        "generation": None,
+        "colocated": None,
+        "mover": None,
+        "memory_gib": {},
+        "host_memory_gib": None,
+        "seconds": {phase.value: None for phase in Phase} | {"total": None},
+        "tokens_per_s_per_gpu": None,
+        "mfu": None,
+        "reasons": [],
+        "rejected": [{"plan": plan, "why": why} for plan, why in error.rejected],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ class Rejected:
 
     plan: str
     why: str
+    over: float = math.inf
+    """Memory it needs over what there is; infinite where memory is not why."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ value."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from rlctl.models.facts import ModelFacts
@@ -19,6 +20,8 @@ class Problem:
     key: str
     """The configuration key to blame, for example `training.tp`."""
     message: str
+    over: float = math.inf
+    """Memory needed over memory there is; infinite where the rule is about something else."""
 
 
 def _shares_heads(kv_heads: int, tp: int) -> bool:

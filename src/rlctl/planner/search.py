@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner import memory as mem
@@ -31,6 +31,12 @@ SIMPLICITY = 0.01
 """A plan has to be this much faster for each further kind of parallelism that it uses."""
 
 
+class Reject(Protocol):
+    """Hears of a layout that is left out, why, and (where memory is why) its need over what there is."""
+
+    def __call__(self, choice: Any, why: str, over: float = math.inf) -> None: ...
+
+
 @dataclass(frozen=True)
 class Request:
     """Everything that a plan depends on. `pins` are configuration keys with the values they must have."""
@@ -48,6 +54,11 @@ class Request:
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)
         return default if value is None else value
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP2 trains."""
+        return self.pin("training.backend") == "dtensor"
 
     @property
     def budget(self) -> float:
@@ -102,7 +113,8 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
         return
     facts, cluster = request.facts, request.cluster
     tps = _pinned(request, "training.tp", powers(min(facts.heads, max(cluster.link_domain, cluster.gpus_per_node), 16)))
-    pps = _pinned(request, "training.pp", powers(min(facts.layers, devices, 64)))
+    stages_to_try = [1] if request.fsdp else powers(min(facts.layers, devices, 64))
+    pps = _pinned(request, "training.pp", stages_to_try)
     cps = _pinned(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = _pinned(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
     for tp in tps:
@@ -124,6 +136,7 @@ def _common(request: Request, tp: int) -> dict[str, Any]:
         "first_stage_layers": request.pin("training.first_stage_layers"),
         "last_stage_layers": request.pin("training.last_stage_layers"),
         "adapters": request.adapters,
+        "sharding": "full" if request.fsdp else "optimizer",
         "reference": request.workload.reference,
         "precision": request.precision,
         "gradient_bytes": request.gradient_bytes,
@@ -177,7 +190,7 @@ def asleep_bytes(request: Request, colocated: bool) -> float:
 
 
 def training_candidates(
-    request: Request, devices: int, colocated: bool, budget: float, rejected: Callable[[TrainingChoice, str], None]
+    request: Request, devices: int, colocated: bool, budget: float, rejected: Reject
 ) -> list[TrainingCandidate]:
     """All layouts that are valid and fit `budget` bytes a device, the best first; others go to `rejected`."""
     found: list[TrainingCandidate] = []
@@ -201,7 +214,7 @@ def _least_saving(
     choice: TrainingChoice,
     colocated: bool,
     budget: float,
-    rejected: Callable[[TrainingChoice, str], None],
+    rejected: Reject,
 ) -> TrainingCandidate | None:
     """`choice` with the least recomputation and offload that fits; None: does not fit in any way."""
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
@@ -221,9 +234,9 @@ def _least_saving(
             logprobs = timing.logprobs_time(request.facts, saved, request.workload, request.cluster, request.constants)
             return TrainingCandidate(saved, peak, seconds.total, logprobs)
     part = max(peak.parts, key=lambda name: peak.parts[name])
-    rejected(
-        saved, f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f} in training, {peak.parts[part] / GIB:.0f} of it {part}"
-    )
+    limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
+    why = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f} in training, {peak.parts[part] / GIB:.0f} of it {part}"
+    rejected(saved, why, peak.total / max(limit, 1.0))
     return None
 
 
@@ -289,7 +302,7 @@ def generation_candidates(
     colocated: bool,
     asleep: float,
     budget: float,
-    rejected: Callable[[GenerationChoice, str], None],
+    rejected: Reject,
 ) -> list[GenerationCandidate]:
     """All engine layouts that are valid and fit, the best first. `asleep`: what the offloaded policy keeps."""
     found = []
@@ -302,7 +315,7 @@ def generation_candidates(
             continue
         sized = _with_cache(request, layout, colocated, asleep, budget)
         if isinstance(sized, Problem):
-            rejected(layout, sized.message)
+            rejected(layout, sized.message, sized.over)
             continue
         seconds = generation_time(request.facts, sized, request.workload, request.cluster, request.constants).total
         found.append(GenerationCandidate(sized, seconds, weight_bytes(request.facts, sized)))
@@ -329,6 +342,7 @@ def _with_cache(
         return Problem(
             "generation.tp",
             f"one sequence of {workload.max_length} tokens needs {need / GIB:.0f} GiB, vLLM may use {have / GIB:.0f}",
+            need / have,
         )
     if colocated and fraction * request.cluster.device.memory + asleep > request.cluster.device.memory:
         return Problem(
@@ -350,6 +364,7 @@ def _pinned_cache(
             "generation.kv_cache_bytes",
             f"{pinned / GIB:.0f} GiB of KV cache make an engine of {need / GIB:.0f} GiB a GPU, beside "
             f"{asleep / GIB:.0f} of the sleeping policy; there are {have / GIB:.0f}",
+            (need + asleep) / have,
         )
     tokens = int(pinned / kv_bytes_per_token_on_device(request.facts, layout))
     if tokens < request.workload.max_length:

@@ -17,6 +17,7 @@ from rlctl.backends.vllm.args import EngineSpec
 from rlctl.config.installed import fields_of
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import TARGETS, not_checked
+from rlctl.planner.plan import Plan
 from rlctl.rl.crew import CrewSpec
 
 OWN_CHOICE = "the engine's own choice"
@@ -40,6 +41,11 @@ class EngineArguments:
             {"vllm": _known("vllm", TARGETS["vllm"].name, engine.arguments)},
             {"vllm": usual},
         )
+
+    @classmethod
+    def of_plan(cls, plan: Plan, spec: CrewSpec) -> EngineArguments:
+        """Of what a plan starts; a backend that is not there has none."""
+        return cls.of(spec) if plan.backend == "megatron" else cls.of_engine(spec.engine)
 
     @classmethod
     def of(cls, spec: CrewSpec) -> EngineArguments:
