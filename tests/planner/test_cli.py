@@ -262,3 +262,35 @@ def test_the_smallest_machine_is_the_first_that_fits(capsys: pytest.CaptureFixtu
     nodes = int(err.rpartition("that fits is ")[2].split()[0])
     assert rlctl(capsys, *node, "--nodes", str(nodes))[0] == 0
     assert rlctl(capsys, *node, "--nodes", str(nodes - 1))[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("moe_router_dtype=fp32", "the model has no experts"),
+        ("overlap_moe_expert_parallel_comm=true", "the model has no experts"),
+        ("cache_mla_latents=true", "the model has no latent attention"),
+        ("mamba_num_heads=4", "no model that rlctl trains"),
+    ],
+)
+def test_a_field_for_another_kind_of_model_is_refused(capsys: pytest.CaptureFixture[str], field: str, why: str) -> None:
+    code, _, err = rlctl(capsys, *NODE, "--set", f"megatron.{field}")
+    assert code == 2
+    assert f"megatron.{field.partition('=')[0]}" in err
+    assert why in err
+
+
+def test_a_field_for_experts_is_passed_to_a_model_with_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--model", "Qwen/Qwen3-30B-A3B", "--set", "megatron.moe_router_dtype=fp64", "--json"]
+    code, out, err = rlctl(capsys, *NODE, *more)
+    assert code == 0, err
+    assert json.loads(out)["arguments"]["megatron"]["moe_router_dtype"] == "fp64"
+
+
+def test_nodes_that_no_layout_divides_are_told_of_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+    many = ["plan", "--model", "deepseek-ai/DeepSeek-V3", "--gpu", "h100", "--gpus-per-node", "8", "--colocated"]
+    code, _, err = rlctl(capsys, *many, "--nodes", "33")
+    assert code == 4
+    assert "It fits with --nodes 32" in err
+    assert "Without generation.colocated=True a plan fits." in err
+    assert rlctl(capsys, *many, "--nodes", "32")[0] == 0

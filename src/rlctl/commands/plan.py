@@ -127,10 +127,12 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 def planned(resolved: Resolved, top: int) -> tuple[Plan, str]:
     """The plan of a configuration and what to call its model."""
     from rlctl.planner.from_config import local_gpus, plan_from_config
-    from rlctl.rl.planned import ASSUMED_GPU, published_facts
+    from rlctl.rl.planned import ASSUMED_GPU, published_facts, refuse_without_effect
 
     section = resolved.config
-    made = plan_from_config(section, published_facts(section.model, message), assume=ASSUMED_GPU, top=top)
+    facts = published_facts(section.model, message)
+    refuse_without_effect(resolved, facts)
+    made = plan_from_config(section, facts, assume=ASSUMED_GPU, top=top)
     if section.cluster.gpu == "auto" and not made.cluster.is_cpu and not local_gpus():
         message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
     return replace(made, blocked=(*resolved.unsupported, *too_long(made, resolved))), section.model.name or ""

@@ -159,6 +159,21 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
 """Fields that rlctl sets from something else, each with where from or why."""
 
 
+ABSENT_PARTS = ("dsa_", "linear_", "mamba_", "use_mamba")
+"""Beginnings of TransformerConfig's fields for parts that no model of rlctl has."""
+
+
+def without_effect(name: str, *, experts: bool, latent_attention: bool) -> str | None:
+    """Why a field of Megatron's TransformerConfig does nothing in a model that has these parts; None: it may."""
+    if name.startswith(ABSENT_PARTS):
+        return "no model that rlctl trains has what it is for"
+    if not experts and (name.startswith("moe_") or "_moe_" in name):
+        return "the model has no experts"
+    if not latent_attention and "mla" in name.split("_"):
+        return "the model has no latent attention"
+    return None
+
+
 def passed_fields(section: str) -> dict[str, InstalledField] | None:
     """The fields that a section hands on: those of the installed version that rlctl neither sets nor has a key for."""
     fields = TARGETS[section].fields()

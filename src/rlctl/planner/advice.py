@@ -112,6 +112,12 @@ class Change:
 def _changes(request: Request) -> Iterator[Change]:
     """Changes that save memory, the cheapest first."""
     workload, pins = request.workload, request.pins
+    cluster = request.cluster
+    for step in (2, 4, 8, 16, 32, 64):
+        nodes = cluster.nodes - cluster.nodes % step
+        if 0.9 * cluster.nodes <= nodes < cluster.nodes:
+            words = f"--nodes {nodes}: a number that parallel sizes divide"
+            yield Change(words, replace(request, cluster=replace(cluster, nodes=nodes)))
     saving: dict[str, Any] = {}
     if pins.get("training.recompute") not in (None, "full"):
         saving["training.recompute"] = "full"
@@ -150,7 +156,7 @@ def _cheapest_change(request: Request) -> str | None:
 
 
 def _smallest_machine(request: Request) -> str | None:
-    """More of the same nodes, by doubling and then down to the first that fits; on a CPU more memory."""
+    """More of the same nodes, by powers of two and then down to the first that fits; on a CPU more memory."""
     smaller = request.cluster
     for cluster in _larger(request.cluster):
         if fits(replace(request, cluster=cluster)):
@@ -181,5 +187,5 @@ def _larger(cluster: ClusterFacts) -> Iterator[ClusterFacts]:
         yield replace(cluster, gpus_per_node=per_node)
     nodes = cluster.nodes
     while nodes < LARGEST_NODES:
-        nodes *= 2
+        nodes = 1 << nodes.bit_length()  # the next power of two, which parallel sizes divide
         yield replace(cluster, nodes=nodes, gpus_per_node=max(per_node, cluster.gpus_per_node))

@@ -18,7 +18,7 @@ from rlctl.planner.render import plan_json, plan_text
 from rlctl.rl.arguments import EngineArguments, differences
 from rlctl.rl.completions import CompletionJob
 from rlctl.rl.job import Job, planned_crew, prepare_job
-from rlctl.rl.planned import ASSUMED_GPU, NamedModel, published_facts
+from rlctl.rl.planned import ASSUMED_GPU, NamedModel, published_facts, refuse_without_effect
 from rlctl.rl.refit_test import RefitTestJob
 from rlctl.runs.checkpoints import Checkpoint
 
@@ -60,6 +60,7 @@ def dry_train(resolved: Resolved) -> DryRun:
         # A model that is not on this machine, or a GPU that is not, can still be planned for.
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
             raise
+        refuse_without_effect(resolved, facts)
         plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
         refuse_unrunnable(plan)
         unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
@@ -73,6 +74,7 @@ def dry_train(resolved: Resolved) -> DryRun:
 def dry_refit_test(resolved: Resolved) -> DryRun:
     """What `refit-test` would start. Needs neither the model's weights nor a GPU."""
     facts = published_facts(resolved.config.model)
+    refuse_without_effect(resolved, facts)
     plan = plan_from_config(resolved.config, facts, assume=ASSUMED_GPU)
     refuse_unrunnable(plan)
     job = RefitTestJob(resolved.with_values(plan.config_values()).config, _unopened(resolved), facts, plan)

@@ -27,7 +27,7 @@ from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.planner.render import plan_json
 from rlctl.rl.crew import CrewSpec
 from rlctl.rl.parallel import parallel_spec
-from rlctl.rl.planned import open_model, require_devices
+from rlctl.rl.planned import open_model, refuse_without_effect, require_devices
 from rlctl.rl.prompts import StepPrompts
 from rlctl.weights.megatron import MegatronParallel
 
@@ -197,6 +197,7 @@ def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
     Whatever is refused with short prompts is refused with the data's own too.
     """
     _check_lengths(resolved.config, facts)
+    refuse_without_effect(resolved, facts)
     plan = plan_from_config(resolved.config, facts)
     refuse_unrunnable(plan)
     planned_crew(resolved.with_values(plan.config_values()).config, facts, plan, Path(), None)

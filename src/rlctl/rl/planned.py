@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.checkpoints.source import ModelSource, read_object, resolve_model
+from rlctl.config.load import Resolved
+from rlctl.config.passthrough import without_effect
 from rlctl.config.schema import ModelConfig, RlctlConfig
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.catalog import lookup, near
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config
@@ -16,6 +18,8 @@ from rlctl.planner.from_config import local_gpus
 from rlctl.planner.plan import Plan
 
 Tell = Callable[[str], None]
+RECIPE = "policy.megatron_cfg"
+"""In the origin of what an imported recipe sets."""
 ASSUMED_GPU = "h100"
 """What is planned for, where nothing is started, if the configuration asks for GPUs and this machine has none to look
 at."""
@@ -60,6 +64,19 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
             error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
         ) from error
     return facts_from_hf_config(read_object(directory, "config.json", ""))
+
+
+def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
+    """Raises ConfigError for a field of the `megatron` section that does nothing in this model.
+
+    Those of an imported recipe are let through: recipes of dense models carry the fields of experts, too.
+    """
+    for name, value in resolved.config.megatron.passed.items():
+        key = f"megatron.{name}"
+        why = without_effect(name, experts=facts.moe is not None, latent_attention=facts.mla is not None)
+        if why and RECIPE not in resolved.origin.get(key, ""):
+            origin = resolved.origin.get(key, "")
+            raise ConfigError(f"`{key}` = {value!r} ({origin}) has no effect: {why}.", "Remove it.")
 
 
 def require_devices(plan: Plan, config: RlctlConfig) -> None:

@@ -27,7 +27,7 @@ from rlctl.refit.selftest import LogprobLimit
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.rl.crew import CrewSpec, start_crew
 from rlctl.rl.job import planned_crew
-from rlctl.rl.planned import open_model, require_devices
+from rlctl.rl.planned import open_model, refuse_without_effect, require_devices
 
 # Both engines compute in this precision; the limits leave two orders of magnitude above what equal weights give in
 # float32, and one in bfloat16.
@@ -76,6 +76,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     weights are fetched."""
     resolved.require_supported()
     model = open_model(resolved.config.model, weights=False)
+    refuse_without_effect(resolved, model.facts)
     plan = plan_from_config(resolved.config, model.facts)
     refuse_unrunnable(plan)
     require_devices(plan, resolved.config)
