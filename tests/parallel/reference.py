@@ -14,10 +14,22 @@ from torch import Tensor
 
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts, RopeFacts
+from rlctl.models.registry import facts_from_hf_config
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB, EPS = 64, 4, 4, 2, 128, 256, 1e-6
 EXPERTS = 4
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": HIDDEN, "vocab_size": VOCAB,
+    "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": 16,
+    "num_key_value_heads": KV_HEADS, "max_position_embeddings": 512, "rms_norm_eps": EPS, "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,10 @@ class Reference:
 
 
 def facts(kind: str) -> ModelFacts:
-    """The same tiny model as `hf_model(kind)`."""
+    """The same tiny model as `hf_model(kind)`; `gemma3` has none."""
     family, _, variant = kind.partition("-")
+    if family == "gemma3":
+        return facts_from_hf_config(GEMMA)
     common = {
         "layers": LAYERS,
         "hidden": HIDDEN,

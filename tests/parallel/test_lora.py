@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import families
 from parallel.cases import (
     WEIGHT,
     Case,
@@ -35,23 +35,28 @@ from parallel.reference import (
     reference_logprobs,
     token_loss,
 )
-from rlctl.backends.base import ParallelSpec, PolicySpec, only_result
-from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.base import ParallelSpec, only_result
+from rlctl.checkpoints.convert import megatron_to_hf
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.inspect import inspect
+from rlctl.checkpoints.megatron import open_model
+from rlctl.checkpoints.megatron_directory import find
 from rlctl.config.schema import LoraConfig
-from rlctl.errors import ConfigError
-from rlctl.models.registry import facts_from_hf_config
+from rlctl.errors import InputError
 
 Pools = Callable[[int], Pool]
 LORA = LoraConfig(rank=3, alpha=6.0)
-TARGETS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+TARGETS = (
+    *(f"self_attention.linear_{name}" for name in ("qkv", "proj", "q_proj", "q_up_proj", "kv_up_proj")),
+    *(f"{place}.linear_{name}" for place in ("mlp", "shared_experts") for name in ("fc1", "fc2")),
+)
 
 
-@cache
-def adapters() -> dict[str, Tensor]:
+def adapters(base: dict[str, Tensor]) -> dict[str, Tensor]:
     """Random A and B for every layer, by Megatron's names; both count."""
     generator = torch.Generator().manual_seed(5)
     found = {}
-    for name, weight in megatron_weights("llama", hf_model("llama").state_dict()).items():
+    for name, weight in base.items():
         layer = name.removesuffix(".weight")
         if layer.endswith(TARGETS):
             found[f"{layer}.lora_a"] = 0.1 * torch.randn(LORA.rank, weight.shape[1], generator=generator)
@@ -101,7 +106,7 @@ class Expected:
     def __init__(self) -> None:
         model, optim = hf_model("llama"), Optim()
         base = megatron_weights("llama", model.state_dict())
-        lora = {name: value.clone().requires_grad_() for name, value in adapters().items()}
+        lora = {name: value.clone().requires_grad_() for name, value in adapters(base).items()}
         adam = torch.optim.AdamW(
             lora.values(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay
         )
@@ -123,6 +128,7 @@ class Expected:
                 self.grads = {name: value.grad.clone() for name, value in lora.items()}
             self.norms.append(float(torch.nn.utils.clip_grad_norm_(lora.values(), optim.clip)))
             adam.step()
+        self.begun_with = base | adapters(base)
         self.lora = {name: value.detach() for name, value in lora.items()}
         self.base = base
         self.base_logprobs = {
@@ -133,6 +139,64 @@ class Expected:
 @cache
 def expected() -> Expected:
     return Expected()
+
+
+class OfPolicy:
+    """The same of any family, through the policy without adapters on the merged weights, in one process: the gradient
+    of W is that of both factors. That policy is compared with transformers elsewhere."""
+
+    def __init__(self, pool: Pool, kind: str) -> None:
+        self.base = base_weights_of(pool, kind)
+        self.begun_with = self.base | adapters(self.base)
+        optim, lora = Optim(), {name: value.clone() for name, value in adapters(self.base).items()}
+        adam = torch.optim.AdamW(
+            lora.values(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        self.norms, self.losses, scale = [], [], LORA.alpha / LORA.rank
+        self.base_logprobs = pool.run(run_plain, Case(kind), self.base)[0][0]
+        for step in range(2):
+            weights = merge(self.base, lora)
+            logprobs, loss, grads = pool.run(run_plain, Case(kind), weights)[0]
+            for name in [name.removesuffix("lora_a") for name in lora if name.endswith("lora_a")]:
+                a, b, whole = lora[f"{name}lora_a"], lora[f"{name}lora_b"], grads[f"{name}weight"]
+                a.grad, b.grad = scale * b.T @ whole, scale * whole @ a.T
+            if step == 0:
+                self.logprobs, self.merged = logprobs, weights
+                self.grads = {name: value.grad.clone() for name, value in lora.items()}
+            self.losses.append(loss)
+            self.norms.append(float(torch.nn.utils.clip_grad_norm_(lora.values(), optim.clip)))
+            adam.step()
+        self.lora = lora
+
+
+def run_plain(rank: int, case: Case, weights: dict[str, Tensor]) -> tuple[dict, float, dict[str, Tensor]]:
+    """Log-probs, loss, and gradients before clipping, of the policy that trains all weights."""
+    worker = make_worker(rank, case, weights)
+    shard = plan_of(case, make_batch()).shards[0]
+    worker.load_batch(shard, list)
+    worker.logprobs("old_logprobs")
+    logprobs = column_by_rollout(worker, shard, "old_logprobs")
+    result = worker.train_minibatch(0, Loss(), Optim().lr)
+    unclip = (result.grad_norm + 1e-6) / Optim().clip
+    return logprobs, result.loss, {name: grad * unclip for name, grad, *_ in pieces(worker, "grad")}
+
+
+def run_weights(rank: int, case: Case) -> dict[str, Tensor]:
+    """The weights that a policy is born with, norms moved so that they matter."""
+    found = {name: value for name, value, *_ in pieces(make_worker(rank, case, None), "data")}
+    generator = torch.Generator().manual_seed(2)
+    return {
+        name: value + 0.2 * torch.randn(value.shape, generator=generator)
+        if "norm" in name
+        else value * (1 if "embedding" in name else 4)
+        for name, value in found.items()
+    }
+
+
+def base_weights_of(pool: Pool, kind: str) -> dict[str, Tensor]:
+    if kind == "gemma3":
+        return pool.run(run_weights, Case(kind))[0]
+    return megatron_weights(kind, hf_model(kind).state_dict())
 
 
 def run_lora(rank: int, case: Case, weights: dict[str, Tensor], checkpoint: Path | None = None) -> dict:
@@ -173,7 +237,15 @@ def run_lora(rank: int, case: Case, weights: dict[str, Tensor], checkpoint: Path
 
 
 def _local_names(worker) -> list[str]:
-    return [name.removeprefix("module.") for chunk in worker.chunks for name, _ in chunk.module.named_parameters()]
+    """In the order of `pieces`."""
+    return [
+        worker._name(core, name)
+        for core in worker._cores()
+        for name in (
+            *(name for name, _ in core.named_parameters()),
+            *(name for name, _ in core.named_buffers() if name.endswith("expert_bias")),
+        )
+    ]
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
@@ -193,9 +265,49 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_the_merged_model_does(pools: Pools, name: str, tmp_path: Path) -> None:
-    case, wanted = replace(CASES[name], lora=LORA), expected()
-    checkpoint = tmp_path if name in ("recompute", "tp2-sp") else None
-    ranks = pools(case.parallel.world_size).run(run_lora, case, wanted.base | adapters(), checkpoint)
+    check(pools, CASES[name], expected(), tmp_path if name in ("recompute", "tp2-sp") else None)
+
+
+OTHERS = {
+    "vpp2": Case(parallel=ParallelSpec(pp=2, vpp=2), packing=False),
+    "moe-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+    "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
+    "moe-tp2-etp1": Case("qwen3moe", ParallelSpec(tp=2, ep=2, etp=1)),
+    "mla-one": Case("deepseek"),
+    "mla-tp2": Case("deepseek", ParallelSpec(tp=2)),
+    "mla-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
+    "mla-pp2": Case("deepseek", ParallelSpec(pp=2), recompute="full"),
+    "mla-cp2": Case("deepseek", ParallelSpec(cp=2)),
+    "gemma-one": Case("gemma3"),
+    "gemma-tp2": Case("gemma3", ParallelSpec(tp=2)),
+    "gemma-pp2": Case("gemma3", ParallelSpec(pp=2)),
+}
+QUICK = ("moe-ep2", "mla-tp2", "gemma-tp2")
+SAVED = ("vpp2", "moe-ep2", "mla-tp2", "gemma-tp2")
+BASES: dict[str, OfPolicy] = {}
+
+
+def check_other(pools: Pools, name: str, tmp_path: Path) -> None:
+    case = OTHERS[name]
+    if case.kind not in BASES:
+        BASES[case.kind] = OfPolicy(pools(1), case.kind)
+    check(pools, case, BASES[case.kind], tmp_path if name in SAVED else None)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_adapters_of_any_family_and_layout_do(pools: Pools, name: str, tmp_path: Path) -> None:
+    check_other(pools, name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(OTHERS) - set(QUICK)))
+def test_adapters_of_more_families_and_layouts_do(pools: Pools, name: str, tmp_path: Path) -> None:
+    check_other(pools, name, tmp_path)
+
+
+def check(pools: Pools, case: Case, wanted: Expected | OfPolicy, checkpoint: Path | None) -> None:
+    case = replace(case, lora=LORA)
+    ranks = pools(case.parallel.world_size).run(run_lora, case, wanted.begun_with, checkpoint)
     for column, theirs in (("logprobs", wanted.logprobs), ("reference", wanted.base_logprobs)):
         found = {key: value for rank in ranks for key, value in rank[column].items()}
         assert found.keys() == theirs.keys()
@@ -218,13 +330,65 @@ def test_adapters_train_as_the_merged_model_does(pools: Pools, name: str, tmp_pa
         assert close(params[key], value, 1e-6 if ".lora_" in key else 0), key
 
 
-def refusal(rank: int, spec: PolicySpec) -> str:
-    with pytest.raises(ConfigError) as refused:
-        MegatronWorker(rank, 1, "127.0.0.1", 0, spec).build()
-    return str(refused.value)
+def run_saved(rank: int, case: Case, weights: dict[str, Tensor], directory: Path) -> dict:
+    """Log-probs of a policy with adapters, which is saved."""
+    worker = make_worker(rank, case, None)
+    fill(worker, weights)
+    worker.load_batch(plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], list)
+    worker.logprobs("old_logprobs")
+    worker.save(directory)
+    return column_by_rollout(worker, plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], "old_logprobs")
 
 
-def test_layers_that_adapters_do_not_cover_are_named(pools: Pools) -> None:
-    config = families.hf_model("gemma3").config.to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
-    gemma = facts_from_hf_config(config)
-    assert "linear_proj is a " in pools(1).run(refusal, PolicySpec(gemma, lora=LORA, threads=1))[0]
+def saved_run(pools: Pools, case: Case, path: Path) -> tuple[Path, dict[str, Tensor], dict]:
+    """A run with a checkpoint of adapters, the merged weights by Megatron's names, and the policy's log-probs."""
+    model, run = hf_model(case.kind), path / "run"
+    model.save_pretrained(path / "base")
+    base = megatron_weights(case.kind, model.state_dict())
+    policy = run / "checkpoints" / "step_1" / "policy"
+    policy.mkdir(parents=True)
+    lora = adapters(base)
+    ranks = pools(case.parallel.world_size).run(run_saved, replace(case, lora=LORA), base | lora, policy)
+    manifest = {
+        "model": {"directory": str(path / "base"), "fingerprint": model_fingerprint(path / "base")},
+        "config": {"training.lora.rank": {"value": LORA.rank}, "training.lora.alpha": {"value": LORA.alpha}},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    return run, merge(base, lora), {key: value for rank in ranks for key, value in rank.items()}
+
+
+@pytest.mark.parametrize("name", ["moe-tp2", "mla-tp2"])
+def test_exported_adapters_are_in_the_weights_that_transformers_reads(pools: Pools, name: str, tmp_path: Path) -> None:
+    import transformers
+
+    case = OTHERS[name]
+    run, merged, logprobs = saved_run(pools, case, tmp_path)
+    assert inspect(run).adapters
+    report = megatron_to_hf(run, tmp_path / "merged")
+    assert report.verified
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    exported = megatron_weights(case.kind, model.state_dict())
+    for key, value in merged.items():
+        assert close(exported[key], value, 1e-6), key
+    theirs = reference_logprobs(model, dict(model.state_dict()), make_batch())
+    assert theirs.keys() == logprobs.keys()
+    assert all(close(logprobs[key], value[0].detach(), 1e-5) for key, value in theirs.items())
+
+
+def test_adapters_without_their_model_are_refused(pools: Pools, tmp_path: Path) -> None:
+    run, _, _ = saved_run(pools, Case(), tmp_path)
+    base, moved = tmp_path / "base", tmp_path / "moved"
+    base.rename(moved)
+    with pytest.raises(InputError, match=r"their model is not at .*base any more"):
+        megatron_to_hf(run, tmp_path / "out")
+    assert megatron_to_hf(run, tmp_path / "out", config_from=moved).verified
+    (moved / "config.json").write_text((moved / "config.json").read_text().replace("512", "256"))
+    with pytest.raises(InputError, match="moved is not the model that the adapters"):
+        megatron_to_hf(run, tmp_path / "again", config_from=moved)
+    with pytest.raises(InputError, match="holds adapters and not the weights"):
+        open_model(find(run), facts("llama"))
+    (run / "manifest.json").unlink()
+    with pytest.raises(InputError, match="cannot be read, which says of which model"):
+        megatron_to_hf(run, tmp_path / "again", config_from=moved)

@@ -155,9 +155,11 @@ def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_
 
 def test_a_resume_may_lay_the_run_out_anew(files, tiny_llama):
     begun(train(tiny_llama), files / "run")
-    before, _ = go_on(files / "run")
+    before, unchanged = go_on(files / "run")
     assert (before.parallel.pp, before.resolved.origin["training.pp"]) == (1, "planner")
+    assert not [line for line in unchanged if "laid out" in line]
     after, said = go_on(files / "run", allow_changes=False, set_=["training.pp=2"])
+    assert [f"goes on as {after.plan.training.name()}" in line for line in said if "laid out" in line] == [True]
     assert (after.parallel.pp, after.resolved.origin["training.dp"]) == (2, "planner")
     assert not [line for line in said if "although" in line]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.checkpoints import huggingface, megatron
+from rlctl.checkpoints.adapters import adapter_keys, base_of
 from rlctl.checkpoints.megatron_directory import MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.errors import InputError
@@ -33,6 +34,8 @@ class Inspection:
     parallelism_agnostic: bool = False
     """Loads under any parallel sizes."""
     optimizer: bool = False
+    adapters: bool = False
+    """Adapters alone (`training.lora`): `parameters` are theirs."""
     problems: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +83,7 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     if reader is None:
         return result
     model = {key: spec for key, spec in reader.shapes.items() if key.startswith(megatron.MODEL_PREFIXES)}
+    result.adapters = bool(adapter_keys(reader.shapes))
     result.parameters = sum(spec.size for spec in model.values())
     result.bytes = sum(spec.bytes for spec in model.values())
     result.dtype = max((s.dtype for s in model.values()), key=[s.dtype for s in model.values()].count, default=None)
@@ -91,6 +95,9 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     facts = _noting(result, lambda: facts_from_hf_config(huggingface.read_config(companions)))
     if facts is not None:
         result.family = facts.family
+        if result.adapters:
+            _noting(result, lambda: base_of(found))
+            return result
         opened = _noting(result, lambda: megatron.open_model(found, facts))
         if opened is not None:  # without padding rows and second spellings of norms
             from rlctl.models.registry import weights_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.checkpoints.adapters import adapter_keys
 from rlctl.checkpoints.huggingface import without_absent_mtp
 from rlctl.checkpoints.megatron_directory import LATEST, MegatronDirectory
 from rlctl.checkpoints.torch_dist import TorchDistReader
@@ -47,6 +48,11 @@ def open_model(directory: MegatronDirectory, facts: ModelFacts, without_mtp: boo
         InputError: keys that are missing, have other shapes, or that the model does not have.
     """
     reader = TorchDistReader.open(directory.shards)
+    if adapter_keys(reader.shapes):
+        raise InputError(
+            f"{directory.shards} holds adapters and not the weights they belong to.",
+            f"Merge them first: rlctl convert megatron-to-hf {directory.root} DIR.",
+        )
     facts = without_absent_mtp(facts, reader.shapes)
     style = keys.style_of(reader.shapes)
     rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]

@@ -102,6 +102,7 @@ def megatron_to_hf(
     """Write a Hugging Face directory from a Megatron checkpoint: safetensors, config, tokenizer, chat template.
 
     Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
+    Adapters of a run with training.lora are merged into the model that it began with.
     """
     if not force:
         require_absent(destination)
@@ -131,6 +132,8 @@ def inspect(
     agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "bound to its parallel sizes"
     typer.echo(f"format      {found.format} ({agnostic})")
     typer.echo(f"family      {found.family or 'unknown'}")
+    if found.adapters:
+        typer.echo("holds       adapters (training.lora); megatron-to-hf merges them into their model")
     typer.echo(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
     typer.echo(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
     typer.echo(f"optimizer   {'present' if found.optimizer else 'none'}")

@@ -106,6 +106,7 @@ class Job:
                 "fingerprint": model_fingerprint(self.model_dir, self.source.weights),
                 "tokenizer": model_fingerprint(Path(tokenizer)) if tokenizer else None,
                 "directory": str(self.model_dir),
+                "weights": str(self.source.weights),
                 "label": self.source.label,
                 "note": self.source.note,
             },

@@ -12,6 +12,7 @@ from typing import Any
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, Value, build
 from rlctl.errors import InputError
+from rlctl.planner.choice import TrainingChoice
 from rlctl.rl.dry_run import about
 from rlctl.rl.job import Job, content_changes, prepare_job
 from rlctl.rl.run import RunSummary, run_grpo
@@ -78,12 +79,24 @@ def resumed_job(run: RunDirectory, resolved: Resolved, tell: Callable[[str], Non
                 f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
             )
         tell(f"going on although {change}")
+    if change := _layout_change(stored, job):
+        tell(change)
     checkpoints = run.checkpoints()
     if checkpoints and checkpoints[-1].step >= job.config.grpo.steps:
         raise InputError(
             f"--resume: {run.path} has finished its {job.config.grpo.steps} steps.", "Give more with --steps."
         )
     return job
+
+
+def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
+    """What there is to say where the policy's ranks are not those that the run was last started with."""
+    sizes = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+    then, now = stored.get("plan", {}).get("training") or {}, job.plan.training
+    if now is None or all(then.get(size, getattr(now, size)) == getattr(now, size) for size in sizes):
+        return None
+    before = TrainingChoice(**{size: then[size] for size in sizes if size in then})
+    return f"training was laid out as {before.name()} and goes on as {now.name()}: equal within rounding, not bitwise"
 
 
 @contextlib.contextmanager

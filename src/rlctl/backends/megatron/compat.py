@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import inspect
 import queue
 import traceback
@@ -84,6 +85,11 @@ def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**kwargs)
     return function(**{key: value for key, value in kwargs.items() if key in parameters})
+
+
+def mlp_submodules(mlp: Any) -> Any:
+    """The submodules of a layer spec's MLP: 0.16 has a ModuleSpec there, 0.19 the class with its arguments bound."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
 def has_transformer_engine() -> bool:

@@ -22,6 +22,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from rlctl.backends.megatron.norms import normed_output
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 
@@ -97,6 +98,14 @@ class AdaptedRow(Adapted, RowParallelLinear):
         return out + self.scale * F.linear(inner_Tr, self.lora_b), bias
 
 
+ADAPTED: dict[type, type] = {
+    ColumnParallelLinear: AdaptedColumn,
+    RowParallelLinear: AdaptedRow,
+    normed_output(RowParallelLinear): normed_output(AdaptedRow),  # the norm is of the sum of both
+}
+"""Layers that take adapters, and what they become."""
+
+
 def adapt(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     """Freeze all weights of a model chunk and put adapters on the targets; they start as 0 (B), A uniform.
 
@@ -107,15 +116,12 @@ def adapt(model: nn.Module, lora: LoraConfig, seed: int) -> None:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] not in names or getattr(module, "is_expert", False):
             continue
-        if type(module) is ColumnParallelLinear:
-            module.__class__ = AdaptedColumn  # whatever layer spec built it
-        elif type(module) is RowParallelLinear:
-            module.__class__ = AdaptedRow
-        else:
+        if type(module) not in ADAPTED:
             raise ConfigError(
                 f"training.lora: {name} is a {type(module).__name__}, which adapters do not cover.",
                 "Leave its group out of training.lora.targets, or train all weights.",
             )
+        module.__class__ = ADAPTED[type(module)]  # whatever layer spec built it
         _attach(module, lora, zlib.crc32(f"{seed} {_global_name(model, name)}".encode()))
     # Recomputation only records what some input needs a gradient for, and the frozen embedding's output does not.
     if getattr(model, "embedding", None) is not None:

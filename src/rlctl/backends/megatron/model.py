@@ -4,7 +4,7 @@ output."""
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.args import transformer_values
 from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
-from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config
+from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config, mlp_submodules
 from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.megatron.lora import adapt
+from rlctl.backends.megatron.norms import RMSNorm, normed_output
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.rotary import RowRotary, attention_factor, own_angles
 from rlctl.backends.megatron.rows import PackedRow
@@ -31,38 +32,6 @@ from rlctl.models.matrices import Role
 from rlctl.models.registry import weights_of
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
-
-
-class RMSNorm(nn.Module):
-    """Megatron's torch RMSNorm refuses sequence parallelism; this one marks its weight, so that finalize_model_grads
-    sums its gradient over the tensor parallel ranks."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.zero_centered:  # one more than a small number would lose its digits in bfloat16
-            return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float() + 1, self.eps).type_as(x)
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-@cache
-def normed_output(linear: type) -> type:
-    """`linear` (row-parallel) with a norm behind it, as Gemma has behind attention and MLP."""
-
-    class NormedOutput(linear):  # type: ignore[misc, valid-type]
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
-            super().__init__(input_size, output_size, config=config, **kwargs)
-            self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(x)
-            return self.post_layernorm(output), bias
-
-    return NormedOutput
 
 
 class PolicyModel(GPTModel):
@@ -247,7 +216,7 @@ def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | N
         if Role.POST_ATTENTION_NORM in roles:
             attention.linear_proj = normed_output(attention.linear_proj)
         if Role.POST_MLP_NORM in roles:
-            mlp = layer.submodules.mlp.submodules
+            mlp = mlp_submodules(layer.submodules.mlp)
             mlp.linear_fc2 = normed_output(mlp.linear_fc2)
         if use_te:
             continue
