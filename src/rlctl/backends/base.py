@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.config.schema import LoraConfig, OptimizerConfig
@@ -102,6 +103,14 @@ class PolicySpec:
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's DistributedDataParallelConfig."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of tokens must divide by this: as the layout asks for it, and in float8 so that each rank's part of a
+        row does by what its products take (`get_fp8_align_size` of megatron/core/fp8_utils.py)."""
+        ranks = self.parallel.tp * self.parallel.cp
+        part = (32 if self.megatron.get("fp8_recipe") == "mxfp8" else 16) if self.megatron.get("fp8") else 1
+        return lcm(self.parallel.row_multiple, part * ranks if part > 1 else 1)
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:

@@ -175,7 +175,7 @@ _MEGATRON: dict[str, Rule] = {
     "freeze_moe_router": frozen_router,
     "track_moe_metrics": without("NeMo-RL's own logging"),
     "moe_per_layer_logging": without("NeMo-RL's own logging"),
-    "moe_grouped_gemm": without("experts are kept one by one, as refit and checkpoints know them"),
+    "moe_grouped_gemm": without("grouped products are used where TransformerEngine is installed"),
     "*": passes("megatron", MEGATRON),
     "mtp_num_layers": only(None, 0, why="multi-token prediction is not trained"),
     "mtp_loss_scaling_factor": without("multi-token prediction is not trained"),

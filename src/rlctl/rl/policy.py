@@ -11,7 +11,7 @@ from rlctl.backends.base import (
     LogprobColumn,
     LogprobStats,
     MinibatchResult,
-    ParallelSpec,
+    PolicySpec,
     TokenLoss,
     only_result,
 )
@@ -26,10 +26,10 @@ class Policy:
     """Drives the ranks of a policy; every call is collective over them."""
 
     def __init__(
-        self, group: WorkerGroup, parallel: ParallelSpec, training: TrainingConfig, *, micro_batch_tokens: int
+        self, group: WorkerGroup, spec: PolicySpec, training: TrainingConfig, *, micro_batch_tokens: int
     ) -> None:
         """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout."""
-        self.group, self.parallel = group, parallel
+        self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
         self._batching = {
             "packing": training.packing,
@@ -53,7 +53,7 @@ class Policy:
             dp=self.parallel.dp,
             micro_batch_tokens=self._micro_batch_tokens,
             **self._batching,
-            multiple=self.parallel.row_multiple,
+            multiple=self._row_multiple,
             micro_batch_multiple=self.parallel.micro_batch_multiple,
         )
         shards: Sequence[BatchShard] = [plan.shards[self.parallel.data_rank(rank)] for rank in range(len(self.group))]

@@ -126,7 +126,8 @@ def _report(run: RunDirectory, display: Display) -> list[dict[str, Any]]:
 def _policy(job: Job, crew: Crew, display: Display) -> Policy:
     """The policy on running processes, with the weights that the run begins with."""
     config = job.config
-    policy = Policy(crew.policy, job.parallel, config.training, micro_batch_tokens=job.micro_batch_tokens)
+    spec = job.crew_spec().policy
+    policy = Policy(crew.policy, spec, config.training, micro_batch_tokens=job.micro_batch_tokens)
     display.doing("loading weights")
     policy.load_hf(job.source.weights)
     if config.grpo.holds_reference:

@@ -18,10 +18,19 @@ from rlctl.models.registry import weights_of
 
 
 def has_transformer_engine(spec: PolicySpec) -> bool:
-    """Whether TransformerEngine is there for a policy on GPUs (it has no CPU kernels)."""
-    if spec.lora.rank:  # adapters are written for Megatron's own linear layers
+    """Whether a policy is made of TransformerEngine's layers: on GPUs, where it is installed (it has no CPU kernels),
+    unless `megatron.transformer_impl` is `local`. Adapters are written for Megatron's own layers."""
+    if spec.device != "cuda" or spec.lora.rank or spec.megatron.get("transformer_impl") == "local":
         return False
-    return spec.device == "cuda" and find_spec("transformer_engine") is not None
+    return find_spec("transformer_engine") is not None
+
+
+def groups_experts(spec: PolicySpec, te: bool) -> bool:
+    """Whether the experts of a rank are one grouped product: TransformerEngine's, which takes experts without biases
+    here. `megatron.moe_grouped_gemm` = false has them one after the other."""
+    facts = spec.facts
+    able = te and facts.moe is not None and Role.EXPERT_DOWN_BIAS not in weights_of(facts).roles
+    return able and spec.megatron.get("moe_grouped_gemm") is not False
 
 
 def transformer_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
@@ -135,7 +144,7 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
         "cross_entropy_loss_fusion": False,
         "moe_permute_fusion": False,
         "moe_router_fusion": False,
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": groups_experts(spec, te),
         "deallocate_pipeline_outputs": False,
         "batch_p2p_sync": cuda,
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, MachineError
 
 VERSIONS = ((0, 16), (0, 20))
 """First version that works, and the first that was not tried."""
@@ -92,11 +92,16 @@ def mlp_submodules(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
-def has_transformer_engine() -> bool:
-    """Whether TransformerEngine's layers can be used (needs CUDA)."""
+def require_transformer_engine() -> None:
+    """Raises MachineError where TransformerEngine is installed and Megatron-Core cannot use it."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    return bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+    if not getattr(gpt_layer_specs, "HAVE_TE", False):
+        raise MachineError(
+            "TransformerEngine is installed, but Megatron-Core cannot import it.",
+            "Install a build for this torch, or train on Megatron's own layers with "
+            "`--set megatron.transformer_impl=local`.",
+        )
 
 
 def destroy_subgroups() -> None:

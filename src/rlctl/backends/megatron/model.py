@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from rlctl.backends.base import ParallelSpec, PolicySpec
-from rlctl.backends.megatron.args import transformer_values
+from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
 from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
-from rlctl.backends.megatron.compat import call_known, has_transformer_engine, make_config, mlp_submodules
+from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
 from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.megatron.lora import adapt
 from rlctl.backends.megatron.norms import RMSNorm, normed_output
@@ -158,11 +158,6 @@ def _freeze_routers(model: nn.Module) -> None:
             param.requires_grad_(False)
 
 
-def _uses_te(spec: PolicySpec) -> bool:
-    """Whether layers are TransformerEngine's; adapters are written for Megatron's own."""
-    return spec.device == "cuda" and not spec.lora.rank and has_transformer_engine()
-
-
 def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
     """What Megatron gets wrong of experts, without an error.
 
@@ -176,7 +171,7 @@ def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
         if ".experts." in name:
             if parallel.etp is not None and parallel.etp < parallel.tp:
                 parameter.allreduce = False
-            if name.endswith(".bias"):
+            if ".bias" in name:  # grouped experts number theirs
                 parameter.sequence_parallel = False
     for module in model.modules():
         if isinstance(module, tensor_parallel.RowParallelLinear) and module.is_expert and module.bias is not None:
@@ -201,7 +196,9 @@ def _use_row_rotary(model: GPTModel, facts: ModelFacts) -> None:
 
 def _layer_spec(policy: PolicySpec, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Megatron's layers with our norm and attention; TransformerEngine's linears and norms where they can be used."""
-    use_te = _uses_te(policy)
+    use_te = has_transformer_engine(policy)
+    if use_te:
+        require_transformer_engine()
     roles = weights_of(policy.facts).roles
     spec = call_known(
         get_gpt_decoder_block_spec,
@@ -246,7 +243,7 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
     """
     facts = spec.facts
     _refuse(spec)
-    values = transformer_values(spec, _uses_te(spec))
+    values = transformer_values(spec, has_transformer_engine(spec))
     values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
     config = make_config(
         TransformerConfig if facts.mla is None else MLATransformerConfig, values, spec.megatron, "megatron"

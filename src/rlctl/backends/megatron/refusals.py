@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlctl.backends.base import PolicySpec
+from rlctl.backends.megatron.args import groups_experts, has_transformer_engine
 from rlctl.errors import ConfigError
 
 
@@ -21,6 +22,7 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
 
 def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     given = spec.megatron
+    yield from _not_there(spec)
     if given.get("cross_entropy_loss_fusion"):
         yield "cross_entropy_loss_fusion", "it changes gradients by 2e-4"
     for key in ("hidden_dropout", "attention_dropout"):
@@ -37,6 +39,27 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             )
     if spec.device == "cpu":
         yield from _wrong_over_gloo(spec)
+
+
+def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    """What needs TransformerEngine where it is not used, and what of it rlctl has no way for."""
+    given, layers = spec.megatron, spec.megatron.get("transformer_impl")
+    why = "TransformerEngine's layers are used on GPUs where it is installed"
+    if spec.device == "cuda" and spec.lora.rank:
+        why = "adapters (training.lora) are on Megatron's own layers"
+    if layers not in (None, "local") and not (layers == "transformer_engine" and has_transformer_engine(spec)):
+        yield "transformer_impl", why
+    for key in ("fp8", "moe_grouped_gemm"):
+        if given.get(key) and not has_transformer_engine(spec):
+            yield key, f"it is TransformerEngine's, and {why}"
+    if given.get("moe_grouped_gemm") and not groups_experts(spec, te=True):
+        yield "moe_grouped_gemm", "the model has no experts, or experts with biases"
+    if given.get("fp8") and spec.dtype != "bfloat16":
+        yield "fp8", f"float8 products need model.dtype bfloat16, and it is {spec.dtype}"
+    if given.get("fp8_param"):
+        yield "fp8_param", "refits and checkpoints read weights in model.dtype"
+    if given.get("fp4"):
+        yield "fp4", "products are in float32, bfloat16 or float8"
 
 
 def _wrong_over_gloo(spec: PolicySpec) -> Iterator[tuple[str, str]]:

@@ -239,7 +239,7 @@ class MegatronWorker:
         from rlctl.backends.megatron.rows import build_row
 
         columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
-        multiple = self.spec.parallel.row_multiple
+        multiple = self.spec.row_multiple
         self._rows = [
             [
                 build_row(micro, columns, shard.share_prompts, multiple, self.device, shard.rectangular)

@@ -1,0 +1,80 @@
+"""What a policy is made of on GPUs with TransformerEngine: what can be known of it without either."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+
+from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.megatron import args
+from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.backends.megatron.weights import policy_world
+from rlctl.config.schema import LoraConfig
+from rlctl.errors import ConfigError
+from rlctl.models.catalog import lookup
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where TransformerEngine is installed; nothing of it is imported."""
+    monkeypatch.setattr(args, "find_spec", lambda name: ModuleSpec(name, None))
+
+
+def spec(model: str, device: str = "cuda", **more: Any) -> PolicySpec:
+    facts = lookup(model)
+    assert facts is not None
+    return PolicySpec(facts, device=device, **({"dtype": "bfloat16"} | more))  # type: ignore[arg-type]
+
+
+def test_its_layers_are_used_on_gpus_where_it_is_installed(installed: None) -> None:
+    assert args.has_transformer_engine(spec("Qwen/Qwen3-8B"))
+    for other in (
+        spec("Qwen/Qwen3-8B", device="cpu"),
+        spec("Qwen/Qwen3-8B", lora=LoraConfig(rank=8)),
+        spec("Qwen/Qwen3-8B", megatron={"transformer_impl": "local"}),
+    ):
+        assert not args.has_transformer_engine(other)
+        refuse_wrong_numbers(other)
+
+
+def test_experts_are_grouped_with_it_and_layouts_know_their_names(installed: None) -> None:
+    policy = spec("Qwen/Qwen3-30B-A3B", parallel=ParallelSpec(dp=8, ep=8))
+    assert args.transformer_values(policy, te=True)["moe_grouped_gemm"]
+    assert not args.transformer_values(policy, te=False)["moe_grouped_gemm"]
+    params = policy_world(policy, "te").layout(0).params
+    name = "decoder.layers.0.mlp.experts.linear_fc1.weight"
+    assert {f"{name}{expert}" for expert in range(16)} <= params.keys()
+    assert f"{name}16" not in params
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in params
+    apart = dataclasses.replace(policy, megatron={"moe_grouped_gemm": False})
+    assert not args.transformer_values(apart, te=True)["moe_grouped_gemm"]
+    for other, layers in ((apart, "te"), (policy, "local")):
+        params = policy_world(other, layers).layout(0).params  # type: ignore[arg-type]
+        assert "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight" in params
+
+
+def test_experts_with_biases_are_not_grouped(installed: None) -> None:
+    policy = spec("openai/gpt-oss-20b", megatron={"moe_grouped_gemm": True})
+    assert not args.groups_experts(policy, te=True)
+    with pytest.raises(ConfigError, match="experts with biases"):
+        refuse_wrong_numbers(policy)
+
+
+def test_float8_is_taken_with_it_in_bfloat16_and_rows_are_whole_blocks(installed: None) -> None:
+    parallel = ParallelSpec(tp=2, cp=2)
+    policy = spec("Qwen/Qwen3-8B", parallel=parallel, megatron={"fp8": "hybrid"})
+    refuse_wrong_numbers(policy)
+    assert (parallel.row_multiple, policy.row_multiple) == (8, 64)  # 16 tokens of a row on each rank
+    microscaled = dataclasses.replace(policy, megatron={"fp8": "e4m3", "fp8_recipe": "mxfp8"})
+    assert microscaled.row_multiple == 128
+    assert spec("Qwen/Qwen3-8B", parallel=parallel).row_multiple == parallel.row_multiple
+    for other, said in (
+        (dataclasses.replace(policy, dtype="float32"), "need model.dtype bfloat16"),
+        (dataclasses.replace(policy, lora=LoraConfig(rank=8)), "adapters"),
+        (dataclasses.replace(policy, megatron={"fp8": "hybrid", "fp8_param": True}), "weights in model.dtype"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            refuse_wrong_numbers(other)
