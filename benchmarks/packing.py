@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,23 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from one_process import PolicyGradient, facts_of, policy
 
-from rlctl.backends.base import BatchShard, LossOutput, PolicySpec, RolloutRow, TokenBatch
+from rlctl.backends.base import BatchShard, RolloutRow
 from rlctl.backends.packing import plan_batch, row_tokens
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config
 
 LENGTHS = Path(__file__).parent / "data" / "rollout_lengths.csv"
 Shards = tuple[BatchShard, ...]
-
-
-class PolicyGradient:
-    """Plain policy gradient."""
-
-    def __call__(self, batch: TokenBatch) -> LossOutput:
-        return LossOutput(-(batch.logprobs_T * batch.advantages_T * batch.token_weights_T).sum())
 
 
 def read_rows(path: Path) -> list[RolloutRow]:
@@ -139,26 +131,22 @@ def random_columns(rows: Sequence[RolloutRow], vocab: int) -> dict[int, RolloutC
     return found
 
 
-def train_seconds(plans: dict[str, Shards], args: argparse.Namespace, facts: ModelFacts) -> dict[str, float]:
+def train_seconds(plans: dict[str, Shards], args: argparse.Namespace) -> dict[str, float]:
     """Seconds of a step, that is of its slowest rank, for each way."""
-    from rlctl.backends.megatron.worker import MegatronWorker
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    worker = MegatronWorker(0, 1, "127.0.0.1", port, PolicySpec(facts, threads=args.threads))
-    worker.setup()
-    worker.load_hf(args.model)
     best = {name: [float("inf")] * len(shards) for name, shards in plans.items()}
-    for repeat in range(args.repeats + 1):
-        for name, shards in plans.items():
-            for rank, shard in enumerate(shards):
-                begun = time.perf_counter()
-                worker.load_batch(shard, list)
-                worker.train_minibatch(0, PolicyGradient(), 0.0)
-                if repeat:  # the first is for warming up
-                    best[name][rank] = min(best[name][rank], time.perf_counter() - begun)
-    worker.close()
+    with policy(args.model, args.threads) as worker:
+
+        def step(shard: BatchShard) -> float:
+            begun = time.perf_counter()
+            worker.load_batch(shard, list)
+            worker.train_minibatch(0, PolicyGradient(), 0.0)
+            return time.perf_counter() - begun
+
+        step(next(iter(plans.values()))[0])  # to warm up
+        for _ in range(args.repeats):
+            for name, shards in plans.items():
+                for rank, shard in enumerate(shards):
+                    best[name][rank] = min(best[name][rank], step(shard))
     return {name: max(seconds) for name, seconds in best.items()}
 
 
@@ -172,13 +160,13 @@ def main() -> None:
     args = parser.parse_args()
     facts = lookup("SmolLM2-135M")
     if args.model is not None:
-        facts = facts_from_hf_config(json.loads((args.model / "config.json").read_text()))
+        facts = facts_of(args.model)
     assert facts is not None
     rows = [row for row in read_rows(args.lengths) if args.groups is None or row.group < args.groups]
     columns: dict[int, Any] = random_columns(rows, facts.vocab)
     plans = {name: way(rows, columns, args.dp, args.micro_batch_tokens) for name, way in WAYS.items()}
     tokens = sum(row.tokens for row in rows)
-    seconds = train_seconds(plans, args, facts) if args.model is not None else {}
+    seconds = train_seconds(plans, args) if args.model is not None else {}
     report: dict[str, Any] = {"rollouts": len(rows), "tokens": tokens, "longest": max(row.tokens for row in rows)}
     for name, shards in plans.items():
         used, total = (sum(values) for values in zip(*map(computed, shards), strict=True))

@@ -1,45 +1,56 @@
-"""Seconds and tokens per second of one training step (forward, backward, optimizer) against transformers on the same
-batch.
+"""Seconds, tokens per second and memory of one training step (forward, backward, optimizer) against transformers on the
+same batch.
 
-    python benchmarks/train.py --model DIR [--prompts 8 --generations 4 --prompt-tokens 45 --new-tokens 16 --threads 2]
+    python benchmarks/train.py --model DIR [--shape 8x4x45x16 --shape 4x4x64x64 --shape 2x2x64x448 --threads 2]
 
-The batch is that of a GRPO step: groups of completions behind one prompt, of uneven lengths. transformers gets it as
-TRL does, padded to a rectangle, with logits for the completion only, and torch's fused AdamW. Both train in float32
-on the CPU. Each number is the best of the repeats, the two taking turns, so that a busy machine harms both alike.
-Prints one JSON object.
+A shape is prompts x completions of each x tokens of a prompt x most new tokens. The batch is that of a GRPO step:
+groups of completions behind one prompt, of uneven lengths. transformers gets it as TRL does, padded to a rectangle,
+with logits for the completion only, and torch's fused AdamW. Both train in float32 on the CPU. Each number is the best
+of the repeats, the two taking turns, so that a busy machine harms both alike. Memory is by how much the process is
+larger at its highest in a step than before it: activations and what else a step holds, by token of the batch. Prints
+one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
+import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from one_process import PolicyGradient, peak_bytes, policy
 
-from rlctl.backends.base import LossOutput, PolicySpec, RolloutRow, TokenBatch
+from rlctl.backends.base import RolloutRow
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.data.rollouts import RolloutColumns
-from rlctl.models.registry import facts_from_hf_config
 
+SHAPES = ("8x4x45x16", "4x4x64x64", "2x2x64x448")
 LR = 0.0  # the work of a step without its effect: all three see the same weights, and their norms can be compared
 
 
-class PolicyGradient:
-    """Plain policy gradient, the same for both."""
+@dataclass(frozen=True)
+class Shape:
+    """Prompts a step, completions of each, tokens of a prompt and most of a completion."""
 
-    def __call__(self, batch: TokenBatch) -> LossOutput:
-        return LossOutput(-(batch.logprobs_T * batch.advantages_T * batch.token_weights_T).sum())
+    prompts: int
+    generations: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        return cls(*(int(part) for part in text.split("x")))
 
 
-def make_groups(args: argparse.Namespace, vocab: int) -> dict[int, RolloutColumns]:
+def make_groups(args: Shape, vocab: int) -> dict[int, RolloutColumns]:
     """Random tokens; prompts of about `prompt_tokens`, completions of at most `new_tokens`."""
     rng = np.random.default_rng(0)
     groups = {}
@@ -128,31 +139,8 @@ def best(steps: dict[str, Callable[[], float]], repeats: int) -> tuple[dict[str,
     return seconds, norms
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
-    for name, value in (
-        ("prompts", 8),
-        ("generations", 4),
-        ("prompt-tokens", 45),
-        ("new-tokens", 16),
-        ("threads", 2),
-        ("repeats", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
-    args = parser.parse_args()
-    facts = facts_from_hf_config(json.loads((args.model / "config.json").read_text()))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    worker = MegatronWorker(0, 1, "127.0.0.1", port, PolicySpec(facts, threads=args.threads))
-    worker.setup()
-    worker.load_hf(args.model)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
-    groups = make_groups(args, facts.vocab)
+def measure(worker: MegatronWorker, model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    groups = make_groups(shape, worker.spec.facts.vocab)
     shared, plain = (plan(groups, share, args.micro_batch_tokens) for share in (True, False))
     steps = {
         "shared": megatron_step(worker, shared),
@@ -160,16 +148,33 @@ def main() -> None:
         "transformers": transformers_step(model, groups),
     }
     seconds, norms = best(steps, args.repeats)
-    worker.close()
+    memory = {name: peak_bytes(step) for name, step in steps.items()}
     tokens = plain.stats.tokens
-    report = {
+    return {
         "tokens": tokens,
         "tokens_computed_with_shared_prompts": shared.stats.tokens,
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "tokens_per_s": {name: round(tokens / value, 1) for name, value in seconds.items()},
         "ratio_to_transformers": {name: round(seconds["transformers"] / value, 2) for name, value in seconds.items()},
+        "kilobytes_per_token": {name: round(value / tokens / 1e3, 1) for name, value in memory.items()},
         "first_grad_norm": {name: round(value, 6) for name, value in norms.items()},
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--shape", action="append", help="prompts x generations x prompt tokens x new tokens")
+    for name, value in (("threads", 2), ("repeats", 2), ("micro-batch-tokens", 4096)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    args = parser.parse_args()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
+    report: dict[str, Any] = {"load_average_at_start": [round(value, 1) for value in os.getloadavg()]}
+    with policy(args.model, args.threads) as worker:
+        for shape in args.shape or SHAPES:
+            report[shape] = measure(worker, model, Shape.parse(shape), args)
     json.dump(report, sys.stdout, indent=1)
     print()
 

@@ -1,0 +1,65 @@
+"""What the training benchmarks share: a policy of one process, a loss, and the memory that a step takes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.backends.base import LossOutput, PolicySpec, TokenBatch
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import facts_from_hf_config
+
+if TYPE_CHECKING:
+    from rlctl.backends.megatron.worker import MegatronWorker
+
+
+class PolicyGradient:
+    """Plain policy gradient."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        return LossOutput(-(batch.logprobs_T * batch.advantages_T * batch.token_weights_T).sum())
+
+
+def facts_of(model: Path) -> ModelFacts:
+    """Of a Hugging Face directory."""
+    return facts_from_hf_config(json.loads((model / "config.json").read_text()))
+
+
+@contextlib.contextmanager
+def policy(model: Path, threads: int) -> Iterator[MegatronWorker]:
+    """A policy of one process, this one, in float32, with the model's weights."""
+    from rlctl.backends.megatron.worker import MegatronWorker
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    worker = MegatronWorker(0, 1, "127.0.0.1", port, PolicySpec(facts_of(model), threads=threads))
+    worker.setup()
+    try:
+        worker.load_hf(model)
+        yield worker
+    finally:
+        worker.close()
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """By how much the memory of this process is larger at its highest in `step` than before it (Linux)."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on (proc(5))
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
