@@ -159,7 +159,8 @@ def _peak(choice: TrainingChoice, cluster: ClusterFacts, precision: str) -> floa
     """Peak rate of one rank; ranks on a CPU share its cores."""
     if not cluster.is_cpu:
         return cluster.device.flops(precision)
-    return cluster.device.flops("float32") * min(1.0, (choice.threads or cluster.device.cores) / cluster.device.cores)
+    cores, ranks = cluster.device.cores, -(-choice.world_size // cluster.nodes)
+    return cluster.device.flops("float32") * min(choice.threads or cores, cores / ranks, cores) / cores
 
 
 def matmul_rate(
