@@ -316,14 +316,15 @@ def check(pools: Pools, case: Case, wanted: Expected | OfPolicy, checkpoint: Pat
     assert merged.keys() == wanted.merged.keys()
     assert all(close(merged[key], value, 1e-6) for key, value in wanted.merged.items())
     results = [only_result([rank["results"][step] for rank in ranks]) for step in range(2)]
+    tolerance = 5e-6 if case.kind == "gemma3" else 1e-6  # 1e-7 of its weights move its gradients by 2e-5 of the largest
     for result, loss, norm in zip(results, wanted.losses, wanted.norms, strict=True):
         assert abs(result.loss - loss) <= 1e-6 * max(1, abs(loss))
-        assert abs(result.grad_norm - norm) <= 1e-6 * max(1, norm)
+        assert abs(result.grad_norm - norm) <= tolerance * max(1, norm)
     grads, _ = assemble([rank["grads"] for rank in ranks])
     unclip = (results[0].grad_norm + 1e-6) / Optim().clip
     assert grads.keys() == wanted.grads.keys()
     for key, value in wanted.grads.items():
-        assert close(grads[key] * unclip, value, 1e-6), (key, (grads[key] * unclip - value).abs().max())
+        assert close(grads[key] * unclip, value, tolerance), (key, (grads[key] * unclip - value).abs().max())
     params, spread = assemble([rank["params"] for rank in ranks])
     assert spread == 0
     for key, value in (wanted.base | wanted.lora).items():
@@ -334,10 +335,13 @@ def run_saved(rank: int, case: Case, weights: dict[str, Tensor], directory: Path
     """Log-probs of a policy with adapters, which is saved."""
     worker = make_worker(rank, case, None)
     fill(worker, weights)
-    worker.load_batch(plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], list)
+    shard = plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
     worker.logprobs("old_logprobs")
+    found = column_by_rollout(worker, shard, "old_logprobs")
+    worker.train_minibatch(0, Loss(), 0.0)  # there is an optimizer to save; the weights stay
     worker.save(directory)
-    return column_by_rollout(worker, plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], "old_logprobs")
+    return found
 
 
 def saved_run(pools: Pools, case: Case, path: Path) -> tuple[Path, dict[str, Tensor], dict]:
