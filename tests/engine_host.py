@@ -130,7 +130,10 @@ class FamilyEngine:
         config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
         facts = tiny_family_facts(model)
         spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=1)
+        log = group.log_path(0)
+        said_before = len(log.read_text())
         self.info = group.call("swap", spec, timeout_s=240.0)[0]
+        self.start_log = log.read_text()[said_before:]
         self.policy = PublishedPolicy(model)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
 from rlctl.telemetry.metrics import read_metrics, without_timing
 from rlctl.telemetry.phases import Phase
 from tiny_models import write_tiny_llama
@@ -242,6 +243,18 @@ def test_other_layouts_compute_the_same_run(uninterrupted, tiny_llama, tmp_path,
     done = finish(command(tiny_llama, run_dir, *layout(*sizes)))
     assert done.returncode == 0, done.stderr
     same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_megatron_checkpoint_trains_as_the_model_it_was_converted_from(uninterrupted, tiny_llama, tmp_path):
+    converted, run_dir = tiny_llama.with_name("tiny-llama-in-megatron"), tmp_path / "run"
+    hf_to_megatron(tiny_llama, converted)
+    done = finish(command(converted, run_dir))
+    assert done.returncode == 0, done.stderr
+    assert results(run_dir) == results(uninterrupted[0])
+    megatron_to_hf(run_dir, tmp_path / "trained")  # what the run leaves is a model again
+    assert (tmp_path / "trained" / "tokenizer.json").exists()
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""Engines of every family: what they compute with can be read back, spoiled and replaced, by either receive path."""
+"""Engines of every family, of directories that conversions wrote: what they compute with can be read back, spoiled and
+replaced, by either receive path."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from engine_host import FamilyEngine, hosted
 from engine_policies import generate, largest_logprob_error
 from rlctl.backends.vllm.messages import Sampling
+from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
 from rlctl.errors import WorkerError
 from rlctl.refit.verify import Comparison, compare
 from tiny_families import FAMILIES, write_tiny_family
@@ -37,7 +40,10 @@ def host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 @pytest.fixture(scope="module", params=CASES)
 def engine(request: pytest.FixtureRequest, host: Any, tmp_path_factory: pytest.TempPathFactory) -> FamilyEngine:
     family, tp = request.param
-    return FamilyEngine(host, family, write_tiny_family(tmp_path_factory.mktemp("families") / family, family), tp)
+    directory = tmp_path_factory.mktemp(family)
+    hf_to_megatron(write_tiny_family(directory / "published", family), directory / "megatron")
+    megatron_to_hf(directory / "megatron", directory / "exported")
+    return FamilyEngine(host, family, directory / "exported", tp)
 
 
 def difference(engine: FamilyEngine) -> Comparison:
@@ -46,6 +52,12 @@ def difference(engine: FamilyEngine) -> Comparison:
 
 def paths_of(family: str) -> list[str]:
     return ["direct"] if family in LOADER_LOSES else ["loader", "direct"]
+
+
+def test_exported_directories_load_without_warnings(engine: FamilyEngine) -> None:
+    assert "WARNING" in engine.start_log  # about this machine: no allocator preloaded, no Triton
+    about_models = re.compile(r"WARNING.*\b(weights?|checkpoint|parameters?|tokenizer|config)\b", re.IGNORECASE)
+    assert [line for line in engine.start_log.splitlines() if about_models.search(line)] == []
 
 
 def test_every_tensor_is_read_back(engine: FamilyEngine) -> None:
