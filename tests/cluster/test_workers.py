@@ -101,3 +101,18 @@ def test_a_worker_that_dies_is_named_with_its_last_lines(group):
 def test_a_wait_that_runs_out_names_the_rank(group):
     with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `hang` in 2 s"):
         group.call("hang", 1, timeout_s=2)
+
+
+def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_for(group):
+    pids = list(group.pids)
+    asked = [group.submit("rank_plus", 10)[0], group.hosts[1].call.remote("die", (), {})]
+    found = group.outcomes("die", asked)
+    assert found[0] == 10
+    assert isinstance(found[1], WorkerError)
+    assert "counter rank 1" in found[1].message
+    group.restart([1])
+    assert group.call("rank_plus", 10) == [10, 11]
+    assert group.call("environment", "FLAVOUR") == ["f0", "f1"]
+    assert group.pids[0] == pids[0] != group.pids[1] != pids[1]
+    group.drop([0])
+    assert group.call("rank_plus", 10) == [11]

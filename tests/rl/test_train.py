@@ -163,7 +163,7 @@ def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_l
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{steps}"]
     assert "Traceback" not in log.read_text()
 
-    with started(resume(run_dir), log) as process:
+    with started(resume(run_dir, "--set", "cluster.engine_restarts=0"), log) as process:
         wait_for_step(process, run_dir, steps + 1, log)
         engine = next(p for p in process.family() if _worker_name(p, run_dir) == "engine-0")
         family = process.family()
@@ -175,6 +175,29 @@ def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_l
     assert "died during `generate`" in text or "died during" in text
     assert f"rlctl train grpo --resume --run-dir {run_dir}" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.guard), 2])
+def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(uninterrupted, tiny_llama, tmp_path, engines):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    more = ("--steps", "40", "--set", "run.checkpoint_every=0", "--set", f"generation.engines={engines}")
+    with started(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"), log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        next(p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}").kill()
+        wait_for_step(process, run_dir, STEPS + 4, log)
+        text = log.read_text()
+        assert f"engine {engines - 1} is lost" in text
+        assert f"{engines} engine(s) hold version" in text
+        again = [p for p in process.family() if p.is_running() and _worker_name(p, run_dir) == f"engine-{engines - 1}"]
+        again[-1].kill()
+        assert process.wait(LIMIT_S) == 1
+    text = log.read_text()
+    assert "2 engines were lost in this run, more than cluster.engine_restarts = 1" in text
+    assert "died during" in text
+    assert str(run_dir / "logs" / f"engine-{engines - 1}.log") in text
+    assert "Traceback" not in text
+    same_run(results(run_dir)[:STEPS], results(uninterrupted[0]))
 
 
 def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):

@@ -105,29 +105,36 @@ class WorkerGroup:
         imported in the workers only, and spares the driver what it imports. Each worker takes `concurrency` calls at a
         time, in threads of its own where that is more than one. Raises what `ready` raises.
         """
-        import ray
-
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
         self.specs = tuple(specs)
+        self._worker_class, self._placement, self._concurrency = worker_class, placement, concurrency
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
-        host = ray.remote(_Host)
-        self.hosts = [
-            host.options(
-                num_cpus=0,
-                max_restarts=0,
-                max_concurrency=concurrency,
-                scheduling_strategy=placement.strategy(spec.bundles[0].index),
-                runtime_env={"env_vars": spec.environment()},
-            ).remote(str(self.log_path(rank)))
-            for rank, spec in enumerate(self.specs)
-        ]
+        self.hosts = [self._host(rank) for rank in range(len(self.specs))]
         self.pids: list[int] = []
-        self._started = [
-            host.start.remote(worker_class, spec.kwargs) for host, spec in zip(self.hosts, self.specs, strict=True)
-        ]
+        self._started = [self._begin(rank) for rank in range(len(self.specs))]
         if wait:
             self.ready()
+
+    def _host(self, rank: int) -> Any:
+        """The process of a rank."""
+        import ray
+
+        spec = self.specs[rank]
+        return (
+            ray.remote(_Host)
+            .options(
+                num_cpus=0,
+                max_restarts=0,
+                max_concurrency=self._concurrency,
+                scheduling_strategy=self._placement.strategy(spec.bundles[0].index),
+                runtime_env={"env_vars": spec.environment()},
+            )
+            .remote(str(self.log_path(rank)))
+        )
+
+    def _begin(self, rank: int) -> Any:
+        return self.hosts[rank].start.remote(self._worker_class, self.specs[rank].kwargs)
 
     def ready(self) -> None:
         """Wait until every worker is constructed.
@@ -140,6 +147,28 @@ class WorkerGroup:
         except BaseException:
             self.kill()
             raise
+
+    def restart(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
+
+        Raises what `ready` raises; the new processes are ended then.
+        """
+        import ray
+
+        for rank in ranks:
+            ray.kill(self.hosts[rank], no_restart=True)
+            self.hosts[rank] = self._host(rank)
+        again = self.part(ranks)
+        again._started = [self._begin(rank) for rank in ranks]
+        again.ready()
+        for rank, pid in zip(ranks, again.pids, strict=True):
+            self.pids[rank] = pid
+
+    def drop(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks` and go on as the group of the others."""
+        self.part(ranks).kill()
+        rest = self.part([rank for rank in range(len(self)) if rank not in ranks])
+        self.hosts, self.pids, self._logs, self.specs = rest.hosts, rest.pids, rest._logs, rest.specs
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -173,6 +202,25 @@ class WorkerGroup:
         """Begin `method` with one tuple of arguments a rank; hand the result to `wait`."""
         pairs = zip(self.hosts, args_by_rank, strict=True)
         return [host.call.remote(method, args, {}) for host, args in pairs]
+
+    def outcomes(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
+        """As `wait`, but the failure of a rank's process or work stands, as a WorkerError, where its result would be,
+        and the others are waited for. Raises any other error at once, and WaitTimeoutError."""
+        import ray
+
+        limit = timeout_s or self.call_timeout_s
+        rank_of, pending, deadline = {ref: i for i, ref in enumerate(submitted)}, submitted, time.monotonic() + limit
+        results: list[Any] = [None] * len(submitted)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                raise _late([(self, method, submitted)], [(0, rank_of[ref]) for ref in pending], limit)
+            for ref in done:
+                try:
+                    results[rank_of[ref]] = self._result(ref, rank_of[ref], method)
+                except WorkerError as error:
+                    results[rank_of[ref]] = error
+        return results
 
     def wait(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Results of `submit`, in rank order; the first rank that fails ends the wait.

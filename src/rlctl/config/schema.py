@@ -334,6 +334,8 @@ class ClusterConfig(Section):
     """Limit for starting Ray and the workers."""
     step_timeout_s: float = Field(3600.0, gt=0)
     """Limit for each wait of a step."""
+    engine_restarts: NonNegative = 3
+    """Generation engines that a run may lose: each is replaced and refitted; 0: the run ends with the first."""
 
 
 class RunConfig(Section):

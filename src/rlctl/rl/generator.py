@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from rlctl.backends.vllm.messages import GroupRequest, GroupResult, Sampling, rollouts_of
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.data.rollouts import Rollout
+from rlctl.errors import RlctlError, WorkerError
 from rlctl.rl.batch import sample_seed
 
 # The driver waits longer than the engine's own limit, so that the engine's error, which knows more, comes first.
@@ -14,13 +15,45 @@ MARGIN_S = 60.0
 
 
 def generate_groups(
-    engines: WorkerGroup, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+    engines: WorkerGroup,
+    requests: Sequence[GroupRequest],
+    sampling: Sampling,
+    timeout_s: float,
+    recover: Callable[[RlctlError], object] | None = None,
 ) -> list[GroupResult]:
-    """The results of all requests in the order of their groups; the requests are dealt to the engines in turn."""
+    """The results of all requests in the order of their groups; the requests are dealt to the engines in turn.
+
+    `recover(error)` brings the engines back after the failure of one, or raises; what that one had is asked for again.
+    """
+    results: list[GroupResult] = []
+    left = list(requests)
+    while left:
+        answers, left, error = _ask(engines, left, sampling, timeout_s)
+        results += answers
+        if error is not None:
+            if recover is None:
+                raise error
+            recover(error)
+    return sorted(results, key=lambda result: result.group)
+
+
+def _ask(
+    engines: WorkerGroup, requests: list[GroupRequest], sampling: Sampling, timeout_s: float
+) -> tuple[list[GroupResult], list[GroupRequest], WorkerError | None]:
+    """(what came back, what did not, and why) of requests dealt to all engines."""
     count = len(engines)
-    shares = [(list(requests[index::count]), sampling, timeout_s) for index in range(count)]
-    answers = engines.call_each("generate", shares, timeout_s=timeout_s + MARGIN_S)
-    return sorted((result for answer in answers for result in answer), key=lambda result: result.group)
+    shares = [requests[index::count] for index in range(count)]
+    asked = engines.submit_each("generate", [(share, sampling, timeout_s) for share in shares])
+    outcomes = engines.outcomes("generate", asked, timeout_s + MARGIN_S)
+    answers: list[GroupResult] = []
+    lost: list[GroupRequest] = []
+    error: WorkerError | None = None
+    for share, outcome in zip(shares, outcomes, strict=True):
+        if isinstance(outcome, WorkerError):
+            lost, error = lost + share, error or outcome
+        else:
+            answers += outcome
+    return answers, lost, error
 
 
 class EngineGenerator:
@@ -35,10 +68,15 @@ class EngineGenerator:
         generations: int,
         seed: int,
         timeout_s: float,
+        recover: Callable[[RlctlError, int], object],
     ) -> None:
-        """`prompt_tokens(step)` gives the token ids of each prompt of a step."""
+        """`prompt_tokens(step)` gives the token ids of each prompt of a step.
+
+        `recover(error, step)` brings the engines back after the failure of one, to the weights of `step`, or raises.
+        """
         self._engines, self._prompt_tokens, self._sampling = engines, prompt_tokens, sampling
         self._generations, self._seed, self._timeout_s = generations, seed, timeout_s
+        self._recover = recover
 
     def generate(self, step: int) -> list[Rollout]:
         """The rollouts of `step`, ordered by group and sample; the same for any number of engines."""
@@ -50,5 +88,7 @@ class EngineGenerator:
             )
             for group, tokens in enumerate(self._prompt_tokens(step))
         ]
-        results = generate_groups(self._engines, requests, self._sampling, self._timeout_s)
+        results = generate_groups(
+            self._engines, requests, self._sampling, self._timeout_s, lambda error: self._recover(error, step)
+        )
         return [rollout for result in results for rollout in rollouts_of(result, self._generations)]

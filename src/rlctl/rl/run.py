@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlctl.backends.vllm.messages import Sampling
@@ -17,6 +18,7 @@ from rlctl.errors import DivergenceError, RlctlError
 from rlctl.refit.session import RefitSession
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.crew import Crew, start_crew
+from rlctl.rl.engines import EngineKeeper
 from rlctl.rl.generator import EngineGenerator
 from rlctl.rl.grpo import GrpoParts, StepResult, train_step
 from rlctl.rl.job import Job
@@ -105,7 +107,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         policy = _policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, stack)
-        parts = stack.enter_context(_parts(job, crew, policy))
+        parts = stack.enter_context(_parts(job, crew, policy, display))
         saver = Saver(run, policy, job.config.run)
         stack.callback(saver.abandon)
         first = 0 if resume_from is None else resume_from.step
@@ -149,10 +151,20 @@ def _load_newest(run: RunDirectory, policy: Policy, display: Display) -> Checkpo
 
 
 @contextlib.contextmanager
-def _parts(job: Job, crew: Crew, policy: Policy) -> Iterator[GrpoParts]:
+def _parts(job: Job, crew: Crew, policy: Policy, display: Display) -> Iterator[GrpoParts]:
     """The loop's parts on running processes."""
     config = job.config
     prompts = job.prompts
+    session = RefitSession(
+        crew.policy, crew.engines, job.facts, parallel=job.megatron_parallel, settings=config.refit, dtype=job.dtype
+    )
+    keeper = EngineKeeper(
+        crew.engines,
+        session,
+        restarts=config.cluster.engine_restarts,
+        start_timeout_s=config.cluster.start_timeout_s,
+        tell=display.say,
+    )
     sampling = Sampling.from_config(config.generation, stop=prompts.stop, stop_token_ids=prompts.stop_token_ids)
     generator = EngineGenerator(
         crew.engines,
@@ -161,14 +173,12 @@ def _parts(job: Job, crew: Crew, policy: Policy) -> Iterator[GrpoParts]:
         generations=config.grpo.generations,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,
-    )
-    session = RefitSession(
-        crew.policy, crew.engines, job.facts, parallel=job.megatron_parallel, settings=config.refit, dtype=job.dtype
+        recover=partial(keeper.recover, asleep=job.offload),
     )
     session.open()
     try:
         rewards = WorkerRewards(crew.reward, prompts.rows, timeout_s=config.reward.timeout_s)
-        yield GrpoParts(generator, rewards, policy, session.refit, RunLoss(config.grpo), job.offload)
+        yield GrpoParts(generator, rewards, policy, keeper.refit, RunLoss(config.grpo), job.offload)
     finally:
         session.close()
 

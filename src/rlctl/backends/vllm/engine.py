@@ -84,6 +84,13 @@ class VllmEngine:
             compat.shut_down(self._llm)
             self._llm = None
 
+    def require_alive(self) -> None:
+        """Raise WorkerError unless every process of the engine answers."""
+        if self._llm is None:
+            raise WorkerError(f"Engine {self.index} is not started.")
+        with self._turns.ask():
+            self._rpc("rlctl_alive")
+
     # Generation
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
