@@ -90,8 +90,7 @@ class EngineKeeper:
                 f"{self.restarts}. The last one: {error.message}",
                 error.hint or f"See {logs}.",
             ) from None
-        first = error.message.splitlines()[0]
-        self.tell(f"engine {', '.join(map(str, lost))} is lost ({first.rstrip(':')}; {logs}): starting another")
+        self.tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
 
     def _replace(self, lost: list[int]) -> None:
         """New processes for `lost`; where they do not start and others are left, those go on alone."""
@@ -102,8 +101,12 @@ class EngineKeeper:
             if len(lost) == len(self.engines):
                 raise
             self.engines.drop(lost)
-            first = error.message.splitlines()[0]
-            self.tell(f"no other could be started ({first.rstrip(':')}): going on with {len(self.engines)} engine(s)")
+            self.tell(f"no other could be started ({_cause(error)}): going on with {len(self.engines)} engine(s)")
+
+
+def _cause(error: RlctlError) -> str:
+    """What happened, without the lines of a log."""
+    return error.message.splitlines()[0].partition(" Its last lines")[0].partition(" It wrote nothing")[0]
 
 
 @contextmanager
