@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from rlctl.models.catalog import ENTRIES, canonical, lookup, near
+from rlctl.models.catalog import canonical, entries, facts_of, lookup, near
 from rlctl.planner.parameters import count
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
@@ -33,6 +35,10 @@ PUBLISHED = {
     "Qwen/Qwen2.5-14B": 14.770,
     "Qwen/Qwen2.5-32B": 32.764,
     "Qwen/Qwen2.5-72B": 72.706,
+    "Qwen/Qwen2.5-Math-1.5B": 1.544,
+    "Qwen/Qwen2.5-Math-72B": 72.706,
+    "Qwen/Qwen2.5-Coder-32B": 32.764,
+    "Qwen/QwQ-32B": 32.764,
     "Qwen/Qwen3-0.6B": 0.596,
     "Qwen/Qwen3-1.7B": 1.721,
     "Qwen/Qwen3-4B": 4.022,
@@ -49,6 +55,8 @@ PUBLISHED = {
     "mistralai/Mistral-7B-v0.1": 7.242,
     "mistralai/Mistral-7B-v0.3": 7.248,
     "mistralai/Mistral-Nemo-Base-2407": 12.248,
+    "mistralai/Ministral-8B-Instruct-2410": 8.020,
+    "mistralai/Mistral-Small-Instruct-2409": 22.247,
     "mistralai/Mistral-Small-24B-Base-2501": 23.572,
     "mistralai/Mistral-Large-Instruct-2407": 122.610,
     "mistralai/Mixtral-8x7B-v0.1": 46.703,
@@ -65,6 +73,26 @@ PUBLISHED = {
     "MiniMaxAI/MiniMax-M2": 228.7,
     "ByteDance-Seed/Seed-OSS-36B-Base": 36.151,
 }
+# Every published size that has to be known, base models and those tuned from them.
+QWEN25 = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+SIZES = [
+    *(f"meta-llama/Llama-3.1-{size}{kind}" for size in ("8B", "70B", "405B") for kind in ("", "-Instruct")),
+    *(f"meta-llama/Llama-3.2-{size}{kind}" for size in ("1B", "3B") for kind in ("", "-Instruct")),
+    "meta-llama/Llama-3.3-70B-Instruct",
+    *(f"Qwen/Qwen2.5-{size}{kind}" for size in QWEN25 for kind in ("", "-Instruct")),
+    *(f"Qwen/Qwen2.5-Coder-{size}{kind}" for size in QWEN25[:-1] for kind in ("", "-Instruct")),
+    *(f"Qwen/Qwen2.5-Math-{size}{kind}" for size in ("1.5B", "7B", "72B") for kind in ("", "-Instruct")),
+    *(f"Qwen/Qwen3-{size}{kind}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-A3B") for kind in ("", "-Base")),
+    *(f"Qwen/Qwen3-{size}" for size in ("32B", "235B-A22B", "30B-A3B-Instruct-2507", "235B-A22B-Thinking-2507")),
+    *(f"deepseek-ai/DeepSeek-{name}" for name in ("V3", "V3-Base", "V3-0324", "R1", "R1-0528")),
+    *(f"moonshotai/Moonlight-16B-A3B{kind}" for kind in ("", "-Instruct")),
+    *(f"mistralai/Mixtral-{size}{kind}-v0.1" for size in ("8x7B", "8x22B") for kind in ("", "-Instruct")),
+    *(f"mistralai/Mistral-7B-{name}" for name in ("v0.1", "Instruct-v0.1", "Instruct-v0.2", "v0.3", "Instruct-v0.3")),
+    *(f"mistralai/Mistral-Nemo-{name}-2407" for name in ("Base", "Instruct")),
+    *(f"mistralai/Mistral-Small-{name}" for name in ("Instruct-2409", "24B-Base-2501", "24B-Instruct-2501")),
+    *(f"openai/gpt-oss-{size}" for size in ("20b", "120b")),
+    *(f"google/gemma-3-{size}{kind}" for size in ("1b", "4b", "12b", "27b") for kind in ("-pt", "-it")),
+]
 ACTIVE = {  # Active billions as published, embedding lookup left out.
     "Qwen/Qwen3-30B-A3B": 3.35 - 0.31,
     "Qwen/Qwen3-235B-A22B": 22.2 - 0.62,
@@ -78,6 +106,22 @@ def test_parameters_match_the_published_total(name: str, billions: float) -> Non
     facts = lookup(name)
     assert facts is not None
     assert count(facts).total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_published_size_is_known_under_its_own_name(name: str) -> None:
+    facts = lookup(name)
+    assert facts is not None
+    assert any(name in entry.names for entry in entries())
+    size = name.rpartition("/")[2].lower().replace("-a", "-").replace("gpt-oss", "")
+    stated = re.search(r"(\d+(?:\.\d+)?)b\b", size)
+    if stated and "mixtral" not in size:  # the size in a name is a marketed one
+        assert count(facts).total / 1e9 == pytest.approx(float(stated[1]), rel=0.3)
+
+
+def test_a_field_that_facts_do_not_have_is_an_error() -> None:
+    with pytest.raises(TypeError, match="layerz"):
+        facts_of({"family": "llama", "layerz": 2})
 
 
 @pytest.mark.parametrize(("name", "billions"), ACTIVE.items())
@@ -106,11 +150,11 @@ def test_unknown_names_give_none_and_near_matches() -> None:
 
 
 def test_no_name_describes_two_models() -> None:
-    names = [name.rsplit("/", 1)[-1].lower() for entry in ENTRIES for name in entry.names]
+    names = [name.rsplit("/", 1)[-1].lower() for entry in entries() for name in entry.names]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.names[0])
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.names[0])
 def test_sizes_are_consistent(entry: object) -> None:
     facts = entry.facts
     assert facts.heads % facts.kv_heads == 0
