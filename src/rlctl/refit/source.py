@@ -36,7 +36,17 @@ from rlctl.refit.packing import Packer, source_view
 from rlctl.refit.records import Changes, Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
 from rlctl.refit.sparse import SparsePacker
 from rlctl.weights.fingerprints import combine
-from rlctl.weights.plan import Copy, Place, SingleWorld, Topology, World, receive_plan, send_plan
+from rlctl.weights.plan import (
+    Copy,
+    Place,
+    RememberingWorld,
+    SingleWorld,
+    Topology,
+    World,
+    many_objects,
+    receive_plan,
+    send_plan,
+)
 
 
 @dataclass
@@ -65,7 +75,8 @@ class SourceState:
         """This rank's share of each published tensor: what it answers for in a comparison."""
         if self._copies is None:
             rows = [(row.name, row.dtype, row.shape) for row in self.setup.table]
-            self._copies = send_plan(self.world, SingleWorld(whole_tensors(rows)), rank)
+            with many_objects():
+                self._copies = send_plan(self.world, SingleWorld(whole_tensors(rows)), rank)
         return self._copies
 
 
@@ -114,13 +125,15 @@ class RefitSource(ABC):
 
     def refit_open(self, setup: SourceSetup) -> Opened:
         """Work out what this rank sends, and open its ends of the channels."""
-        state = SourceState(setup, self.refit_world(setup), {row.name: row for row in setup.table})
+        world = RememberingWorld(self.refit_world(setup))
+        state = SourceState(setup, world, {row.name: row for row in setup.table})
         self._refit, problems, copies = state, [], 0
         link = setup.channels[0].connection
         if link.group is not None:
             state.group = Group(link.group, self.rank, self._device(), link.timeout_s)
-        for channel in setup.channels:
-            copies += self._open_channel(state, channel, problems)
+        with many_objects():
+            for channel in setup.channels:
+                copies += self._open_channel(state, channel, problems)
         for outlet in state.outlets.values():
             if isinstance(outlet, CollectiveOutlet):
                 outlet.introduce()
@@ -277,7 +290,7 @@ class RefitSource(ABC):
 
     def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
         """Change elements by noise that replicas share (`share` of them): for tests of a refit, never in a run."""
-        self._perturb(self.refit_world(self._state().setup), seed, scale, share)
+        self._perturb(self._state().world, seed, scale, share)
 
     def _perturb(self, world: World, seed: int, scale: float, share: float) -> None:
         held = {p.param: f"{p.tensor}{p.tensor_box}" for p in world.layout(self.rank).pieces}

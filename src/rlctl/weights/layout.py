@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlctl.weights.transforms import Transform
 
@@ -160,6 +160,10 @@ class Piece:
             if axis not in self.axes and span.count != 1:
                 raise ValueError(f"{self.param}: axis {axis} of {self.tensor} is neither used nor of length one")
 
+    def renamed(self, tensor: str, param: str) -> Piece:
+        """The same boxes of another tensor and param."""
+        return Piece(tensor, self.tensor_box, param, self.param_box, self.axes, self.transforms, self.primary)
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:
@@ -186,6 +190,16 @@ class Layout:
             index.setdefault(piece.tensor, []).append(piece)
         object.__setattr__(self, "by_tensor", {name: tuple(pieces) for name, pieces in index.items()})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with each distinct box and spec once: of 45,000 pieces a few hundred differ in more than names."""
+        seen: dict[Any, int] = {}
+        specs = {name: seen.setdefault(spec, len(seen)) for name, spec in self.params.items()}
+        rows = []
+        for p in self.pieces:
+            kind = p.tensor_box, p.param_box, p.axes, p.transforms, p.primary
+            rows.append((p.tensor, p.param, seen.setdefault(kind, len(seen))))
+        return _unpickled, (self.rank, specs, rows, tuple(seen), self.fills)
+
     @property
     def bytes(self) -> int:
         return sum(spec.bytes for spec in self.params.values())
@@ -196,6 +210,15 @@ class Layout:
         for name, box in [(p.param, p.param_box) for p in self.pieces] + [(f.param, f.box) for f in self.fills]:
             boxes.setdefault(name, []).append(box)
         return [line for name, own in boxes.items() for line in coverage(name, self.params.get(name), own)]
+
+
+def _unpickled(rank: int, specs: dict[str, int], rows: list[tuple], kinds: tuple, fills: tuple[Fill, ...]) -> Layout:
+    """What `Layout.__reduce__` took apart; equal boxes are one object."""
+    pieces = []
+    for tensor, param, kind in rows:
+        tensor_box, param_box, *more = kinds[kind]
+        pieces.append(Piece(tensor, tensor_box, param, param_box, *more))
+    return Layout(rank, {name: kinds[spec] for name, spec in specs.items()}, tuple(pieces), fills)
 
 
 def coverage(name: str, spec: ParamSpec | None, boxes: Sequence[Box]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
@@ -39,9 +40,14 @@ class MegatronWorld(MegatronSetting):
     def size(self) -> int:
         return self.parallel.world_size
 
-    @property
+    @cached_property
     def weights(self) -> ModelWeights:
         return weights_of(self.facts)
+
+    @cached_property
+    def _alike(self) -> dict[tuple, Place]:
+        """One place of each kind: layers and experts repeat it under other names."""
+        return {}
 
     def layout(self, rank: int) -> Layout:
         """Everything that `rank` holds."""
@@ -122,7 +128,14 @@ class MegatronWorld(MegatronSetting):
 
     def _place(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> Place:
         target = self._slot(matrix, role)
-        return place(self, matrix, target, self.param_name(matrix, target), at, primary)
+        name = self.param_name(matrix, target)
+        expert = matrix.expert if self.experts == "legacy_grouped" else matrix.expert is not None
+        kind = (target, matrix.role, matrix.shape, matrix.tensor_starts, matrix.tensor_steps, matrix.axes)
+        key = (*kind, matrix.offset, expert, at, primary)
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = place(self, matrix, target, name, at, primary)
+        return found.renamed(matrix.tensor, name)
 
     def _slot(self, matrix: Matrix, role: Role) -> Slot:
         return slot(role, self, matrix.layer is not None and self.facts.is_moe_layer(matrix.layer))

@@ -21,6 +21,17 @@ class Place:
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = ()
 
+    def renamed(self, tensor: str, param: str) -> Place:
+        """The same part of a matrix of the same kind: its boxes are shared, not made again."""
+        if param == self.param and all(p.tensor == tensor for p in self.pieces):
+            return self
+        return Place(
+            param,
+            self.spec,
+            tuple(p.renamed(tensor, param) for p in self.pieces),
+            tuple(Fill(param, fill.box, fill.value) for fill in self.fills),
+        )
+
 
 def place(setting: MegatronSetting, matrix: Matrix, target: Slot, name: str, at: Coordinates, primary: bool) -> Place:
     """Where the rank at `at` holds its part of `matrix` in the param `name`."""

@@ -6,7 +6,9 @@ replica sends is a function of (copy, destination rank, topology) that both comp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
@@ -69,6 +71,47 @@ class SingleWorld:
     def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
         pieces = [p for p in self.only.by_tensor.get(tensor, ()) if p.primary or every]
         return (Shard((self.only.rank,), tuple((p, self.only.params[p.param]) for p in pieces)),) if pieces else ()
+
+
+class RememberingWorld:
+    """A world that works out each rank and each tensor once, for plans into several destinations."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._layouts: dict[int, Layout] = {}
+        self._shards: dict[tuple[str, bool], Sequence[Shard]] = {}
+
+    @property
+    def size(self) -> int:
+        return self._world.size
+
+    def layout(self, rank: int) -> Layout:
+        if rank not in self._layouts:
+            self._layouts[rank] = self._world.layout(rank)
+        return self._layouts[rank]
+
+    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
+        key = tensor, every
+        if key not in self._shards:
+            self._shards[key] = self._world.shards(tensor, every)
+        return self._shards[key]
+
+
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """Keep the garbage collector away while a plan is made.
+
+    A plan is a few hundred thousand small objects that all stay; looking through them again and again takes longer
+    than making them.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.facts import ModelFacts
@@ -96,7 +97,7 @@ class VllmWorld:
     def size(self) -> int:
         return self.parallel.world_size
 
-    @property
+    @cached_property
     def weights(self) -> ModelWeights:
         return weights_of(self.facts)
 
