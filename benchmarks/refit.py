@@ -3,12 +3,14 @@
     python benchmarks/refit.py ablation [--model deepseek-v3] [--hidden 64] [--repeats 3]
     python benchmarks/refit.py memcpy [--gb 0.5 1.0] [--staging-mb 16 64 256]
     python benchmarks/refit.py growth
+    python benchmarks/refit.py engine [--gb 0.5] [--kept plain repacked] [--receive loader auto] [--changed 0.01 0.03]
 
 `ablation` moves the same tensors (all of the model, small shapes) from one trainer to two engine ranks in the steps by
 which published systems became fast. Every way is run in the same processes and is checked at the end. `memcpy` moves
 whole-width Llama layers straight into parameters, between two processes, and compares with copying as many bytes
-within one. `growth` varies tensors and ranks. Each number is the best of the repeats. vLLM's own transfer engines
-(NCCL, CUDA IPC) take no part on a CPU: none of them runs there.
+within one. `growth` varies tensors and ranks. `engine` refits into a running vLLM engine (`refit_engine.py`). Each
+number is the best of the repeats. vLLM's own transfer engines (NCCL, CUDA IPC) take no part on a CPU: none of them runs
+there.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import refit_engine
 import torch
 
 from rlctl.backends.vllm.channel import chunk_world, cut_rounds, rows_of, whole_tensors
 from rlctl.backends.vllm.receiver import DirectReceiver, Timed, chunk_view
-from rlctl.backends.vllm.ring import Ring, open_ring, ring_bytes
+from rlctl.backends.vllm.ring import Ring, ring_bytes
 from rlctl.backends.vllm.segment import Segment
 from rlctl.checkpoints.tensors import dtype_of, strided, transformed
 from rlctl.models.facts import ModelFacts
@@ -34,7 +37,7 @@ from rlctl.refit.synthetic import SyntheticEngine, SyntheticSource, reduced
 from rlctl.rl.refit_synthetic import MODELS
 from rlctl.weights import hf
 from rlctl.weights.megatron_parallel import MegatronParallel
-from rlctl.weights.plan import SingleWorld, receive_plan
+from rlctl.weights.plan import RememberingWorld, SingleWorld, many_objects, receive_plan
 from rlctl.weights.vllm import VllmParallel
 
 EXECUTORS = 2
@@ -109,12 +112,15 @@ def receive_packed(me: Executor, pipe: Connection, held: dict, address: Any, tab
         me.load(name, held[address].view(offset, shape, dtype_of(dtype)))
 
 
-def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, layout: Any,
-                   receivers: int, epoch: int) -> None:  # fmt: skip
+def receive_layout(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, layout: Any,
+                   receivers: int) -> None:  # fmt: skip
+    """What the rounds of whole tensors will be."""
+    rounds = cut_rounds(layout, capacity)
+    held["rounds", address] = rounds, ring_of(address, capacity, rounds, 1 + me.engine.index, receivers)
+
+
+def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, epoch: int) -> None:
     """Rounds of whole tensors, handed over by counters."""
-    if ("rounds", address) not in held:
-        rounds = cut_rounds(layout, capacity)
-        held["rounds", address] = rounds, ring_of(address, capacity, rounds, 1 + me.engine.index, receivers)
     rounds, ring = held["rounds", address]
     with ring.refit(epoch, epoch):
         for index, chunks in enumerate(rounds):
@@ -145,8 +151,8 @@ def receive_check(me: Executor, pipe: Connection, held: dict) -> float:
 
 def ring_of(address: Any, capacity: int, rounds: Any, me: int, receivers: int, segment: Segment | None = None) -> Ring:
     names = tuple(f"executor {index}" for index in range(receivers))
-    return open_ring(address, ("trainer",), names, me, capacity=capacity, buffers=min(2, len(rounds)),
-                     timeout_s=300, segment=segment)  # fmt: skip
+    return Ring(segment or Segment(address), ("trainer",), names, me, capacity=capacity, buffers=min(2, len(rounds)),
+                timeout_s=300)  # fmt: skip
 
 
 class Trainer:
@@ -166,11 +172,12 @@ class Trainer:
             self.processes.append(process)
         self.source = SyntheticSource(0, facts, MegatronParallel(), "bfloat16", 1)
         self.source.setup()
-        self.world = self.source.refit_world(None)  # type: ignore[arg-type]
+        self.world = RememberingWorld(self.source.refit_world(None))  # type: ignore[arg-type]
         self.params = self.source.parameters()
         self.rows = [(name, spec.dtype, spec.shape) for name, spec in hf.layout(facts, "bfloat16").params.items()]
         self.whole = whole_tensors(self.rows)
-        plan = receive_plan(self.world, SingleWorld(self.whole), 0)
+        with many_objects():
+            plan = receive_plan(self.world, SingleWorld(self.whole), 0)
         self.copies: dict[str, list[Any]] = {}
         for copy in plan.copies:
             self.copies.setdefault(copy.tensor, []).append((copy, source_view(copy, self.params, "the trainer")))
@@ -224,13 +231,16 @@ class Trainer:
         if key not in self.kept:
             rounds = cut_rounds(self.whole, capacity)
             segment = Segment.create(ring_bytes(1 + self.executors, min(2, len(rounds)), capacity))
-            packer = Packer(rounds, receive_plan(self.world, chunk_world(self.whole, rounds), 0).copies,
-                            message=False, who="the trainer")  # fmt: skip
+            with many_objects():
+                plan = receive_plan(self.world, chunk_world(self.whole, rounds), 0)
+            packer = Packer(rounds, plan.copies, message=False, who="the trainer")
             ring = ring_of(segment.address, capacity, rounds, 0, self.executors, segment)
             self.kept[key] = rounds, packer, ring
+            self.order("layout", ring.segment.address, capacity, self.whole, self.executors)  # once, as a session does
+            self.finish()
         rounds, packer, ring = self.kept[key]
         self.epoch += 1
-        self.order("rounds", ring.segment.address, capacity, self.whole, self.executors, self.epoch)
+        self.order("rounds", ring.segment.address, self.epoch)
         packer.look(self.params)
         with ring.refit(self.epoch, self.epoch):
             for index in range(len(rounds)):
@@ -263,7 +273,8 @@ class Trainer:
     def _channel(self, layout: Any, capacity: int) -> tuple[Any, Packer, Ring]:
         rounds = cut_rounds(layout, capacity)
         segment = Segment.create(ring_bytes(2, min(2, len(rounds)), capacity))
-        plan = receive_plan(self.world, chunk_world(layout, rounds), 0)
+        with many_objects():
+            plan = receive_plan(self.world, chunk_world(layout, rounds), 0)
         packer = Packer(rounds, plan.copies, message=False, who="the trainer")
         return rounds, packer, ring_of(segment.address, capacity, rounds, 0, 1, segment)
 
@@ -378,9 +389,14 @@ def main() -> None:
     two.add_argument("--gb", type=float, nargs="+", default=[0.5, 1.0])
     two.add_argument("--staging-mb", type=int, nargs="+", default=[16, 64, 256])
     three = kinds.add_parser("growth")
-    for sub in (one, two, three):
+    four = kinds.add_parser("engine")
+    refit_engine.add_arguments(four)
+    for sub in (one, two, three, four):
         sub.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if args.kind == "engine":
+        print(json.dumps(refit_engine.engine(args, llama_of)))
+        return
     print(json.dumps({"ablation": ablation, "memcpy": memcpy, "growth": growth}[args.kind](args)))
 
 

@@ -225,22 +225,30 @@ def test_an_engine_leaves_and_another_joins_without_a_restart(stage: Stage) -> N
     session.close()
 
 
-@pytest.mark.parametrize("mover", ["shared-memory", "collective"])
-@pytest.mark.parametrize("side", ["policy", "engine"])
-def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(mover: str, side: str, stage: Stage) -> None:
+def open_with_fault(
+    stage: Stage, mover: str, side: str, fault: str, **settings: Any
+) -> tuple[RefitSession, WorkerGroup]:
+    """A session after its first refit, in which `side` runs in a process of its own that will `fault` in the next."""
     facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
     victim = stage.victims(1)
     policy = stage.policy(facts, parallel, slots=victim if side == "policy" else None)
     engines = stage.engines(facts, VllmParallel(), slots=victim if side == "engine" else None)
-    session = open_session(policy, engines, facts, parallel, mover=mover)
+    session = open_session(policy, engines, facts, parallel, mover=mover, **settings)
     session.refit(1)
-    victim.call("set_fault", "die")
+    victim.call("set_fault", fault)
+    return session, victim
+
+
+@pytest.mark.parametrize("mover", ["shared-memory", "collective"])
+@pytest.mark.parametrize("side", ["policy", "engine"])
+def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(mover: str, side: str, stage: Stage) -> None:
+    session, victim = open_with_fault(stage, mover, side, "die")
     with pytest.raises(WorkerError, match=rf"phase transfer: {side} rank 0 \(process \d+\) died"):
         session.refit(2)
-    survivor = engines if side == "policy" else policy
+    survivor = session.engines if side == "policy" else session.policy
     if side == "policy":
         with pytest.raises(WorkerError, match="half-updated"):
-            engines.call("weight_version")
+            session.engines.call("weight_version")
     session.close()
     assert survivor.call("refit_close") == [None]  # it is not stuck in a wait
     victim.kill()
@@ -249,13 +257,7 @@ def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(mover: str, side
 @pytest.mark.parametrize("mover", ["shared-memory", "collective"])
 @pytest.mark.parametrize("side", ["policy", "engine"])
 def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side: str, stage: Stage) -> None:
-    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
-    victim = stage.victims(1)
-    policy = stage.policy(facts, parallel, slots=victim if side == "policy" else None)
-    engines = stage.engines(facts, VllmParallel(), slots=victim if side == "engine" else None)
-    session = open_session(policy, engines, facts, parallel, mover=mover, timeout_s=4)
-    session.refit(1)
-    victim.call("set_fault", "hang")
+    session, victim = open_with_fault(stage, mover, side, "hang", timeout_s=4)
     late = "policy rank 0 did not (pack|send) round 2" if side == "policy" else "engine 0 worker 0 did not (load|take)"
     with pytest.raises(WaitTimeoutError, match=rf"phase transfer: {late}"):
         session.refit(2)

@@ -62,12 +62,10 @@ class Packer:
         self.rounds, self.message, self.who = rounds, message, who
         self.copies = by_round(copies, rounds)
         self.parts = [message_parts(own) if message else () for own in self.copies]
+        self.bytes = [sum(copy.elements * ITEM_BYTES[copy.destination_dtype] for copy in own) for own in self.copies]
+        """What this rank writes in each round."""
         self._bound: dict[tuple[int, int], _Bound] = {}
         self._where: dict[str, int] = {}
-
-    def bytes(self, index: int) -> int:
-        """Bytes that this rank writes in a round."""
-        return sum(copy.elements * ITEM_BYTES[copy.destination_dtype] for copy in self.copies[index])
 
     def look(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take the live parameters for the refit that begins."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from rlctl.backends.vllm.ring import open_ring, ring_bytes
+from rlctl.backends.vllm.ring import Ring, ring_bytes
 from rlctl.backends.vllm.segment import Segment
 from rlctl.errors import WorkerError
 from rlctl.refit.packing import Packer
@@ -30,15 +30,14 @@ class SharedMemoryOutlet:
         if link.address is None:
             raise WorkerError("A shared memory channel without an address.")
         self.packer = packer
-        self.ring = open_ring(
-            link.address,
+        self.ring = Ring(
+            made or Segment(link.address),
             link.senders,
             link.receivers,
             channel.senders.index(rank),
             capacity=link.capacity,
             buffers=min(2, len(packer.rounds)),
             timeout_s=link.timeout_s,
-            segment=made,
             memory=self.memory,
         )
 

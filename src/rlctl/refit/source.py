@@ -204,7 +204,7 @@ class RefitSource(ABC):
                         exchanged += self._exchange(state.outgoing[channel], index)
                     elif index < len(state.outlets[channel].packer.rounds):
                         packing += self._send_round(state.outlets[channel], index, state.incoming.get(channel))
-                        count += state.outlets[channel].packer.bytes(index)
+                        count += state.outlets[channel].packer.bytes[index]
             for away in state.outgoing.values():
                 away.finish()
             for packer in state.sparse.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import torch
 
 from rlctl.backends.vllm.channel import Chunk
@@ -15,11 +16,32 @@ from rlctl.backends.vllm.sparse import entry_bytes, region_bytes, write_piece
 from rlctl.checkpoints.tensors import dtype_of, transformed
 from rlctl.refit.packing import Packer, source_view
 from rlctl.refit.records import Changes
-from rlctl.weights.layout import Layout, view_of
+from rlctl.weights.layout import Layout, ParamSpec, view_of
 from rlctl.weights.plan import Copy
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK = 1 << 18  # elements compared at a time
 Entry = tuple[int, torch.Tensor, torch.Tensor]
+
+
+def differing(values: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+    """Indices (int64) at which two vectors of one dtype differ in their bytes.
+
+    On a CPU block by block, so that what one pass writes is in the cache for the next: four times as fast as over the
+    whole vectors, and at memory speed where nothing differs.
+    """
+    bits = _INTEGERS[values.element_size()]
+    one, other = values.view(bits), sent.view(bits)
+    if values.device.type != "cpu":
+        return torch.nonzero(one != other).squeeze(1)
+    left, right, found = one.numpy(), other.numpy(), []
+    mask = np.empty(min(BLOCK, len(left)), bool)
+    for first in range(0, len(left), BLOCK):
+        part = left[first : first + BLOCK]
+        np.not_equal(part, right[first : first + BLOCK], out=mask[: len(part)])
+        if mask[: len(part)].any():
+            found.append(np.flatnonzero(mask[: len(part)]) + first)
+    return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
 
 
 class SparsePacker:
@@ -54,8 +76,7 @@ class SparsePacker:
         self._pieces, room, changed, self.size = [], 0, 0, 0
         for sent, (copy, chunk) in zip(self._sent, self._chunks, strict=True):
             values = self._values(copy)
-            bits = _INTEGERS[values.element_size()]
-            found = torch.nonzero(values.view(bits) != sent.view(bits)).squeeze(1)
+            found = differing(values, sent)
             if not len(found):
                 continue
             new = values[found]
@@ -97,6 +118,8 @@ class SparsePacker:
         A chunk is a contiguous run of its parameter, because parameters are cut along their first axes.
         """
         view = copy.destination_view
+        if view.strides == ParamSpec(view.shape, "uint8").strides():  # one run of memory
+            return (index + (view_of(self._specs[chunk.param], chunk.box).offset + view.offset)).to(torch.int32)
         places = torch.full_like(index, view_of(self._specs[chunk.param], chunk.box).offset + view.offset)
         rest = index
         for axis, (length, stride) in enumerate(zip(view.shape, view.strides, strict=True)):

@@ -165,9 +165,7 @@ class SyntheticEngine:
     def _receive_changes(self, inlet: Timed, rounds: int) -> None:
         link = self._link
         receiver = SparseReceiver(self._targets(), list(self.layout.params), len(link.senders), link.capacity)
-        for index in range(rounds):
-            receiver.write(inlet.wait(index))
-            inlet.done(index)
+        receiver.receive(rounds, inlet)
 
     def refit_finish(self, version: int) -> dict[str, float]:
         self._version, self._updating = version, False

@@ -13,7 +13,8 @@ from rlctl.backends.vllm.cuda_buffers import open_buffer
 from rlctl.backends.vllm.group import Group, Pending
 from rlctl.backends.vllm.image import Images
 from rlctl.backends.vllm.receiver import Inlet
-from rlctl.backends.vllm.ring import open_ring
+from rlctl.backends.vllm.ring import Ring
+from rlctl.backends.vllm.segment import Segment
 from rlctl.errors import VerificationError, WorkerError
 
 
@@ -36,8 +37,8 @@ class SharedMemoryInlet:
     def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
         if connection.address is None:
             raise WorkerError("A shared memory channel without an address.")
-        self.ring = open_ring(
-            connection.address,
+        self.ring = Ring(
+            Segment(connection.address),
             connection.senders,
             connection.receivers,
             len(connection.senders) + connection.receivers.index(name),

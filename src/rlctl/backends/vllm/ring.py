@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlctl.backends.vllm.segment import Segment, SegmentAddress
+from rlctl.backends.vllm.segment import Segment
 from rlctl.errors import PeerFailedError, RlctlError, VerificationError, WaitTimeoutError, WorkerError
 
 CELL = 128  # bytes: two cache lines, so that no two processes write to one (processors fetch them in pairs)
@@ -53,7 +53,14 @@ class Ring:
         timeout_s: float,
         memory: list[torch.Tensor] | None = None,
     ) -> None:
-        """`memory`: buffers that are elsewhere (on a GPU), so that the segment holds the counters alone."""
+        """`memory`: buffers that are elsewhere (on a GPU), so that the segment holds the counters alone.
+
+        Raises RlctlError where the segment is smaller than such a ring.
+        """
+        expected = ring_bytes(len(senders) + len(receivers), 0 if memory is not None else buffers, capacity)
+        if segment.address.bytes < expected:
+            name, held = segment.address.path, segment.address.bytes
+            raise RlctlError(f"Shared memory {name} has {held} bytes; {expected} were expected.")
         self.segment, self.me, self.timeout_s = segment, me, timeout_s
         self.names = (*senders, *receivers)
         self._senders, self._receivers = range(len(senders)), range(len(senders), len(self.names))
@@ -154,24 +161,3 @@ def is_alive(process: int) -> bool:
     except OSError:
         return True
     return text.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def open_ring(
-    address: SegmentAddress,
-    senders: tuple[str, ...],
-    receivers: tuple[str, ...],
-    me: int,
-    *,
-    capacity: int,
-    buffers: int,
-    timeout_s: float,
-    segment: Segment | None = None,
-    memory: list[torch.Tensor] | None = None,
-) -> Ring:
-    """The ring at `address`; `segment` where this process made it, `memory` where the buffers are elsewhere."""
-    held = segment or Segment(address)
-    buffers = 0 if memory is not None else buffers
-    expected = ring_bytes(len(senders) + len(receivers), buffers, capacity)
-    if held.address.bytes < expected:
-        raise RlctlError(f"Shared memory {address.path} has {held.address.bytes} bytes; {expected} were expected.")
-    return Ring(held, senders, receivers, me, capacity=capacity, buffers=buffers, timeout_s=timeout_s, memory=memory)

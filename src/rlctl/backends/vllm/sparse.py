@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from rlctl.backends.vllm.direct import Target
+from rlctl.backends.vllm.receiver import Timed
 from rlctl.errors import VerificationError
 
 HEADER = 2  # int64 words: the parameter, the number of elements
@@ -94,6 +95,12 @@ class SparseReceiver:
         self.dtypes = [memory.dtype for memory in self.memory if memory is not None]
         self.senders, self.capacity = senders, capacity
 
+    def receive(self, rounds: int, inlet: Timed) -> None:
+        """So many rounds of pieces."""
+        for index in range(rounds):
+            self.write(inlet.wait(index))
+            inlet.done(index)
+
     def write(self, buffer: torch.Tensor) -> None:
         """One round: the pieces of all senders."""
         for sender in range(self.senders):
@@ -105,6 +112,6 @@ def _put(memory: torch.Tensor | None, places: torch.Tensor, values: torch.Tensor
     assert memory is not None
     places, values = places.to(memory.device), values.to(memory.device)
     if memory.is_contiguous():
-        memory.view(-1)[places] = values
+        memory.view(-1).index_copy_(0, places, values)
     else:
         memory[places // memory.shape[1], places % memory.shape[1]] = values

@@ -138,9 +138,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self.writer is not None
         link = self.connection
         receiver = SparseReceiver(self.writer.targets(), list(self.layout.params), len(link.senders), link.capacity)
-        for index in range(rounds):
-            receiver.write(inlet.wait(index))
-            inlet.done(index)
+        receiver.receive(rounds, inlet)
 
     def whole_only(self) -> str:
         """Why changed elements alone are no use; empty: they are."""

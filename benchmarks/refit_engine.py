@@ -1,0 +1,157 @@
+"""Refit into a running vLLM engine against memcpy, with the decode speed of the same engine beside it.
+
+`python benchmarks/refit.py engine` runs this. A random Llama of the size asked for (bfloat16, layers as wide as
+those of published models) is held by one policy process in Megatron's layout, without a trainer around it, and refitted
+into a real engine on this machine: through the loader, directly into repacked matrices, and directly into plain
+ones, where changed elements alone are sent too. Decode speed is that of the engine as it then is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.backends.vllm.args import engine_spec
+from rlctl.backends.vllm.messages import GroupRequest, Sampling
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.session import ray_session
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.load import resolve
+from rlctl.models.facts import ModelFacts
+from rlctl.refit.session import Receive, RefitSession
+from rlctl.weights.megatron_parallel import MegatronParallel
+
+SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.backends.vllm.engine:VllmEngine"
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 32
+LIMIT_S = 280.0
+NOISE = 0.02
+
+
+def write_model(directory: Path, facts: ModelFacts) -> None:
+    """A Hugging Face directory without weights: the engine fills its parameters with noise until the first refit."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    LlamaConfig(
+        hidden_size=facts.hidden, intermediate_size=facts.intermediate, num_hidden_layers=facts.layers,
+        num_attention_heads=facts.heads, num_key_value_heads=facts.kv_heads, head_dim=facts.head_dim,
+        vocab_size=facts.vocab, max_position_embeddings=facts.max_length, rms_norm_eps=facts.norm_eps,
+        tie_word_embeddings=False, torch_dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        bos_token_id=1, eos_token_id=2,
+    ).save_pretrained(directory)  # fmt: skip
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>").save_pretrained(directory)
+
+
+@contextmanager
+def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) -> Iterator[tuple[Any, Any]]:
+    """The policy's process and the engine's."""
+    config = resolve(None, [], {}, []).config
+    spec = engine_spec(config, facts, directory, device="cpu", max_length=256, dtype="bfloat16", threads=threads,
+                       plain_parameters=plain, dummy_weights=True)  # fmt: skip
+    logs = directory / ("logs-plain" if plain else "logs-repacked")
+    logs.mkdir()
+    placement = Placement(1, gpus=False, timeout_s=LIMIT_S)
+    policy = {"rank": 0, "facts": facts, "parallel": MegatronParallel(), "dtype": "bfloat16", "threads": threads}
+    engine = WorkerSpec({"spec": spec}, (placement.bundles[0],), spec.environment)
+    source = WorkerSpec(policy, (placement.bundles[0],), {"OMP_NUM_THREADS": str(threads)})
+    groups: list[WorkerGroup] = []
+    try:
+        for name, kind, worker in (("policy", SOURCE, source), ("engine", ENGINE, engine)):
+            groups.append(WorkerGroup(name, kind, [worker], placement, logs, start_timeout_s=LIMIT_S,
+                                      call_timeout_s=LIMIT_S, wait=False, concurrency=2))  # fmt: skip
+        for group in groups:
+            group.ready()
+        groups[0].call("setup")
+        groups[1].call("start")
+        yield groups[0], groups[1]
+    finally:
+        for group in groups:
+            group.kill()
+        placement.release()
+
+
+def decode(engine: WorkerGroup, seed: int) -> float:
+    """Generated tokens a second of `PROMPTS` samples side by side, prompts of `PROMPT_TOKENS` included in the time."""
+    requests = [
+        GroupRequest(i, tuple(3 + (7 * i + 11 * j + seed) % 1000 for j in range(PROMPT_TOKENS)), (seed + i,))
+        for i in range(PROMPTS)
+    ]
+    begun = time.perf_counter()
+    results = engine.call("generate", requests, Sampling(NEW_TOKENS), LIMIT_S, timeout_s=LIMIT_S)[0]
+    return sum(sum(result.response_tokens) for result in results) / (time.perf_counter() - begun)
+
+
+def measure(
+    policy: WorkerGroup, engine: WorkerGroup, facts: ModelFacts, *, receive: Receive, staging_mb: int, repeats: int,
+    changed: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One way to receive: refits into the engine, the first verified, and decoding after them.
+
+    `changed`: part of the elements that change between refits, which are sent alone.
+    """
+    settings = resolve(None, [], {"refit.staging_mb": staging_mb, "refit.sparse": changed is not None}, []).config.refit
+    session = RefitSession(policy, engine, facts, parallel=MegatronParallel(), settings=settings, dtype="bfloat16",
+                           receive=receive)  # fmt: skip
+    session.open()
+    reports = [session.refit(1, verify=True)]
+    for version in range(2, repeats + 2):
+        policy.call("refit_perturb", version, NOISE, changed or 1.0)
+        reports.append(session.refit(version, verify=version == repeats + 1))
+    speed = policy.call("refit_copy_gb_per_s", session.payload_bytes)[0]
+    best = min(reports[1:], key=lambda report: sum(report.seconds.values()))
+    seconds = sum(best.seconds.values())
+    found = {
+        "receive": best.receive, "payload_bytes": best.bytes, "staging_mb": staging_mb, "seconds": seconds,
+        "seconds_first": sum(reports[0].seconds.values()), "sent_bytes": best.sent_bytes, "sparse": best.sparse,
+        "phases": {phase.value: value for phase, value in best.seconds.items()}, "packing_s": best.packing_s,
+        "memcpy_gb_per_s": speed, "fraction_of_memcpy": best.bytes / 1e9 / seconds / speed,
+        "verified": reports[-1].verified,
+        "tokens_per_s": max(decode(engine, seed) for seed in range(2)),
+    }  # fmt: skip
+    session.close()
+    return found
+
+
+def engine(args: argparse.Namespace, facts_of: Any) -> dict[str, Any]:
+    """Every way to receive, for every size."""
+    found = []
+    for gigabytes in args.gb:
+        facts = replace(facts_of(gigabytes), max_length=4096)
+        with tempfile.TemporaryDirectory(prefix="refit-engine-") as work, ray_session(None):
+            write_model(Path(work), facts)
+            for plain in [kept == "plain" for kept in args.kept]:
+                with processes(facts, Path(work), plain=plain, threads=args.threads) as (policy, one):
+                    ways: list[tuple[Receive, float | None]] = [(way, None) for way in args.receive]
+                    ways += [("direct", share) for share in args.changed] if plain else []
+                    for receive, changed in ways:
+                        row = measure(policy, one, facts, receive=receive, staging_mb=args.staging_mb,
+                                      repeats=args.repeats, changed=changed)  # fmt: skip
+                        found.append(row | {"kept": "plain" if plain else "repacked", "asked": receive})
+                        tell(found[-1])
+    return {"engine": found}
+
+
+def tell(row: dict[str, Any]) -> None:
+    sent = f", {row['sparse']}, {row['sent_bytes'] / 1e6:.1f} MB sent" if row["sparse"] else ""
+    print(f"{row['payload_bytes'] / 1e9:.2f} GB, {row['kept']:<9}{row['asked']:<7}({row['receive']}): "
+          f"{row['seconds']:.3f} s (first {row['seconds_first']:.3f}), {row['fraction_of_memcpy']:.2f} of memcpy "
+          f"({row['memcpy_gb_per_s']:.1f} GB/s), {row['tokens_per_s']:.1f} tokens/s{sent}", flush=True)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gb", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--kept", nargs="+", choices=("plain", "repacked"), default=["repacked", "plain"],
+                        help="how the engine keeps matrices")  # fmt: skip
+    parser.add_argument("--receive", nargs="*", choices=("loader", "direct", "auto"), default=["loader", "auto"])
+    parser.add_argument("--changed", type=float, nargs="*", default=[0.01, 0.03],
+                        help="parts of the elements to change, which are then sent alone (plain parameters)")
+    parser.add_argument("--staging-mb", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+
