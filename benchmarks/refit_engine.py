@@ -89,14 +89,15 @@ def decode(engine: WorkerGroup, seed: int) -> float:
 
 
 def measure(
-    policy: WorkerGroup, engine: WorkerGroup, facts: ModelFacts, *, receive: Receive, staging_mb: int, repeats: int,
-    changed: float | None = None,
+    policy: WorkerGroup, engine: WorkerGroup, facts: ModelFacts, *, receive: Receive, mover: str, staging_mb: int,
+    repeats: int, changed: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One way to receive: refits into the engine, the first verified, and decoding after them.
 
     `changed`: part of the elements that change between refits, which are sent alone.
     """
-    settings = resolve(None, [], {"refit.staging_mb": staging_mb, "refit.sparse": changed is not None}, []).config.refit
+    flags = {"refit.staging_mb": staging_mb, "refit.sparse": changed is not None, "refit.mover": mover}
+    settings = resolve(None, [], flags, []).config.refit
     session = RefitSession(policy, engine, facts, parallel=MegatronParallel(), settings=settings, dtype="bfloat16",
                            receive=receive)  # fmt: skip
     session.open()
@@ -108,7 +109,8 @@ def measure(
     best = min(reports[1:], key=lambda report: sum(report.seconds.values()))
     seconds = sum(best.seconds.values())
     found = {
-        "receive": best.receive, "payload_bytes": best.bytes, "staging_mb": staging_mb, "seconds": seconds,
+        "receive": best.receive, "mover": best.mover, "payload_bytes": best.bytes, "staging_mb": staging_mb,
+        "seconds": seconds,
         "seconds_first": sum(reports[0].seconds.values()), "sent_bytes": best.sent_bytes, "sparse": best.sparse,
         "phases": {phase.value: value for phase, value in best.seconds.items()}, "packing_s": best.packing_s,
         "memcpy_gb_per_s": speed, "fraction_of_memcpy": best.bytes / 1e9 / seconds / speed,
@@ -131,8 +133,8 @@ def engine(args: argparse.Namespace, facts_of: Any) -> dict[str, Any]:
                     ways: list[tuple[Receive, float | None]] = [(way, None) for way in args.receive]
                     ways += [("direct", share) for share in args.changed] if plain else []
                     for receive, changed in ways:
-                        row = measure(policy, one, facts, receive=receive, staging_mb=args.staging_mb,
-                                      repeats=args.repeats, changed=changed)  # fmt: skip
+                        row = measure(policy, one, facts, receive=receive, mover=args.mover,
+                                      staging_mb=args.staging_mb, repeats=args.repeats, changed=changed)  # fmt: skip
                         found.append(row | {"kept": "plain" if plain else "repacked", "asked": receive})
                         tell(found[-1])
     return {"engine": found}
@@ -140,7 +142,7 @@ def engine(args: argparse.Namespace, facts_of: Any) -> dict[str, Any]:
 
 def tell(row: dict[str, Any]) -> None:
     sent = f", {row['sparse']}, {row['sent_bytes'] / 1e6:.1f} MB sent" if row["sparse"] else ""
-    print(f"{row['payload_bytes'] / 1e9:.2f} GB, {row['kept']:<9}{row['asked']:<7}({row['receive']}): "
+    print(f"{row['payload_bytes'] / 1e9:.2f} GB, {row['mover']}, {row['kept']:<9}{row['asked']:<7}({row['receive']}): "
           f"{row['seconds']:.3f} s (first {row['seconds_first']:.3f}), {row['fraction_of_memcpy']:.2f} of memcpy "
           f"({row['memcpy_gb_per_s']:.1f} GB/s), {row['tokens_per_s']:.1f} tokens/s{sent}", flush=True)  # fmt: skip
 
@@ -152,6 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--receive", nargs="*", choices=("loader", "direct", "auto"), default=["loader", "auto"])
     parser.add_argument("--changed", type=float, nargs="*", default=[0.01, 0.03],
                         help="parts of the elements to change, which are then sent alone (plain parameters)")
+    parser.add_argument("--mover", choices=("auto", "shared-memory", "collective"), default="auto")
     parser.add_argument("--staging-mb", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
 

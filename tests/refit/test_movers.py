@@ -329,10 +329,13 @@ def test_a_full_shared_memory_says_so(stage: Stage) -> None:
         Segment.create(1 << 50)
 
 
-def test_changed_elements_alone_are_sent(stage: Stage) -> None:
-    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=2000), MegatronParallel(tp=2), VllmParallel(tp=2)
-    policy, engines = stage.policy(facts, parallel), stage.engines(facts, target)
-    session = open_session(policy, engines, facts, parallel, members=2, sparse=True, full_every=4)
+@pytest.mark.parametrize(
+    ("mover", "tp", "replicas"), [("shared-memory", 2, 1), ("collective", 2, 1), ("collective", 1, 3)]
+)
+def test_changed_elements_alone_are_sent(mover: str, tp: int, replicas: int, stage: Stage) -> None:
+    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=2000), MegatronParallel(tp=2), VllmParallel(tp=tp)
+    policy, engines = stage.policy(facts, parallel), stage.engines(facts, target, replicas=replicas)
+    session = open_session(policy, engines, facts, parallel, members=tp, mover=mover, sparse=True, full_every=4)
     engines.call("poison")
     first = session.refit(1, verify=True)
     assert first.sparse == "everything: no version before to compare with"
@@ -364,10 +367,10 @@ def test_changes_to_another_version_are_refused_and_everything_follows(stage: St
     session.close()
 
 
-def test_sparse_falls_back_to_everything_where_boxes_go_whole(stage: Stage) -> None:
+def test_sparse_falls_back_to_everything_where_boxes_go_whole(stage: Stage, tmp_path: Path) -> None:
     facts, parallel = FAMILIES["llama"], MegatronParallel()
     policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, parallel, sparse=True, mover="collective")
+    session = open_session(policy, engines, facts, parallel, sparse=True, mover="disk", directory=str(tmp_path))
     for version in (1, 2):
-        assert session.refit(version, verify=True).sparse == "everything: the collective mover sends whole boxes"
+        assert session.refit(version, verify=True).sparse == "everything: the disk mover sends whole boxes"
     session.close()

@@ -46,13 +46,13 @@ def plan_channels(
     """
     groups: dict[tuple, list[Need]] = {}
     for need in needs:
-        place = _place(mover, need)
+        place = place_of(mover, need)
         groups.setdefault((place, tuple(need.layout.params.items()), need.layout.pieces), []).append(need)
     channels = []
     for index, own in enumerate(groups.values()):
         near = {place.node for place in places}
         first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
-        senders = tuple(rank for rank, place in enumerate(places) if _place(mover, place) == _place(mover, first))
+        senders = tuple(rank for rank, place in enumerate(places) if place_of(mover, place) == place_of(mover, first))
         connection = Connection(
             mover=mover,
             capacity=_capacity(first.layout, staging_bytes),
@@ -65,7 +65,7 @@ def plan_channels(
     return tuple(channels)
 
 
-def _place(mover: str, party: Need | SourcePlace) -> str | None:
+def place_of(mover: str, party: Need | SourcePlace) -> str | None:
     """What two parties must have in common to use the same staging memory."""
     return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
 

@@ -9,6 +9,7 @@ import torch
 
 from rlctl.backends.vllm.channel import encode_parts, message_bytes
 from rlctl.backends.vllm.group import Group, Pending
+from rlctl.backends.vllm.sparse import region_bytes
 from rlctl.refit.packing import Packer
 from rlctl.refit.records import Channel
 
@@ -23,6 +24,8 @@ class CollectiveOutlet:
         size = max(map(message_bytes, packer.parts), default=0)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(2)]
         self._leaving: dict[int, Pending] = {}
+        self._region = region_bytes(link.capacity, len(link.senders))
+        self._regions: list[torch.Tensor] = []
 
     def introduce(self) -> None:
         """Tell the receiver which boxes come in which round, once."""
@@ -52,6 +55,18 @@ class CollectiveOutlet:
             if self.group.device.type != "cpu":
                 torch.cuda.current_stream(self.group.device).synchronize()
             self._leaving[index] = self.group.send(self._buffers[index % 2][:length], self.to, self.tag)
+
+    def wait_changes(self, index: int) -> torch.Tensor:
+        if index - 2 in self._leaving:
+            self._leaving.pop(index - 2).wait(f"round {index - 1}")
+        if not self._regions:
+            self._regions = [torch.empty(self._region, dtype=torch.uint8, device=self.group.device) for _ in range(2)]
+        return self._regions[index % 2]
+
+    def done_changes(self, index: int, length: int) -> None:
+        if self.group.device.type != "cpu":
+            torch.cuda.current_stream(self.group.device).synchronize()
+        self._leaving[index] = self.group.send(self._regions[index % 2][:length], self.to, self.tag)
 
     def close(self) -> None:
         self.group.close()

@@ -12,6 +12,7 @@ import torch
 
 from rlctl.backends.vllm.channel import encode_parts, message_bytes
 from rlctl.backends.vllm.weight_files import WriteFile
+from rlctl.errors import WorkerError
 from rlctl.refit.packing import Packer
 from rlctl.refit.records import Channel
 
@@ -37,6 +38,12 @@ class DiskOutlet:
 
     def done(self, index: int) -> None:
         self._file.write(self._buffer[: message_bytes(self.packer.parts[index])])
+
+    def wait_changes(self, index: int) -> torch.Tensor:
+        raise WorkerError("The disk mover sends whole boxes.")
+
+    def done_changes(self, index: int, length: int) -> None:
+        raise WorkerError("The disk mover sends whole boxes.")
 
     def close(self) -> None:
         pass

@@ -69,7 +69,7 @@ class Incoming:
     ) -> None:
         self.sources, self.group, self.tag, self.count = list(sources), group, tag, len(rounds)
         parts = [[message_parts(own) for own in by_round(plan.from_rank(source), rounds)] for source in sources]
-        self._images = Images(rounds, parts, device, images=False)
+        self._images = Images(rounds, parts, device, capacity=0)
         self._arriving: dict[int, list[tuple[int, Pending]]] = {}
 
     def expect(self, index: int) -> None:

@@ -33,6 +33,14 @@ class Outlet(Protocol):
         """This rank's part of round `index` is in that memory."""
         ...
 
+    def wait_changes(self, index: int) -> torch.Tensor:
+        """Memory for the changed elements that this rank sends in round `index`."""
+        ...
+
+    def done_changes(self, index: int, length: int) -> None:
+        """They are in that memory, `length` bytes."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -148,5 +148,9 @@ class Changes:
     channel: int
     elements: int
     changed: int
-    bytes: int
-    rounds: int
+    sizes: tuple[int, ...]
+    """Bytes of each round."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)

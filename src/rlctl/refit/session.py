@@ -13,16 +13,17 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rlctl.backends.vllm.channel import Connection, Need, Rendezvous, buffer_bytes, cut_rounds
+from rlctl.backends.vllm.channel import EMPTY_BYTES, Connection, Lengths, Need, Rendezvous, buffer_bytes, cut_rounds
 from rlctl.backends.vllm.messages import Received
 from rlctl.cluster.workers import WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.channels import MIB, choose_mover, meeting_host, plan_channels
+from rlctl.refit.channels import MIB, choose_mover, meeting_host, place_of, plan_channels
 from rlctl.refit.records import Changes, Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
 from rlctl.refit.verify import Comparison, compare, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
@@ -171,10 +172,10 @@ class RefitSession:
         self._wait("begin", self.engines, "refit_begin", version)
         moving = time.perf_counter()
         self.broken = self.mover == "collective"
-        rounds, said = self._changes() if self.settings.sparse else (None, None)
+        lengths, said = self._changes() if self.settings.sparse else (None, None)
         compared_s = time.perf_counter() - moving
         base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
-        sent, wrote_s = self._move(version) if rounds is None else self._move_changes(version, base, rounds)
+        sent, wrote_s = self._move(version) if lengths is None else self._move_changes(version, base, lengths)
         self.broken = False
         moved = time.perf_counter()
         finished = self._wait("load", self.engines, "refit_finish", version)
@@ -189,7 +190,7 @@ class RefitSession:
             RefitPhase.CACHE_RESET: reset,
         }
         verified, verify_s = self._verified(version, verify)
-        self._base, self._since_full = version, 0 if rounds is None else self._since_full + 1
+        self._base, self._since_full = version, 0 if lengths is None else self._since_full + 1
         return RefitReport(
             version=version,
             seconds=seconds,
@@ -207,39 +208,41 @@ class RefitSession:
 
     def _why_whole(self, needs: list[Need], places: tuple[SourcePlace, ...]) -> str:
         """Why changed elements alone can never be sent in this session; empty: they can."""
-        if self.mover not in ("shared-memory", "cuda-ipc"):
-            return f"the {self.mover} mover sends whole boxes"
-        own = {place.node if self.mover == "shared-memory" else place.device for place in places}
-        if len(own) > 1:
+        if self.mover == "disk":
+            return "the disk mover sends whole boxes"
+        if len({place_of(self.mover, place) for place in places}) > 1:
             return "boxes are exchanged between policy ranks, which sends them whole"
         return next((need.whole_only for need in needs if need.whole_only), "")
 
-    def _changes(self) -> tuple[tuple[int, ...] | None, str]:
-        """(rounds of each channel, what is sent), or None and why everything is."""
+    def _changes(self) -> tuple[tuple[Lengths, ...] | None, str]:
+        """(by channel, bytes of each sender in each round; what is sent), or None and why everything is."""
         if self._whole_only:
             return None, f"everything: {self._whole_only}"
         if self._base is None:
             return None, "everything: no version before to compare with"
         if self._since_full + 1 >= self.settings.full_every:
             return None, f"everything: every {self.settings.full_every} refits"
-        found: list[Changes] = [one for of in self._wait("compare", self.policy, "refit_compare") for one in of]
+        by_rank: list[list[Changes]] = self._wait("compare", self.policy, "refit_compare")
+        found = [one for of in by_rank for one in of]
         size, changed = sum(one.bytes for one in found), sum(one.changed for one in found)
         share = f"{changed / max(1, sum(one.elements for one in found)):.1%} of the elements have changed"
         if size > SPARSE_LIMIT * self.payload_bytes:
             return None, f"everything: {share}"
-        rounds = [0] * len(self.setup.channels)
-        for one in found:
-            rounds[one.channel] = max(rounds[one.channel], one.rounds)
-        return tuple(rounds), share
+        sizes = [{one.channel: one.sizes for one in of} for of in by_rank]
+        lengths = [
+            tuple(zip_longest(*(sizes[rank].get(c.index, ()) for rank in c.senders), fillvalue=EMPTY_BYTES))
+            for c in self.setup.channels
+        ]
+        return tuple(lengths), share
 
-    def _move_changes(self, version: int, base: int | None, rounds: tuple[int, ...]) -> tuple[list[Sent], float]:
+    def _move_changes(self, version: int, base: int | None, lengths: tuple[Lengths, ...]) -> tuple[list[Sent], float]:
         """Changed elements alone, over the version that the engines hold."""
-        update = {"version": version, "epoch": self.attempts, "base": base, "rounds": rounds}
+        update = {"version": version, "epoch": self.attempts, "base": base, "lengths": lengths}
         waits = [
             (
                 self.policy,
                 "refit_send_changes",
-                self.policy.submit("refit_send_changes", version, self.attempts, rounds),
+                self.policy.submit("refit_send_changes", version, self.attempts, lengths),
             ),
             (self.engines, "refit_receive", self.engines.submit("refit_receive", update)),
         ]

@@ -8,6 +8,7 @@ import torch
 
 from rlctl.backends.vllm.ring import Ring, ring_bytes
 from rlctl.backends.vllm.segment import Segment
+from rlctl.backends.vllm.sparse import region
 from rlctl.errors import WorkerError
 from rlctl.refit.packing import Packer
 from rlctl.refit.records import Channel
@@ -30,11 +31,12 @@ class SharedMemoryOutlet:
         if link.address is None:
             raise WorkerError("A shared memory channel without an address.")
         self.packer = packer
+        self.capacity, self.senders, self.place = link.capacity, len(link.senders), channel.senders.index(rank)
         self.ring = Ring(
             made or Segment(link.address),
             link.senders,
             link.receivers,
-            channel.senders.index(rank),
+            self.place,
             capacity=link.capacity,
             buffers=min(2, len(packer.rounds)),
             timeout_s=link.timeout_s,
@@ -49,6 +51,12 @@ class SharedMemoryOutlet:
 
     def done(self, index: int) -> None:
         self.ring.filled(index)
+
+    def wait_changes(self, index: int) -> torch.Tensor:
+        return region(self.ring.wait_free(index), self.capacity, self.senders, self.place)
+
+    def done_changes(self, index: int, length: int) -> None:
+        self.done(index)
 
     def close(self) -> None:
         self.ring.close()

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 
 from rlctl.backends.vllm import weight_files
-from rlctl.backends.vllm.channel import chunk_world, cut_rounds, whole_tensors
+from rlctl.backends.vllm.channel import Lengths, chunk_world, cut_rounds, whole_tensors
 from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.group import Group, serve_store
 from rlctl.backends.vllm.segment import Segment, this_node
-from rlctl.backends.vllm.sparse import region
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import transformed
 from rlctl.errors import WorkerError
@@ -235,31 +234,29 @@ class RefitSource(ABC):
                 packer.packer.look(parameters)
             return [packer.compare() for packer in state.sparse.values()]
 
-    def refit_send_changes(self, version: int, epoch: int, rounds: tuple[int, ...]) -> Sent:
-        """Send what `refit_compare` found, in so many rounds of each channel."""
+    def refit_send_changes(self, version: int, epoch: int, lengths: tuple[Lengths, ...]) -> Sent:
+        """Send what `refit_compare` found: by channel, what each sender sends in each round."""
         begun, state, packing = time.perf_counter(), self._state(), 0.0
         with contextlib.ExitStack() as stack:
             for outlet in state.outlets.values():
                 stack.enter_context(outlet.begin(version, epoch))
-            for index in range(max(rounds, default=0)):
+            for index in range(max(map(len, lengths), default=0)):
                 for channel, outlet in state.outlets.items():
-                    if index < rounds[channel]:
-                        packing += self._send_changes(channel, outlet, index)
+                    if index < len(lengths[channel]):
+                        packing += self._send_changes(channel, outlet, index, lengths[channel][index])
         count = sum(packer.size for packer in state.sparse.values())
         for packer in state.sparse.values():
             packer.forget()
         state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count)
         return state.sent
 
-    def _send_changes(self, channel: int, outlet: Outlet, index: int) -> float:
-        link = self._state().setup.channels[channel].connection
-        senders = self._state().setup.channels[channel].senders
-        buffer = outlet.wait(index)
+    def _send_changes(self, channel: int, outlet: Outlet, index: int, lengths: tuple[int, ...]) -> float:
+        """Seconds of copying."""
+        memory = outlet.wait_changes(index)
         begun = time.perf_counter()
-        own = region(buffer, link.capacity, len(senders), senders.index(self.rank))
-        self._state().sparse[channel].pack(index, own)
+        self._state().sparse[channel].pack(index, memory)
         seconds = time.perf_counter() - begun
-        outlet.done(index)
+        outlet.done_changes(index, lengths[self._state().setup.channels[channel].senders.index(self.rank)])
         return seconds
 
     def refit_sent(self) -> Sent | None:

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 import torch
 
-from rlctl.backends.vllm.channel import Chunk
+from rlctl.backends.vllm.channel import EMPTY_BYTES, Chunk
 from rlctl.backends.vllm.sparse import entry_bytes, region_bytes, write_piece
 from rlctl.checkpoints.tensors import dtype_of, transformed
 from rlctl.refit.packing import Packer, source_view
@@ -73,7 +73,7 @@ class SparsePacker:
     def compare(self) -> Changes:
         """Find what has changed since, and deal it to rounds; it counts as sent from here on."""
         assert self._sent is not None
-        self._pieces, room, changed, self.size = [], 0, 0, 0
+        self._pieces, sizes, changed = [], [], 0
         for sent, (copy, chunk) in zip(self._sent, self._chunks, strict=True):
             values = self._values(copy)
             found = differing(values, sent)
@@ -84,18 +84,18 @@ class SparsePacker:
             places = self._places(copy, chunk, found)
             changed += len(found)
             for entry, bytes_ in self._cut(self._params[chunk.param], places, new):
-                if not self._pieces or bytes_ > room:
+                if not self._pieces or sizes[-1] + bytes_ > self.region:
                     self._pieces.append([])
-                    room = self.region - 8
+                    sizes.append(EMPTY_BYTES)
                 self._pieces[-1].append(entry)
-                room -= bytes_
-                self.size += bytes_
-        return Changes(self.channel, sum(map(len, self._sent)), changed, self.size, len(self._pieces))
+                sizes[-1] += bytes_
+        self.size = sum(sizes)
+        return Changes(self.channel, sum(map(len, self._sent)), changed, tuple(sizes))
 
     def _cut(self, param: int, places: torch.Tensor, values: torch.Tensor) -> list[tuple[Entry, int]]:
         """Entries that each fit a region."""
         item = values.element_size()
-        most = max(1, (self.region - 8 - entry_bytes(0, item) - 16) // (4 + item))
+        most = max(1, (self.region - EMPTY_BYTES - entry_bytes(0, item) - 16) // (4 + item))
         parts = zip(places.split(most), values.split(most), strict=True)
         return [((param, some, new), entry_bytes(len(some), item)) for some, new in parts]
 

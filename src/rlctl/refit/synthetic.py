@@ -150,12 +150,13 @@ class SyntheticEngine:
             raise WorkerError("A refit before this end was connected.")
         begun, timed = time.perf_counter(), Timed(self.inlet)
         held, self._applied = self._applied, None
-        with torch.no_grad(), self.inlet.begin(update["version"], update["epoch"]):
-            if update.get("base") is None:
+        changes = update["lengths"][self._link.channel] if update.get("base") is not None else None
+        with torch.no_grad(), self.inlet.begin(update["version"], update["epoch"], changes):
+            if changes is None:
                 self.receiver.receive(self.rounds, timed)
             else:
                 require_base(held, update["base"])
-                self._receive_changes(timed, update["rounds"][self._link.channel])
+                self._receive_changes(timed, len(changes))
         self._applied = update["version"]
         seconds = time.perf_counter() - begun
         self._received = Received(

@@ -15,6 +15,7 @@ from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, Span
 from rlctl.weights.plan import SingleWorld
 
 ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
+EMPTY_BYTES = 8  # of changed elements where nothing has changed: their length alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Chunk:
 
 
 Rounds = tuple[tuple[Chunk, ...], ...]
+Lengths = tuple[tuple[int, ...], ...]
+"""Of changed elements: the bytes of each round that each sender sends."""
 
 
 @dataclass(frozen=True, slots=True)

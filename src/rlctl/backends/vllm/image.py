@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.backends.vllm.channel import Part, Rounds, buffer_bytes, message_bytes
+from rlctl.backends.vllm.channel import Part, Rounds, message_bytes
 from rlctl.backends.vllm.receiver import chunk_view
 from rlctl.checkpoints.tensors import strided
 
@@ -13,12 +13,11 @@ class Images:
     """Two images, and for each sender two buffers that its messages arrive in. `parts[sender][round]` are the boxes."""
 
     def __init__(
-        self, rounds: Rounds, parts: list[list[tuple[Part, ...]]], device: torch.device, *, images: bool = True
+        self, rounds: Rounds, parts: list[list[tuple[Part, ...]]], device: torch.device, capacity: int
     ) -> None:
-        """Without `images` there are only the buffers of messages, and `unpack` is told where to."""
+        """`capacity`: bytes of an image; 0: there are only buffers of messages, and `unpack` is told where to."""
         self.rounds, self.parts = rounds, parts
-        size = buffer_bytes(rounds) if images else 0
-        self.images = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.images = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(2)]
         sizes = [max(map(message_bytes, own), default=0) for own in parts]
         self._messages = [[torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)] for size in sizes]
         self._views: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

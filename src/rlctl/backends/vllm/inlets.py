@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 from rlctl.backends.vllm import weight_files
-from rlctl.backends.vllm.channel import Connection, Rounds, buffer_bytes, decode_parts
+from rlctl.backends.vllm.channel import Connection, Lengths, Rounds, buffer_bytes, decode_parts
 from rlctl.backends.vllm.cuda_buffers import open_buffer
 from rlctl.backends.vllm.group import Group, Pending
 from rlctl.backends.vllm.image import Images
 from rlctl.backends.vllm.receiver import Inlet
 from rlctl.backends.vllm.ring import Ring
 from rlctl.backends.vllm.segment import Segment
+from rlctl.backends.vllm.sparse import region
 from rlctl.errors import VerificationError, WorkerError
 
 
@@ -48,7 +49,7 @@ class SharedMemoryInlet:
             memory=self.memory,
         )
 
-    def begin(self, version: int, epoch: int) -> AbstractContextManager[None]:
+    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
         return self.ring.refit(version, epoch)
 
     def wait(self, index: int) -> torch.Tensor:
@@ -93,20 +94,21 @@ class CollectiveInlet:
         self.group = Group(connection.group, chain[place], device, connection.timeout_s)
         self.senders = [self.names.index(sender) for sender in connection.senders]
         parts = [] if place else [decode_parts(self.group.receive_bytes(rank, self.tag)) for rank in self.senders]
-        self.images = Images(rounds, parts, device)
+        self.images = Images(rounds, parts, device, connection.capacity)
         self._arriving: dict[int, list[Pending]] = {}
-        self._leaving: dict[int, Pending] = {}
+        self._leaving: dict[int, list[Pending]] = {}
 
     @contextmanager
-    def begin(self, version: int, epoch: int) -> Iterator[None]:
+    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> Iterator[None]:
         try:
             self._require_version(version)
             self._arriving, self._leaving = {}, {}
-            for index in range(min(2, len(self.rounds))):
+            self._changes, self._count = changes, len(self.rounds if changes is None else changes)
+            for index in range(2):
                 self._expect(index)
             yield
-            for pending in self._leaving.values():
-                pending.wait("the last rounds")
+            for index in list(self._leaving):
+                self._left(index, "the last rounds")
         except BaseException:
             self._arriving, self._leaving = {}, {}  # what is under way would keep the connections open
             self.close()  # so that nobody waits for this end
@@ -125,39 +127,49 @@ class CollectiveInlet:
             told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
             self.group.send(told, self.after, self.tag).wait("the version")
 
-    def _expect(self, index: int) -> None:
-        if self.before is not None:
-            image = self.images.image(index)[: self._size(index)]
-            self._arriving[index] = [self.group.receive(image, self.before, self.tag)]
-            return
-        self._arriving[index] = [
-            self.group.receive(message, rank, self.tag)
-            for sender, rank in enumerate(self.senders)
-            if len(message := self.images.message(sender, index))
-        ]
+    @property
+    def _puts_together(self) -> bool:
+        """Messages arrive beside the image and are put in place, rather than in the image itself."""
+        return self.before is None and self._changes is None
 
-    def _size(self, index: int) -> int:
-        return buffer_bytes((self.rounds[index],))
+    def _expect(self, index: int) -> None:
+        """Begin to receive round `index`."""
+        if index >= self._count:
+            return
+        if self._puts_together:
+            memory = [(rank, self.images.message(sender, index)) for sender, rank in enumerate(self.senders)]
+        else:
+            ranks = self.senders if self.before is None else [self.before] * len(self.senders)
+            memory = list(zip(ranks, self._parts(index), strict=False))
+        self._arriving[index] = [self.group.receive(one, rank, self.tag) for rank, one in memory if len(one)]
+
+    def _parts(self, index: int) -> list[torch.Tensor]:
+        """What round `index` consists of in its image: the whole, or the changes of each sender."""
+        image = self.images.image(index)
+        if self._changes is None:
+            return [image[: buffer_bytes((self.rounds[index],))]]
+        count, capacity = len(self.senders), self.connection.capacity
+        return [region(image, capacity, count, i)[:length] for i, length in enumerate(self._changes[index])]
+
+    def _left(self, index: int, what: str) -> None:
+        for pending in self._leaving.pop(index, ()):
+            pending.wait(what)
 
     def wait(self, index: int) -> torch.Tensor:
-        if index - 2 in self._leaving:  # the image that this round is put together in
-            self._leaving.pop(index - 2).wait(f"round {index - 1}")
+        self._left(index - 2, f"round {index - 1}")  # the image that this round is put together in
         for pending in self._arriving.pop(index):
-            pending.wait(f"round {index + 1} of {len(self.rounds)}")
-        if self.before is None:
+            pending.wait(f"round {index + 1} of {self._count}")
+        if self._puts_together:
             for sender in range(len(self.senders)):
                 self.images.unpack(sender, index)
-            if index + 2 < len(self.rounds):
-                self._expect(index + 2)
-        image = self.images.image(index)
+            self._expect(index + 2)
         if self.after is not None:
-            self._leaving[index] = self.group.send(image[: self._size(index)], self.after, self.tag)
-        return image
+            self._leaving[index] = [self.group.send(one, self.after, self.tag) for one in self._parts(index)]
+        return self.images.image(index)
 
     def done(self, index: int) -> None:
-        if self.before is not None and index + 2 < len(self.rounds):
-            if index in self._leaving:
-                self._leaving.pop(index).wait(f"round {index + 1}")
+        if not self._puts_together and index + 2 < self._count:
+            self._left(index, f"round {index + 1}")
             self._expect(index + 2)
 
     def close(self) -> None:
@@ -171,7 +183,7 @@ class DiskInlet:
         self.connection, self.rounds, self.device = connection, rounds, device
 
     @contextmanager
-    def begin(self, version: int, epoch: int) -> Iterator[None]:
+    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> Iterator[None]:
         link = self.connection
         with ExitStack() as stack:
             self._files = [
@@ -179,7 +191,7 @@ class DiskInlet:
                 for sender in link.senders
             ]
             parts = [decode_parts(file.header) for file in self._files]
-            self.images = Images(self.rounds, parts, torch.device("cpu"))
+            self.images = Images(self.rounds, parts, torch.device("cpu"), link.capacity)
             yield
 
     def wait(self, index: int) -> torch.Tensor:

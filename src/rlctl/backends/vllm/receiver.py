@@ -9,15 +9,18 @@ from typing import Any, Protocol
 
 import torch
 
-from rlctl.backends.vllm.channel import Chunk, Rounds, rows_of
+from rlctl.backends.vllm.channel import Chunk, Lengths, Rounds, rows_of
 from rlctl.backends.vllm.direct import Target
 
 
 class Inlet(Protocol):
     """The receiving end of a mover: rounds in order, each in a buffer that stays valid until it is given back."""
 
-    def begin(self, version: int, epoch: int) -> Any:
-        """A context in which `version` is received; what is raised inside is told to the other ends."""
+    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> Any:
+        """A context in which `version` is received; what is raised inside is told to the other ends.
+
+        `changes`: changed elements come, so many bytes; None: everything.
+        """
         ...
 
     def wait(self, index: int) -> torch.Tensor:

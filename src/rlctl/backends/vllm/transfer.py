@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from rlctl.backends.vllm import buffers, compat, live
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
-from rlctl.backends.vllm.channel import Connection, Need, cut_rounds, payload_bytes, whole_tensors
+from rlctl.backends.vllm.channel import Connection, Lengths, Need, cut_rounds, payload_bytes, whole_tensors
 from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.direct import DirectWriter
 from rlctl.backends.vllm.inlets import open_inlet
@@ -53,8 +53,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     epoch: int = 1
     base: int | None = None
     """Changed elements alone come, since this version; None: everything comes."""
-    rounds: tuple[int, ...] = ()
-    """With `base`: rounds of each channel."""
+    lengths: tuple[Lengths, ...] = ()
+    """With `base`: by channel, what each sender sends in each round."""
 
 
 class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -121,13 +121,14 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WorkerError("A refit before the engine's worker was connected.")
         begun = time.perf_counter()
         held, self.applied = self.applied, None
-        with torch.no_grad(), self.inlet.begin(update_info.version, update_info.epoch):
+        changes = None if update_info.base is None else update_info.lengths[self.connection.channel]
+        with torch.no_grad(), self.inlet.begin(update_info.version, update_info.epoch, changes):
             timed = Timed(self.inlet)
-            if update_info.base is None:
+            if changes is None:
                 self.receiver.receive(self.rounds, timed)
             else:
                 require_base(held, update_info.base)
-                self._receive_changes(timed, update_info.rounds[self.connection.channel])
+                self._receive_changes(timed, len(changes))
         self.applied = update_info.version
         self.received.waited_s = timed.waited_s
         self.received.seconds += time.perf_counter() - begun
