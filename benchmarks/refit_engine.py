@@ -152,9 +152,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kept", nargs="+", choices=("plain", "repacked"), default=["repacked", "plain"],
                         help="how the engine keeps matrices")  # fmt: skip
     parser.add_argument("--receive", nargs="*", choices=("loader", "direct", "auto"), default=["loader", "auto"])
-    parser.add_argument("--changed", type=float, nargs="*", default=[0.01, 0.03],
-                        help="parts of the elements to change, which are then sent alone (plain parameters)")
+    parser.add_argument(
+        "--changed",
+        type=float,
+        nargs="*",
+        default=[0.01, 0.03],
+        help="parts of the elements to change, which are then sent alone (plain parameters)",
+    )
     parser.add_argument("--mover", choices=("auto", "shared-memory", "collective"), default="auto")
     parser.add_argument("--staging-mb", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
-

@@ -1,7 +1,9 @@
 import errno
 import json
 import os
+import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -160,6 +162,18 @@ def test_a_full_disk_is_an_error_that_names_the_run(run):
         raise WaitTimeoutError("policy rank 0 did not finish `save`")  # an OSError by its class, but not of the disk
     with pytest.raises(ConnectionResetError), run.writing():
         raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+
+def test_a_write_that_torch_could_not_finish_on_a_full_disk_says_so(run, monkeypatch):
+    torchs = WorkerError("policy rank 0 failed in `save_finish`: PytorchStreamWriter failed writing file data/0.")
+    with pytest.raises(WorkerError, match="PytorchStreamWriter"), run.new_checkpoint(2).writing():
+        raise torchs
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with (
+        pytest.raises(RlctlError, match=r"step 2 could not be written .* No space left"),
+        run.new_checkpoint(2).writing(),
+    ):
+        raise torchs
 
 
 def test_a_file_that_is_no_manifest_is_refused(run):

@@ -68,7 +68,7 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         flush(aside)
         replace(aside, destination)
     except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        if isinstance(error, RlctlError) or not _is_full(destination.parent, error):
+        if isinstance(error, RlctlError) or not is_full(destination.parent, error):
             raise
         raise MachineError(
             f"{destination.parent} filled up while {destination.name} was written; nothing of it is left.",
@@ -78,8 +78,9 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _is_full(directory: Path, error: BaseException) -> bool:
-    """Whether a write failed for want of space."""
+def is_full(directory: Path, error: BaseException) -> bool:
+    """Whether a write to the file system of `directory` failed for want of space. torch's writers say only that they
+    failed: what is free then tells."""
     full = {errno.ENOSPC, errno.EDQUOT}
     return getattr(error, "errno", None) in full or shutil.disk_usage(directory).free < 1 << 20
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.checkpoints.staging import is_full
 from rlctl.errors import InputError, RlctlError
 
 STATE = "state.json"
@@ -74,9 +75,9 @@ class NewCheckpoint:
         try:
             yield
         except BaseException as error:
+            full = isinstance(error, Exception) and self._is_full(error)
             self.discard()
-            # A worker fails to write in the worker: what arrives here is text. Some of our own errors are OSErrors too.
-            full = isinstance(error, RlctlError) and os.strerror(errno.ENOSPC) in str(error)
+            # Some of our own errors are OSErrors too.
             if not full and (isinstance(error, RlctlError) or not isinstance(error, OSError)):
                 raise
             reason = os.strerror(errno.ENOSPC) if full else error
@@ -84,6 +85,10 @@ class NewCheckpoint:
                 f"Checkpoint of step {self.step} could not be written to {self._final}: {reason}.",
                 "Free space on that disk.",
             ) from error
+
+    def _is_full(self, error: Exception) -> bool:
+        """Whether space was lacking. What a worker could not write arrives here as text."""
+        return os.strerror(errno.ENOSPC) in str(error) or is_full(self._final.parents[1], error)
 
     def begin(self) -> None:
         """Make the empty place."""

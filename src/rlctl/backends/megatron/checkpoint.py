@@ -49,8 +49,9 @@ class Save:
         if self._request.async_fn is None:  # this rank has nothing to write
             return
         self._request.async_fn(*self._arguments, **self._request.async_fn_kwargs)
-        for path, name, _ in self._arguments[1]:
-            self._digests[name] = file_digest(Path(path))
+        # A file that is not there could not be written; the first of `finalize_fns` says why.
+        written = [(Path(path), name) for path, name, _ in self._arguments[1] if Path(path).exists()]
+        self._digests = {name: file_digest(path) for path, name in written}
         self._arguments.clear()  # the snapshot
 
     @property
