@@ -281,6 +281,24 @@ def test_a_megatron_checkpoint_trains_as_the_model_it_was_converted_from(uninter
 
 
 @pytest.mark.slow
+def test_a_run_resumed_under_other_layouts_computes_the_same_run(uninterrupted, tiny_llama, tmp_path):
+    """Two steps on TP 2, one on PP 2, one on DP 2, against four of one process that nothing interrupted."""
+    run_dir = tmp_path / "run"
+    done = finish(command(tiny_llama, run_dir, "--steps", "2", *layout("tp=2")))
+    assert done.returncode == 0, done.stderr
+    for steps, sizes, before, after in (
+        (3, ("tp=1", "pp=2"), "TP2 DP1", "PP2 DP1"),
+        (4, ("pp=1", "dp=2"), "PP2 DP1", "DP2"),
+    ):
+        done = finish(resume(run_dir, "--steps", str(steps), *layout(*sizes)))
+        assert done.returncode == 0, done.stderr
+        said = " ".join(done.stderr.split())
+        assert f"training was laid out as {before} and goes on as {after}" in said
+        assert f"resuming after step {steps - 1}" in said
+    same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
 @pytest.mark.guard
 def test_experts_on_two_ranks_compute_the_same_run_as_on_one(tiny_qwen3_moe, tmp_path):
     runs = {}
@@ -306,8 +324,9 @@ def test_uneven_stages_and_mini_batches_with_a_reference_compute_the_same_run(tm
 
 
 @pytest.mark.slow
-def test_adapters_train_refit_resume_and_generate(tiny_llama, tmp_path):
-    """The engine holds merged weights: its log-probs agree with the adapters' at every step, also after a resume."""
+def test_adapters_train_refit_resume_generate_and_are_exported(tiny_llama, tmp_path):
+    """The engine holds merged weights: its log-probs agree with the adapters' at every step, also after a resume, and
+    so does a model directory that they are exported to."""
     lora = ("--set", "training.lora.rank=4", "--set", "grpo.kl_coefficient=0.05")
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     done = finish(command(tiny_llama, whole, *lora, *layout("tp=1")))
@@ -324,8 +343,17 @@ def test_adapters_train_refit_resume_and_generate(tiny_llama, tmp_path):
     assert done.returncode == 0, done.stderr
     same_run(lines, results(run_dir))
     rlctl = str(Path(sys.executable).with_name("rlctl"))
-    done = finish([rlctl, "generate", "--run-dir", str(run_dir), "--prompt", "2 + 3", "--max-new-tokens", "4"])
+    done = finish([rlctl, "convert", "megatron-to-hf", str(run_dir), str(tmp_path / "merged"), "--json"])
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verified"]
+    shown = []
+    for model in (["--run-dir", str(run_dir)], ["--model", str(tmp_path / "merged"), "--gpu", "cpu"]):
+        asked = ["--prompt", "2 + 3", "--max-new-tokens", "4", "--temperature", "0", "--json"]
+        done = finish([rlctl, "generate", *model, *asked])
+        assert done.returncode == 0, done.stderr
+        shown.append(json.loads(done.stdout)["completions"][0])
+    assert shown[0]["token_ids"] == shown[1]["token_ids"]
+    assert shown[0]["logprobs"] == pytest.approx(shown[1]["logprobs"], abs=1e-4)
 
 
 @pytest.mark.slow
