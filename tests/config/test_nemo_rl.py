@@ -170,7 +170,8 @@ def test_pairs_that_megatron_refuses_are_resolved_and_shown() -> None:
         ("policy__megatron_cfg__distributed_data_parallel_config__bucket_size", "many"),
         ("policy__generation__colocated__resources__num_nodes", 2),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3"}),
-        ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8}),
+        ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "target_modules": ["linear_qkv"]}),
+        ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "dropout": 0.1}),
         ("policy__precision", "float16"),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
@@ -182,10 +183,21 @@ def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: 
     assert any(line.startswith(key.replace("__", ".")) for line in result.unsupported), result.unsupported
 
 
-def test_a_frozen_router_is_refused_where_there_are_experts(tmp_path: Path) -> None:
+def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:
+    peft = {"enabled": True, "dim": 8, "alpha": 16, "target_modules": ["linear_qkv", "linear_proj"], "dropout": 0.0}
+    result = recipe(tmp_path, policy__megatron_cfg__peft=peft)
+    lora = resolve(files=[result.path], environment={}).config.training.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("attention",))
+    assert not any("peft" in line for line in result.unsupported)
+    result = recipe(tmp_path, policy__megatron_cfg__peft=peft | {"enabled": False})
+    assert resolve(files=[result.path], environment={}).config.training.lora.rank == 0
+
+
+def test_a_frozen_router_stays_frozen(tmp_path: Path) -> None:
     result = recipe(tmp_path, policy__megatron_cfg__expert_model_parallel_size=8)
     assert result.values["training.ep"] == 8
-    assert any("freeze_moe_router" in line for line in result.unsupported)
+    assert result.values["training.freeze_router"] is True
+    assert not any("freeze_moe_router" in line for line in result.unsupported)
     assert not any("moe_router_dtype" in line for line in result.unsupported)
 
 

@@ -112,12 +112,29 @@ def when_dtensor(rule: Rule) -> Rule:
     return chosen
 
 
-def frozen_router(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
-    """Recipes of dense models freeze a router that they do not have; experts are known by their parallelism here."""
-    if value and int(leaves.get(f"{MEGATRON}.expert_model_parallel_size") or 1) > 1:
-        result.entries.append(Entry(name, value, "not yet", "the router is trained with the other weights"))
-    else:
-        without("for models with experts")(result, name, value, leaves)
+def with_adapters(rule: Rule) -> Rule:
+    """`rule` where the recipe trains adapters."""
+
+    def chosen(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        on = leaves.get(f"{MEGATRON}.peft.enabled") is True
+        (rule if on else without("LoRA is off"))(result, name, value, leaves)
+
+    return chosen
+
+
+ADAPTED = {"linear_qkv": "attention", "linear_proj": "attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
+"""Layers that Megatron-Bridge's adapters are named after, and the group of `training.lora.targets` they are in."""
+
+
+def adapted_layers(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """Groups of layers; none named means all of them."""
+    groups = sorted({ADAPTED[layer] for layer in value or ADAPTED if layer in ADAPTED})
+    if set(value or ADAPTED) != {layer for layer, group in ADAPTED.items() if group in groups}:
+        why = "adapters are on both layers of attention (linear_qkv, linear_proj), of the MLP (linear_fc1, linear_fc2)"
+        result.entries.append(Entry(name, value, "not yet", f"{why}, or of both"))
+        return
+    result.set("training.lora.targets", groups, name)
+    result.entries.append(Entry(name, value, "mapped", f"training.lora.targets: {groups}"))
 
 
 def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
