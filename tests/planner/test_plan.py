@@ -392,3 +392,20 @@ def test_a_pinned_mover_is_in_the_plan_and_in_its_seconds() -> None:
         make_plan(model("Qwen3-0.6B"), CPU, Workload(), {"refit.mover": "cuda-ipc"})
     with pytest.raises(ConfigError, match="devices of their own"):
         make_plan(facts, cluster, Workload(), {"refit.mover": "cuda-ipc", "generation.colocated": False})
+
+
+def test_goals_change_what_is_chosen() -> None:
+    """Fast: the shortest step; safe: more memory left; frugal: the fewest GPU seconds, on a part of the machine."""
+    facts, cluster = model("Qwen3-8B"), make_cluster("h100", 4, 8)
+    made = {
+        goal: make_plan(facts, cluster, Workload(32, 8, max_length=4096, goal=goal))
+        for goal in ("fast", "safe", "frugal")
+    }
+    peak = {goal: max(memory.total for memory in plan.memory.values()) for goal, plan in made.items()}
+    assert peak["safe"] <= 0.86 * cluster.device.memory
+    assert made["fast"].total_s <= min(made["safe"].total_s, made["frugal"].total_s) * 1.03
+    assert made["frugal"].cluster.gpus < cluster.gpus
+    spent = {goal: plan.total_s * plan.cluster.gpus for goal, plan in made.items()}
+    assert spent["frugal"] < 0.7 * spent["fast"]
+    assert made["frugal"].reasons[0].rule == "the fewest GPU seconds a step; there are 4 x 8"
+    assert any("more GPU seconds" in other.why for other in made["frugal"].rejected)

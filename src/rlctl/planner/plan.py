@@ -51,6 +51,8 @@ def make_plan(
     request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes)
     _check_mover(request)
     plans, rejected = _plans(request)
+    if workload.goal == "frugal":
+        plans = _frugal(request, plans)
     if not plans:
         from rlctl.planner.advice import no_plan
 
@@ -58,9 +60,7 @@ def make_plan(
     if prefer_runnable:
         plans.sort(key=lambda plan: not plan.runnable)
     best = plans[0]
-    named = {plan.name(): plan for plan in sorted(plans, key=_score, reverse=True)}  # the best of each name
-    named.pop(best.name())
-    others = sorted(named.values(), key=_score)[:top]
+    others = _others(plans, best)[:top]
     from rlctl.planner.reasons import reasons_for
 
     return replace(
@@ -69,6 +69,18 @@ def make_plan(
         rejected=(*(Rejected(plan.name(), _slower(plan, best)) for plan in others), *rejected[:top]),
         alternatives=tuple(others),
     )
+
+
+def _others(plans: list[Plan], best: Plan) -> list[Plan]:
+    """The best plan of each other layout, and with the goal `frugal` of each other part of the cluster."""
+
+    def kind(plan: Plan) -> object:
+        return plan.cluster.gpus if plan.workload.goal == "frugal" else plan.name()
+
+    able = [plan for plan in plans if plan.runnable or not best.runnable or plan.workload.goal != "frugal"]
+    kinds = {kind(plan): plan for plan in sorted(able, key=_score, reverse=True)}
+    kinds.pop(kind(best), None)
+    return sorted(kinds.values(), key=_score)
 
 
 def _check_mover(request: Request) -> None:
@@ -84,6 +96,10 @@ def _check_mover(request: Request) -> None:
 
 
 def _slower(plan: Plan, best: Plan) -> str:
+    if plan.workload.goal == "frugal":
+        more = _spent(plan) / _spent(best) - 1
+        if more >= 0.005:
+            return f"{100 * more:.0f}% more GPU seconds a step ({plan.total_s:.1f} s on {plan.cluster.gpus} GPUs)"
     ratio = plan.total_s / best.total_s - 1
     if best.runnable and not plan.runnable and ratio < 0.005:
         gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
@@ -110,9 +126,25 @@ def _plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
             plans += _colocated(request, log)
         elif not plans and not request.cluster.is_cpu:
             plans += _split(request, log)
-    if request.workload.goal == "frugal":
-        plans.sort(key=lambda p: p.total_s * max(1, p.cluster.gpus))
     return plans, log.listed()
+
+
+def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
+    """`plans` and those on a part of the cluster, the fewest GPU seconds first: what more devices cost in
+    communication, bubbles and idle tails is not made up for by the time they save."""
+    whole = request.cluster
+    parts = [replace(whole, nodes=nodes) for nodes in search.powers(whole.nodes) if nodes < whole.nodes]
+    if whole.gpus_per_node:
+        sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
+        parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
+    for part in parts if not whole.is_cpu else []:
+        plans = plans + _plans(replace(request, cluster=part))[0]
+    return sorted(plans, key=_score)
+
+
+def _spent(plan: Plan) -> float:
+    """Device seconds of a step."""
+    return plan.total_s * max(1, plan.cluster.gpus)
 
 
 class _RejectionLog:
@@ -197,7 +229,8 @@ def _score(plan: Plan) -> float:
     kinds = search.complexity(plan.training) if plan.training is not None else 0
     if plan.generation is not None:
         kinds += sum(v > 1 for v in (plan.generation.tp, plan.generation.pp, plan.generation.dp))
-    return plan.total_s * (1 + search.SIMPLICITY * kinds)
+    aim = _spent(plan) if plan.workload.goal == "frugal" else plan.total_s
+    return aim * (1 + search.SIMPLICITY * kinds)
 
 
 def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:

@@ -12,6 +12,12 @@ from rlctl.planner.search import HEADROOM, Request
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
     """Reasons in the order of the plan's own values."""
+    if plan.cluster != request.cluster:
+        asked = request.cluster
+        yield Reason(
+            f"cluster={plan.cluster.nodes} x {plan.cluster.gpus_per_node}",
+            f"the fewest GPU seconds a step; there are {asked.nodes} x {asked.gpus_per_node}",
+        )
     if plan.training is not None:
         yield from _training_reasons(plan, request, rejected)
     if plan.generation is not None:
