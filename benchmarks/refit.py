@@ -365,15 +365,17 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
     from rlctl.models.catalog import lookup
 
     found = []
-    for model, executors in (("qwen3-30b", 1), ("qwen3-30b", 2), ("qwen3-30b", 4), ("qwen3-235b", 2),
-                             ("deepseek-v3", 2)):  # fmt: skip
-        trainer = Trainer(reduced(lookup(MODELS[model])), executors)  # type: ignore[arg-type]
-        _, warm = best(lambda one=trainer: one.send_direct(4 << 20), args.repeats)
+    for model, executors, hidden in (("qwen3-30b", 1, 64), ("qwen3-30b", 2, 64), ("qwen3-30b", 4, 64),
+                                     ("qwen3-30b", 2, 128), ("qwen3-235b", 2, 64), ("deepseek-v3", 2, 64)):  # fmt: skip
+        trainer = Trainer(reduced(lookup(MODELS[model]), hidden), executors)  # type: ignore[arg-type]
+        first, warm = best(lambda one=trainer: one.send_direct(4 << 20), args.repeats)
         copies = sum(len(own) for _, packer, _ in trainer.kept["direct", 4 << 20] for own in packer.copies)
-        found.append({"model": model, "executors": executors, "tensors": len(trainer.rows), "copies": copies,
-                      "seconds": warm, "microseconds_a_copy": 1e6 * warm / copies})  # fmt: skip
-        print(f"{model:<12}{executors} executors{len(trainer.rows):>7} tensors{copies:>8} copies{warm:>8.3f} s"
-              f"{1e6 * warm / copies:>7.2f} us a copy", flush=True)  # fmt: skip
+        found.append({"model": model, "executors": executors, "hidden": hidden, "tensors": len(trainer.rows),
+                      "copies": copies, "payload_bytes": trainer.bytes, "seconds": warm, "seconds_first": first,
+                      "microseconds_a_copy": 1e6 * warm / copies})  # fmt: skip
+        print(f"{model:<12}{executors} executors{hidden:>5} wide{trainer.bytes / 1e6:>6.0f} MB{len(trainer.rows):>7} "
+              f"tensors{copies:>8} copies{warm:>8.3f} s{1e6 * warm / copies:>7.2f} us a copy (first, with planning, "
+              f"{first:.1f} s)", flush=True)  # fmt: skip
         trainer.stop()
     return {"growth": found}
 
