@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from dataclasses import replace
 
@@ -13,7 +14,16 @@ from rlctl.errors import VerificationError
 from rlctl.weights import hf
 from rlctl.weights.layout import Layout, Piece, Span, meet, overlaps, whole
 from rlctl.weights.megatron import MegatronParallel, MegatronWorld
-from rlctl.weights.plan import Place, SingleWorld, Topology, TransferPlan, message_order, receive_plan, send_plan
+from rlctl.weights.plan import (
+    Place,
+    RememberingWorld,
+    SingleWorld,
+    Topology,
+    TransferPlan,
+    message_order,
+    receive_plan,
+    send_plan,
+)
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from weights.families import FAMILIES
 
@@ -160,3 +170,30 @@ def test_a_box_outside_of_its_param_is_extra() -> None:
 def test_a_piece_whose_sides_differ_is_refused() -> None:
     with pytest.raises(ValueError, match="holds 3 of 4"):
         Piece("t", whole((4, 2)), "p", (Span(0, 3), Span(0, 2)), (0, 1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layout_is_the_same_after_pickling(name: str) -> None:
+    for layout in (hf.layout(FAMILIES[name], "bfloat16"), MegatronWorld(FAMILIES[name], MegatronParallel()).layout(0)):
+        found = pickle.loads(pickle.dumps(layout))
+        assert found == layout
+        assert list(found.params) == list(layout.params)
+        assert found.by_tensor == layout.by_tensor
+
+
+def test_a_world_that_remembers_answers_alike_and_asks_once() -> None:
+    class Counting(SingleWorld):
+        asked = 0
+
+        def shards(self, tensor: str, every: bool = False) -> object:
+            type(self).asked += 1
+            return super().shards(tensor, every)
+
+    world = Counting(hf.layout(FACTS, "bfloat16"))
+    remembering = RememberingWorld(world)
+    tensors = list(world.only.by_tensor)
+    for _ in range(2):
+        assert [remembering.shards(t) for t in tensors] == [SingleWorld(world.only).shards(t) for t in tensors]
+    assert Counting.asked == len(tensors)
+    plans = [receive_plan(one, GENERATION, 1).copies for one in (TRAINING, RememberingWorld(TRAINING))]
+    assert plans[0] == plans[1]
