@@ -121,13 +121,15 @@ class PublishedPolicy(WholeTensorPolicy):
 class FamilyEngine:
     """What tests call an engine of one family through."""
 
-    def __init__(self, group: Any, family: str, model: Path, tp: int) -> None:
+    def __init__(self, group: Any, family: str, model: Path, tp: int, **sections: Any) -> None:
         from rlctl.backends.vllm.args import engine_spec
         from rlctl.config.schema import RlctlConfig
         from tiny_families import tiny_family_facts
 
         self.group, self.family, self.model = group, family, model
-        config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
+        config = RlctlConfig.model_validate(
+            {"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}} | sections
+        )
         facts = tiny_family_facts(model)
         spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=1)
         log = group.log_path(0)

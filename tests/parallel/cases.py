@@ -36,6 +36,7 @@ class Case:
     chunk: int = 1024
     recompute: str = "none"
     freeze_router: bool = False
+    replay: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +77,7 @@ def spec_of(case: Case) -> PolicySpec:
         logprob_chunk_tokens=case.chunk,
         recompute=case.recompute,
         freeze_router=case.freeze_router,
+        router_replay=case.replay,
         lora=case.lora,
         megatron=case.megatron,
         ddp=case.ddp,  # type: ignore[arg-type]

@@ -5,14 +5,17 @@ Also the map from transformers' weights to Megatron's, written out tensor by ten
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import unittest.mock
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.data.rollouts import RolloutColumns
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts, RopeFacts
 from rlctl.models.registry import facts_from_hf_config
 
@@ -184,6 +187,69 @@ def make_batch(groups: int = 4, generations: int = 3, seed: int = 3) -> dict[int
     return batch
 
 
+def routed(kind: str, batch: dict[int, RolloutColumns], seed: int = 5) -> dict[int, RolloutColumns]:
+    """`batch` with experts drawn at random for each token; none for dense layers, the last token and one in eight."""
+    f = facts(kind)
+    assert f.moe is not None
+    rng = np.random.default_rng(seed)
+    found = {}
+    for group, columns in batch.items():
+        length = len(columns.tokens_T)
+        experts_TLK = np.full((length, f.layers, f.moe.top_k), -1, np.int16)
+        for layer in set(range(f.layers)) - set(f.moe.dense_layers):
+            experts_TLK[:, layer] = rng.random((length, f.moe.experts)).argsort(axis=1)[:, : f.moe.top_k]
+        experts_TLK[rng.random(length) < 1 / 8] = -1
+        prompt = prompt_tokens(columns)
+        for row in range(columns.rollouts):  # the same prompt under the same weights goes the same way
+            span = columns.slice(row)
+            experts_TLK[span.start : span.start + prompt] = experts_TLK[:prompt]
+            experts_TLK[span.stop - 1] = -1
+        found[group] = replace(columns, extra_T={ROUTED_EXPERTS: experts_TLK})
+    return found
+
+
+def recorded(kind: str, batch: dict[int, RolloutColumns]) -> dict[int, RolloutColumns]:
+    """`batch` with the experts that transformers' routers choose; every layer must have some."""
+    model, found, topk = hf_model(kind), {}, torch.topk
+    for group, columns in batch.items():
+        heard: list[np.ndarray] = []
+
+        def listening(scores: Tensor, k: int, *args: Any, heard: list[np.ndarray] = heard, **kwargs: Any) -> Any:
+            own = topk(scores, k, *args, **kwargs)
+            heard.append(own.indices.numpy().astype(np.int16))
+            return own
+
+        with unittest.mock.patch("torch.topk", listening), torch.no_grad():
+            for row in range(columns.rollouts):
+                model(torch.from_numpy(columns.tokens_T[columns.slice(row)].astype(np.int64))[None])
+        layers = facts(kind).layers
+        rows = [np.stack(heard[first : first + layers], axis=1) for first in range(0, len(heard), layers)]
+        found[group] = replace(columns, extra_T={ROUTED_EXPERTS: np.concatenate(rows)})
+    return found
+
+
+@contextmanager
+def choosing(columns: RolloutColumns, row: int) -> Iterator[None]:
+    """transformers' routers take the experts of the columns in place of their own, in the order of the layers."""
+    if ROUTED_EXPERTS not in columns.extra_T:
+        yield
+        return
+    given_TLK = torch.from_numpy(columns.extra_T[ROUTED_EXPERTS][columns.slice(row)].astype(np.int64))
+    layers = [layer for layer in range(given_TLK.shape[1]) if (given_TLK[:, layer] >= 0).any()]
+    topk = torch.topk
+
+    def chosen(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        if scores.dim() != 2 or scores.shape[-1] != EXPERTS:  # groups of experts
+            return topk(scores, k, *args, **kwargs)
+        own, given = topk(scores, k, *args, **kwargs).indices, given_TLK[:, layers.pop(0)]
+        indices = torch.where(given >= 0, given, own)
+        return scores.gather(1, indices), indices
+
+    with unittest.mock.patch("torch.topk", chosen):
+        yield
+    assert not layers, "not every router has asked"
+
+
 def advantage(group: int, row: int) -> float:
     return (row - 1) * 0.7 + 0.2 * group
 
@@ -248,7 +314,9 @@ def _tied(model: Any) -> dict[str, Tensor]:
 def _chosen(model: Any, columns: RolloutColumns, row: int, temperature: float) -> tuple[Tensor, Tensor]:
     tokens = torch.from_numpy(columns.tokens_T[columns.slice(row)].astype(np.int64))
     mask = torch.from_numpy(columns.loss_mask_T[columns.slice(row)])[1:]
-    table = torch.log_softmax(model(tokens[None]).logits[0, :-1] / temperature, -1)
+    with choosing(columns, row):
+        logits = model(tokens[None]).logits
+    table = torch.log_softmax(logits[0, :-1] / temperature, -1)
     logprobs = table.gather(1, tokens[1:, None])[:, 0]
     return logprobs[mask], -(table.exp() * table).sum(-1)[mask]
 

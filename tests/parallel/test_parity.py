@@ -10,17 +10,22 @@ import torch
 
 from parallel.cases import WEIGHT, Case, assemble, run_case
 from parallel.pool import Pool
-from parallel.reference import Optim, Reference, hf_model, make_batch, megatron_weights, run_reference
+from parallel.reference import Optim, Reference, hf_model, make_batch, megatron_weights, recorded, routed, run_reference
 from rlctl.backends.base import ParallelSpec, only_result
+from rlctl.data.rollouts import RolloutColumns
 
 Pools = Callable[[int], Pool]
 TOLERANCE = 1e-6
 """Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
 
 
+def batch_of(case: Case) -> dict[int, RolloutColumns]:
+    return routed(case.kind, make_batch()) if case.replay else make_batch()
+
+
 @cache
-def reference(kind: str, temperature: float) -> Reference:
-    return run_reference(kind, make_batch(), WEIGHT, temperature)
+def reference(kind: str, temperature: float, replay: bool) -> Reference:
+    return run_reference(kind, batch_of(Case(kind, replay=replay)), WEIGHT, temperature)
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
@@ -29,8 +34,8 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
 
 def check(pools: Pools, case: Case) -> None:
     weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
-    ranks = pools(case.parallel.world_size).run(run_case, case, weights, make_batch())
-    expected = reference(case.kind, case.temperature)
+    ranks = pools(case.parallel.world_size).run(run_case, case, weights, batch_of(case))
+    expected = reference(case.kind, case.temperature, case.replay)
     logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
     assert logprobs.keys() == expected.logprobs.keys()
     for key, value in expected.logprobs.items():
@@ -117,6 +122,41 @@ PAIRS = {
 @pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS.keys())
 def test_two_processes_equal_transformers(pools: Pools, case: Case) -> None:
     check(pools, case)
+
+
+REPLAYED = {
+    "packed": Case("qwen3moe", replay=True),
+    "not-shared": Case("qwen3moe", replay=True, share_prompts=False),
+    "not-packed": Case("deepseek", replay=True, packing=False),
+    "recompute-moe": Case(
+        "deepseek", replay=True, recompute="selective", megatron={"recompute_modules": ["moe", "core_attn"]}
+    ),
+    "tp2": Case("qwen3moe", ParallelSpec(tp=2), replay=True),
+    "pp2-recompute": Case("qwen3moe", ParallelSpec(pp=2), replay=True, recompute="full"),
+    "vpp2-recompute": Case("deepseek", ParallelSpec(pp=2, vpp=2), replay=True, recompute="full"),
+    "cp2": Case("deepseek", ParallelSpec(cp=2), replay=True),
+    "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2), replay=True),
+    "ep2-tp2-etp1": Case("deepseek", ParallelSpec(tp=2, dp=2, ep=2, etp=1), replay=True),
+    "tp2-cp2": Case("qwen3moe", ParallelSpec(tp=2, cp=2), replay=True, recompute="full"),
+}
+QUICK_REPLAYED = ("packed", "tp2", "pp2-recompute", "cp2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_REPLAYED else pytest.mark.slow) for name in REPLAYED]
+)
+def test_experts_that_are_given_are_taken(pools: Pools, name: str) -> None:
+    """Drawn at random, so that nearly none is the router's own choice; transformers' routers are given the same."""
+    check(pools, REPLAYED[name])
+
+
+def test_a_policys_own_experts_change_nothing(pools: Pools) -> None:
+    """Recorded from the reference without any given, they lead to what it computes without any given."""
+    batch = recorded("qwen3moe", make_batch())
+    weights = megatron_weights("qwen3moe", hf_model("qwen3moe").state_dict())
+    (found,) = pools(1).run(run_case, Case("qwen3moe", replay=True), weights, batch)
+    for key, value in reference("qwen3moe", 1.0, False).logprobs.items():
+        assert close(found.logprobs[key], value, 1e-5), key
 
 
 FOURS = {

@@ -97,6 +97,8 @@ class PolicySpec:
     recompute: Literal["none", "selective", "full"] = "none"
     freeze_router: bool = False
     """Routers of experts keep their weights."""
+    router_replay: bool = False
+    """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Rank 0: all weights are trained."""
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -117,6 +117,9 @@ class GrpoConfig(Section):
     precision, 1e-4 for float32 and 0.05 for bfloat16."""
     logprob_diff_error: float | None = Field(None, gt=0)
     """Mean absolute difference that stops the run; unset: by precision, 1e-2 for float32 and 0.5 for bfloat16."""
+    router_replay: bool = False
+    """The policy computes with the experts that the engine chose for each token, recorded in generation; the weights of
+    the experts are still the policy's."""
 
     @property
     def recomputes_old_logprobs(self) -> bool:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+ROUTED_EXPERTS = "routed_experts"
+"""Further column, int16 [T, layers, experts a token]: where the engine's routers sent the token; -1: not recorded."""
+
 
 @dataclass(frozen=True)
 class RolloutColumns:

@@ -140,6 +140,7 @@ def planned_crew(
         timeout_s=config.cluster.step_timeout_s,
         recompute=plan.training.recompute,
         freeze_router=config.training.freeze_router,
+        router_replay=config.grpo.router_replay,
         lora=config.training.lora,
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,

@@ -16,8 +16,22 @@ from rlctl.errors import ConfigError
 
 def refuse_wrong_numbers(spec: PolicySpec) -> None:
     """Raises ConfigError for the first field of the `megatron` section that makes gradients wrong."""
+    if spec.router_replay:
+        _refuse_replay(spec)
     for key, reason in _wrong(spec):
         raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is not run: {reason}.", "Remove it.")
+
+
+def _refuse_replay(spec: PolicySpec) -> None:
+    """Raises ConfigError where the router would not ask for the engine's choice."""
+    if spec.facts.moe is None:
+        raise ConfigError("grpo.router_replay is on, but the model has no experts.", "Turn it off.")
+    for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
+        if spec.megatron.get(key) == value:
+            raise ConfigError(
+                f"megatron.{key} = {value} chooses experts without regard to the engine's choice (grpo.router_replay).",
+                "Remove one of the two.",
+            )
 
 
 def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:

@@ -49,6 +49,8 @@ class PackedRow:
     targets_C: torch.Tensor  # int64: the chosen tokens
     columns_C: dict[str, torch.Tensor] = field(default_factory=dict)
     """rollout, rollout_logprobs, advantages, token_weights, and old_logprobs and reference_logprobs once computed."""
+    routing_TLK: torch.Tensor | None = None
+    """With router replay: int16, the experts of each token in each layer (`routing.row_routing`)."""
 
 
 def build_row(
@@ -75,7 +77,7 @@ def build_row(
     }
     start = padding = 0
     width = max((row.tokens for row in micro_batch), default=0) if rectangular else 0
-    for index, rows in _unit_rows(micro_batch, share):
+    for index, rows in unit_rows(micro_batch, share):
         prompt, parts = _unit_parts(rows, columns[rows[0].group], share)
         offset = start + len(prompt)
         for number, (row, (completion, mask, logprobs)) in enumerate(zip(rows, parts, strict=True)):
@@ -104,7 +106,7 @@ def build_row(
     return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
 
 
-def _unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[RolloutRow]]]:
+def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[RolloutRow]]]:
     """(index of the first rollout, rollouts) of each unit."""
     units: list[tuple[int, list[RolloutRow]]] = []
     for index, row in enumerate(micro_batch):

@@ -16,6 +16,7 @@ from rlctl.backends.base import (
     Fetch,
     LogprobColumn,
     LogprobStats,
+    MicroBatch,
     MinibatchResult,
     PolicySpec,
     TokenLoss,
@@ -24,6 +25,7 @@ from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.weights import policy_world
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.load import load_rank
+from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import InputError, WorkerError
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class MegatronWorker:
         """(Re)builds groups, model and optimizer from the spec in the running process group."""
         from megatron.core import parallel_state, tensor_parallel
 
-        from rlctl.backends.megatron import compat, model, optimizer
+        from rlctl.backends.megatron import compat, model, optimizer, routing
 
         spec, parallel = self.spec, self.spec.parallel
         parallel_state.destroy_model_parallel()
@@ -96,6 +98,7 @@ class MegatronWorker:
         stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
         models = [model.build_model(spec, self.config, stage) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
         self.optimizer = optimizer.build_optimizer(spec, self.chunks)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._reference = None
@@ -236,17 +239,20 @@ class MegatronWorker:
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         """Fetches and packs what this rank trains on."""
-        from rlctl.backends.megatron.rows import build_row
-
         columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
         multiple = self.spec.row_multiple
         self._rows = [
-            [
-                build_row(micro, columns, shard.share_prompts, multiple, self.device, shard.rectangular)
-                for micro in minibatch
-            ]
-            for minibatch in shard.minibatches
+            [self._row(micro, columns, shard, multiple) for micro in minibatch] for minibatch in shard.minibatches
         ]
+
+    def _row(self, micro: MicroBatch, columns: dict[int, RolloutColumns], shard: BatchShard, multiple: int) -> Any:
+        from rlctl.backends.megatron.routing import row_routing
+        from rlctl.backends.megatron.rows import build_row
+
+        row = build_row(micro, columns, shard.share_prompts, multiple, self.device, shard.rectangular)
+        if self.spec.router_replay:
+            row.routing_TLK = row_routing(micro, columns, shard.share_prompts, row)
+        return row
 
     def logprobs(self, column: LogprobColumn) -> LogprobStats | None:
         """Adds the log-probs under the current (or the reference) weights to the loaded batch."""
@@ -285,9 +291,11 @@ class MegatronWorker:
 
         from rlctl.backends.megatron.forward import forward_step
 
+        for replay in (one for own in self._replays.values() for one in own):
+            replay.begin(training=not forward_only)
         iterators = [iter(rows) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=forward_step(loss_of),
+            forward_step_func=forward_step(loss_of, self._replays),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(rows),

@@ -49,6 +49,8 @@ class EngineSpec:
     end them with what they have."""
     drain_timeout_s: float = 300.0
     """Longest that a refit waits for them."""
+    routing: bool = False
+    """Record the experts of each token (column `ROUTED_EXPERTS`)."""
 
 
 def engine_spec(
@@ -101,6 +103,7 @@ def engine_spec(
         replaced,
         config.refit.in_flight,
         config.refit.timeout_s,
+        config.grpo.router_replay,
     )
 
 
@@ -153,6 +156,7 @@ def _gpu_arguments(
 ) -> dict[str, Any]:
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
     values = {
+        "enable_return_routed_experts": config.grpo.router_replay or None,
         "gpu_memory_utilization": fraction,
         "enable_sleep_mode": colocated,
         "max_num_seqs": config.generation.max_concurrent,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.vllm import interfaces
-from rlctl.errors import MachineError
+from rlctl.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
     import torch
@@ -219,3 +219,46 @@ def local_experts(experts: Any) -> list[int]:
 def expert_names(experts: Any) -> tuple[str, str, str]:
     """What the published tensors call an expert's gate, up and down projection."""
     return experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name
+
+
+def routers(model: torch.nn.Module) -> dict[int, Any]:
+    """The object of each layer that chooses experts, by layer.
+
+    Raises ConfigError where one of them chooses inside a kernel, which tells nobody, and MachineError where vLLM has no
+    such objects.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    except ImportError as error:
+        raise MachineError(
+            f"grpo.router_replay: this vLLM has no routers that can be listened to ({error}).", "Turn it off."
+        ) from error
+
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, MoERunner):
+            continue
+        if module._quant_method.is_monolithic or not isinstance(module.router, BaseRouter):
+            raise ConfigError(
+                f"grpo.router_replay: {type(module.router).__name__} of layer {module.layer_id} does not tell which "
+                "experts it chooses.",
+                "Turn it off for this model.",
+            )
+        found[module.layer_id] = module.router
+    if not found:
+        raise ConfigError("grpo.router_replay: the engine's model has no routers.", "Turn it off.")
+    return found
+
+
+def computed_before(scheduled: Any) -> dict[str, int]:
+    """Position of the first token that a step computes for each of its requests."""
+    cached = scheduled.scheduled_cached_reqs
+    return {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs} | dict(
+        zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    )
+
+
+def request_name(request: str) -> str:
+    """The name that a request was given; vLLM adds a random ending."""
+    return request.partition("-")[0]

@@ -17,9 +17,10 @@ import numpy as np
 
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.args import EngineSpec
+from rlctl.backends.vllm.columns import columns_of
 from rlctl.backends.vllm.inflight import ABORTED, Flight, Sample, Turns
 from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling
-from rlctl.data.rollouts import RolloutColumns
+from rlctl.backends.vllm.routed import assembled
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
 
 Put = Callable[[Any], Any]
@@ -57,6 +58,8 @@ class VllmEngine:
             self._llm = LLM(**arguments)
         except ValueError as error:
             raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
+        if self._records:
+            self._rpc("rlctl_record_routing")
         config = self._llm.llm_engine.vllm_config
         cache = config.cache_config
         return EngineInfo(
@@ -68,6 +71,11 @@ class VllmEngine:
             seconds=time.perf_counter() - begun,
             arguments=arguments,
         )
+
+    @property
+    def _records(self) -> bool:
+        """Whether rlctl records experts itself: vLLM does, but not on its CPU platform."""
+        return self.spec.routing and self.spec.device == "cpu"
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end token and those of the model's generation config."""
@@ -116,11 +124,16 @@ class VllmEngine:
                         flight.abort(self._version)
                     self._flight = None
                     self._turns.tell()
-            return [self._result(request, flight.of_row(row)) for row, request in enumerate(requests)]
+            routed = self._routing(requests, flight)
+            return [self._result(request, flight.of_row(row), routed) for row, request in enumerate(requests)]
 
     def _begin(self, flight: Flight, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Hand every sample to vLLM."""
         self._calls += 1
+        if self._records:
+            # What is found in the cache is not computed, and so not recorded: begin without what earlier calls left.
+            self._llm.llm_engine.reset_prefix_cache()
+            self._rpc("rlctl_take_routing")
         for row, request in enumerate(requests):
             prompt = {"prompt_token_ids": list(request.prompt_tokens)}
             for index, seed in enumerate(request.seeds):
@@ -146,8 +159,27 @@ class VllmEngine:
                 if not flight.done:
                     flight.take(flight.engine.step(), self._version)
 
-    def _result(self, request: GroupRequest, samples: list[Sample]) -> GroupResult:
-        columns = _columns(request.prompt_tokens, samples)
+    def _routing(self, requests: Sequence[GroupRequest], flight: Flight) -> dict[tuple[int, int], np.ndarray]:
+        """int16 [tokens, layers, experts a token] of each sample (row, index); empty unless they are recorded."""
+        if not self.spec.routing:
+            return {}
+        prompts = [np.asarray(request.prompt_tokens, np.int32) for request in requests]
+        tokens = {
+            name: np.concatenate([prompts[sample.row], np.asarray(sample.output.token_ids, np.int32)])
+            for name, sample in flight.samples.items()
+        }
+        if self._records:
+            spans = self._rpc("rlctl_take_routing")[0]
+        else:
+            given = {name: getattr(sample.output, "routed_experts", None) for name, sample in flight.samples.items()}
+            spans = {name: [(0, rows)] for name, rows in given.items() if rows is not None}
+        routed = assembled(tokens, spans)
+        return {(sample.row, sample.index): routed[name] for name, sample in flight.samples.items()}
+
+    def _result(
+        self, request: GroupRequest, samples: list[Sample], routed: dict[tuple[int, int], np.ndarray]
+    ) -> GroupResult:
+        columns = columns_of(request.prompt_tokens, samples, [routed.get((s.row, s.index)) for s in samples])
         completions = [sample.output for sample in samples]
         return GroupResult(
             group=request.group,
@@ -354,30 +386,3 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         flat_logprobs=True,
         skip_special_tokens=True,
     )
-
-
-def _columns(prompt: Sequence[int], samples: list[Sample]) -> RolloutColumns:
-    """The group's columns: prompt and completion of each sample, one behind the other."""
-    lengths = [len(prompt) + sample.tokens for sample in samples]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tokens = np.zeros(offsets[-1], np.int32)
-    mask = np.zeros(offsets[-1], bool)
-    logprobs = np.zeros(offsets[-1], np.float32)
-    versions = np.full(offsets[-1], -1, np.int32)
-    for begin, sample in zip(offsets, samples, strict=False):
-        first = begin + len(prompt)
-        chosen = slice(first, first + sample.tokens)
-        tokens[begin:first] = prompt
-        tokens[chosen] = sample.output.token_ids
-        mask[chosen] = True
-        logprobs[chosen] = _chosen_logprobs(sample.output)
-        versions[chosen] = sample.versions
-    return RolloutColumns(tokens, offsets, mask, logprobs, versions)
-
-
-def _chosen_logprobs(completion: Any) -> list[float]:
-    """The log-prob of each token of the completion. Raises WorkerError where vLLM's record lacks one."""
-    record = completion.logprobs
-    if record is None or len(record) != len(completion.token_ids):
-        raise WorkerError(f"vLLM returned {len(record or ())} log-probs for {len(completion.token_ids)} tokens.")
-    return [record[index][token].logprob for index, token in enumerate(completion.token_ids)]

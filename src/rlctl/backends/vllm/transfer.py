@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.platforms import current_platform
 
-from rlctl.backends.vllm import buffers, compat, live
+from rlctl.backends.vllm import buffers, compat, live, routing
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
 from rlctl.backends.vllm.channel import Connection, Lengths, Need, cut_rounds, payload_bytes, whole_tensors
 from rlctl.backends.vllm.cuda_buffers import device_name
@@ -208,6 +208,15 @@ class RlctlWorkerExtension:
     def rlctl_alive(self) -> bool:
         """Answers as long as the worker does."""
         return True
+
+    def rlctl_record_routing(self) -> None:
+        """Keep the experts of every token from here on."""
+        self._recorder = routing.Recorder(self.model_runner)
+
+    def rlctl_take_routing(self) -> dict[str, list[routing.Span]]:
+        """What was recorded since the last time, by request; of the first worker alone, as all route alike."""
+        found = self._recorder.take()
+        return found if self.rank == 0 else {}
 
     def rlctl_received(self) -> Received:
         """What the refit just finished did in this worker."""
