@@ -178,19 +178,25 @@ def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.guard), 2])
-def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(uninterrupted, tiny_llama, tmp_path, engines):
+@pytest.mark.parametrize(("engines", "tp"), [pytest.param(1, 1, marks=pytest.mark.guard), (2, 1), (1, 2)])
+def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
+    uninterrupted, tiny_llama, tmp_path, engines, tp
+):
+    """With tp 2 it is one of the two processes that an engine computes with that dies first."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = ("--steps", "40", "--set", "run.checkpoint_every=0", "--set", f"generation.engines={engines}")
+    sizes = ("--set", f"generation.engines={engines}", "--set", f"generation.tp={tp}")
+    more = ("--steps", "40", "--set", "run.checkpoint_every=0", *sizes)
     with started(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"), log) as process:
         wait_for_step(process, run_dir, 1, log)
-        next(p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}").kill()
+        first = [p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"]
+        (first[0] if tp == 1 else next(p for p in first if "Worker" in " ".join(p.cmdline()))).kill()
         wait_for_step(process, run_dir, STEPS + 4, log)
         text = log.read_text()
         assert f"engine {engines - 1} is lost" in text
         assert f"{engines} engine(s) hold version" in text
-        again = [p for p in process.family() if p.is_running() and _worker_name(p, run_dir) == f"engine-{engines - 1}"]
-        again[-1].kill()
+        again = {p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"}
+        for one in again - set(first):
+            one.kill()
         assert process.wait(LIMIT_S) == 1
     text = log.read_text()
     assert "2 engines were lost in this run, more than cluster.engine_restarts = 1" in text
@@ -307,6 +313,32 @@ def test_experts_on_two_ranks_compute_the_same_run_as_on_one(tiny_qwen3_moe, tmp
         assert done.returncode == 0, done.stderr
         runs[name] = results(tmp_path / name)
     same_run(runs["one"], runs["two"])
+
+
+@pytest.mark.slow
+def test_an_engine_on_two_ranks_computes_the_same_run_and_generates(uninterrupted, tiny_llama, tmp_path):
+    run_dir, two = tmp_path / "run", ("--set", "generation.tp=2")
+    done = finish(command(tiny_llama, run_dir, *two))
+    assert done.returncode == 0, done.stderr
+    same_run(results(uninterrupted[0]), results(run_dir))
+    rlctl, answers = str(Path(sys.executable).with_name("rlctl")), []
+    for more in ((), two):
+        asked = [rlctl, "generate", "--run-dir", str(run_dir), "--prompt", "2 + 3", "--max-new-tokens", "8", "--json"]
+        done = finish([*asked, "--set", "generation.tp=1", *more])
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout)["completions"])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_router_replay_leaves_a_run_as_it_is_where_both_sides_choose_alike(tiny_qwen3_moe, tmp_path):
+    runs = {}
+    for name, replay in {"own": "false", "replayed": "true"}.items():
+        done = finish(command(tiny_qwen3_moe, tmp_path / name, "--steps", "2", "--set", f"grpo.router_replay={replay}"))
+        assert done.returncode == 0, done.stderr
+        runs[name] = results(tmp_path / name)
+    same_run(runs["own"], runs["replayed"])
 
 
 @pytest.mark.slow
