@@ -195,9 +195,9 @@ def routed(kind: str, batch: dict[int, RolloutColumns], seed: int = 5) -> dict[i
     found = {}
     for group, columns in batch.items():
         length = len(columns.tokens_T)
-        experts_TLK = np.full((length, f.layers, f.moe.top_k), -1, np.int16)
+        experts_TLK = np.full((length, f.layers, f.moe.experts_per_token), -1, np.int16)
         for layer in set(range(f.layers)) - set(f.moe.dense_layers):
-            experts_TLK[:, layer] = rng.random((length, f.moe.experts)).argsort(axis=1)[:, : f.moe.top_k]
+            experts_TLK[:, layer] = rng.random((length, f.moe.experts)).argsort(axis=1)[:, : f.moe.experts_per_token]
         experts_TLK[rng.random(length) < 1 / 8] = -1
         prompt = prompt_tokens(columns)
         for row in range(columns.rollouts):  # the same prompt under the same weights goes the same way
