@@ -15,7 +15,7 @@ from tiny_families import write_tiny_family
 RLCTL = Path(sys.executable).with_name("rlctl")
 MEAN, MOST = 1e-5, 1e-4  # float32 on both sides
 GUARD = "mixtral"
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"]
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"]
 
 
 @pytest.mark.slow

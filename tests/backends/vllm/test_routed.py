@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from engine_host import FamilyEngine, hosted
-from engine_policies import generate, requests
+from engine_policies import generate
 from rlctl.backends.vllm.messages import Sampling
 from rlctl.backends.vllm.routed import assembled
-from rlctl.cluster.objects import fetch
 from rlctl.data.rollouts import ROUTED_EXPERTS
 from tiny_families import write_tiny_family
 
@@ -55,13 +54,12 @@ def test_every_token_comes_with_its_experts(
     model = write_tiny_family(tmp_path_factory.mktemp("models") / family, family)
     engine = FamilyEngine(host, family, model, tp, grpo={"router_replay": True})
     for _ in range(2):  # what a call leaves in the prefix cache is not computed again by the next
-        for wanted, group in zip(requests(), generate(engine, Sampling(8)), strict=True):
-            columns = fetch(group.columns)
+        for result, columns, _ in generate(engine, Sampling(8)):
             for row in range(columns.rollouts):
                 span = columns.slice(row)
                 found = columns.extra_T[ROUTED_EXPERTS][span]
                 expected = choices(engine.policy.model, columns.tokens_T[span])
-                assert len(columns.tokens_T[span]) > len(wanted.prompt_tokens)
+                assert len(columns.tokens_T[span]) > result.prompt_tokens
                 assert (found[-1] == -1).all()
                 assert np.array_equal(np.sort(found[:-1], axis=-1), np.sort(expected[:-1], axis=-1))
 

@@ -37,7 +37,7 @@ class Recorder:
         return found
 
     def _hear(self, layer: int, chosen: torch.Tensor) -> None:
-        self._chosen[layer] = chosen
+        self._chosen[layer] = chosen.to("cpu", torch.int16)  # a copy: kernels may use the memory again
 
     def _listening(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self._chosen = {}
@@ -50,7 +50,7 @@ class Recorder:
         """Deal the rows of the forward pass to their requests."""
         rows = np.full((scheduled.total_num_scheduled_tokens, *self._shape), -1, np.int16)
         for layer, chosen in self._chosen.items():
-            rows[:, layer] = chosen[: len(rows)].cpu().numpy()
+            rows[:, layer] = chosen[: len(rows)].numpy()
         starts = compat.computed_before(scheduled)
         at = 0
         for request in self._runner.input_batch.req_ids:  # in the order of the rows
