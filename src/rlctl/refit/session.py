@@ -340,7 +340,10 @@ def _staging(channel: Channel) -> int:
 
 def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, ...]:
     """`table` with the dtype in which the engines ask for each tensor."""
-    held = {piece.tensor: need.layout.params[piece.param].dtype for need in needs for piece in need.layout.pieces}
+    held: dict[str, str] = {}
+    for need in needs:
+        if len(held) < len(table):  # replicas and slices of the same tensors say the same
+            held |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
     return tuple(replace(row, dtype=held.get(row.name, row.dtype)) for row in table)
 
 
