@@ -46,14 +46,24 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
             _require_answer(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
-        wanted = f"--ray-address {address}" if address else f"Ray on {socket.gethostname()}"
-        raise MachineError(f"{wanted} did not start or answer: {error}.", "Run `rlctl doctor` to see why.") from error
+        if address is None:
+            raise MachineError(
+                f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
+            ) from error
+        raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     try:
         yield
     finally:
         ray.shutdown()
         if address is None:
             _end_children(children_before)
+
+
+def _joining_hint() -> str:
+    """What to do about a cluster that does not let us in. Ray sends its token to a named address only when told to."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return "`ray status --address` shows whether it runs; the token must be the one of its head node."
+    return "`ray status --address` shows whether it runs. If it asks for a token, set RAY_AUTH_MODE=token."
 
 
 def _start(gpus: int | None, namespace: str) -> None:
