@@ -409,3 +409,19 @@ def test_goals_change_what_is_chosen() -> None:
     assert spent["frugal"] < 0.7 * spent["fast"]
     assert made["frugal"].reasons[0].rule == "the fewest GPU seconds a step; there are 4 x 8"
     assert any("more GPU seconds" in other.why for other in made["frugal"].rejected)
+
+
+def test_more_ranks_than_cores_share_them() -> None:
+    large = ClusterFacts(cpu_device(2, 64 * GIB), 1, 0)
+    made = make_plan(model("Qwen3-0.6B"), large, Workload(8, 4, 256), {"training.pp": 2, "training.cp": 2})
+    assert (made.training.world_size, made.training.threads) == (4, 1)
+    alone = make_plan(model("Qwen3-0.6B"), large, Workload(8, 4, 256))
+    assert made.mfu <= alone.mfu  # a core does not compute twice as much for two ranks
+
+
+@pytest.mark.parametrize("ep", [4, 32])
+def test_experts_that_are_spread_find_their_ranks_on_a_cpu(ep: int) -> None:
+    large = ClusterFacts(cpu_device(2, 4096 * GIB), 1, 0)
+    made = make_plan(model("Qwen3-30B-A3B"), large, Workload(8, 4, 256), {"training.ep": ep})
+    assert made.training.ep == ep
+    assert made.training.dp * made.training.tp % ep == 0

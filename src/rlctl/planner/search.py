@@ -146,10 +146,14 @@ def _common(request: Request, tp: int) -> dict[str, Any]:
 def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
     cores, nodes = request.cluster.device.cores, request.cluster.nodes
     for tp in _pinned(request, "training.tp", powers(min(cores, request.facts.heads))):
-        for dp in _pinned(request, "training.dp", powers(max(1, cores * nodes // tp))):
-            per_node = max(1, tp * dp // nodes)
+        sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
+        model = tp * sizes["pp"] * sizes["cp"]
+        # What experts are spread over is data parallelism, whatever the cores are.
+        least = -(-sizes["ep"] * sizes["etp"] // (tp * sizes["cp"]))
+        options = [least * factor for factor in powers(max(1, cores * nodes // (model * least)))]
+        for dp in _pinned(request, "training.dp", options):
+            per_node = max(1, model * dp // nodes)
             threads = request.pin("training.threads", max(1, cores // per_node))
-            sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
             yield TrainingChoice(tp=tp, dp=dp, threads=threads, **sizes, **_common(request, tp))
 
 
