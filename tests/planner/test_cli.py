@@ -44,6 +44,14 @@ def test_json_is_one_object_with_pins_kept(capsys: pytest.CaptureFixture[str]) -
         (["--gpu", "h10"], 2, "h100"),
         (["--model", "meta-llama/Llama-3.1-9B"], 2, "Llama-3.1-8B"),
         (["--set", "training.tpp=3"], 2, "training.tp"),
+        (["--set", "training.etp=2"], 2, "needs a model with experts"),
+        (["--set", "generation.ep=8"], 2, "needs a model with experts"),
+        (
+            ["--set", "generation.max_batched_tokens=2"],
+            2,
+            "The nearest value that works is generation.max_batched_tokens=",
+        ),
+        (["--set", "generation.kv_cache_bytes=1000"], 4, "1000 bytes hold 0 tokens"),
     ],
 )
 def test_what_cannot_be_planned_says_why(

@@ -60,6 +60,8 @@ def _broken_pin(request: Request) -> ConfigError | None:
 def _values(request: Request, name: str, value: int) -> list[int]:
     if name == "micro_batch_tokens":
         return [request.workload.max_length]
+    if name == "max_batched_tokens":
+        return [1 << power for power in range(value.bit_length(), 14)]
     return [v for v in range(1, max(2 * value, 16) + 1) if v != value]
 
 

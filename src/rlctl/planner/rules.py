@@ -34,7 +34,7 @@ def training_problems(
 ) -> list[Problem]:
     """What Megatron-Core would refuse (or compute wrongly) of this layout on `world` ranks; empty: valid."""
     found = [*_mesh_problems(choice, world), *_tensor_problems(facts, choice), *_pipeline_problems(facts, choice)]
-    if facts.moe is not None or choice.ep > 1:
+    if facts.moe is not None or choice.ep > 1 or choice.etp > 1:
         found += _expert_problems(facts, choice)
     if workload.rollouts and choice.micro_batch_tokens < workload.max_length:
         found.append(
@@ -132,7 +132,8 @@ def _end_problems(facts: ModelFacts, choice: TrainingChoice, key: str) -> list[P
 
 def _expert_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
     if facts.moe is None:
-        return [Problem("training.ep", "expert parallelism needs a model with experts")]
+        key = "training.ep" if choice.ep > 1 else "training.etp"
+        return [Problem(key, "expert parallelism needs a model with experts")]
     found = []
     if facts.moe.experts % choice.ep:
         found.append(Problem("training.ep", f"{facts.moe.experts} experts do not split over {choice.ep} ranks"))
@@ -177,10 +178,18 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
         found.append(Problem("generation.tp", f"MLP width {width} does not split over {choice.tp} ranks"))
     if choice.pp > facts.layers:
         found.append(Problem("generation.pp", f"{facts.layers} layers are fewer than {choice.pp} stages"))
-    if choice.ep > 1 and choice.ep != choice.tp * choice.dp:
-        found.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {choice.tp * choice.dp}"))
     if choice.ep > 1 and facts.moe is None:
         found.append(Problem("generation.ep", "expert parallelism needs a model with experts"))
+    elif choice.ep > 1 and choice.ep != choice.tp * choice.dp:
+        found.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {choice.tp * choice.dp}"))
+    if choice.max_batched_tokens < choice.max_concurrent:
+        found.append(
+            Problem(
+                "generation.max_batched_tokens",
+                f"{choice.max_batched_tokens} tokens a pass are fewer than the {choice.max_concurrent} sequences that run "
+                "at once (generation.max_concurrent)",
+            )
+        )
     if choice.ep > 1 and facts.moe is not None and facts.moe.experts % choice.ep:
         found.append(Problem("generation.ep", f"{facts.moe.experts} experts do not split over {choice.ep} ranks"))
     return found

@@ -374,7 +374,8 @@ def _pinned_cache(
     if tokens < request.workload.max_length:
         return Problem(
             "generation.kv_cache_bytes",
-            f"{pinned / GIB:.1f} GiB hold {tokens} tokens, one sequence has {request.workload.max_length}",
+            f"{pinned} bytes hold {tokens} tokens, one sequence has {request.workload.max_length}: it takes "
+            f"{int(request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout))} bytes",
         )
     fraction = min(0.99, math.ceil(100 * need / have) / 100)
     return replace(layout, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)

@@ -48,7 +48,7 @@ def checked_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpe
     tp = training.tp or 1
     choice = TrainingChoice(
         tp=tp, pp=training.pp or 1, vpp=training.vpp or 1, cp=training.cp or 1, ep=training.ep or 1,
-        etp=training.etp or tp, dp=training.dp or training.ep or 1,
+        etp=training.etp or (tp if facts.moe else 1), dp=training.dp or training.ep or 1,
         sequence_parallel=tp > 1 if training.sequence_parallel is None else training.sequence_parallel,
     )  # fmt: skip
     workload, cluster = Workload(rollouts=False), ClusterFacts(local_cpu(), 1, 0)
