@@ -186,7 +186,7 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
         found.append(
             Problem(
                 "generation.max_batched_tokens",
-                f"{choice.max_batched_tokens} tokens a pass are fewer than the {choice.max_concurrent} sequences that run "
+                f"{choice.max_batched_tokens} tokens a pass are fewer than the {choice.max_concurrent} sequences run "
                 "at once (generation.max_concurrent)",
             )
         )
