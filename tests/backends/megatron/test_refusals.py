@@ -45,3 +45,15 @@ def test_what_is_right_elsewhere_is_not_refused_there() -> None:
     refuse_wrong_numbers(spec(ParallelSpec(pp=2), "cuda", deallocate_pipeline_outputs=True))
     refuse_wrong_numbers(spec(ParallelSpec(), deallocate_pipeline_outputs=True))
     refuse_wrong_numbers(spec(ParallelSpec(pp=2, vpp=2), overlap_p2p_comm=True, moe_aux_loss_coeff=0.0))
+
+
+def test_router_replay_is_refused_where_no_router_would_ask() -> None:
+    moe = lookup("Qwen/Qwen3-30B-A3B")
+    assert FACTS is not None
+    assert moe is not None
+    refuse_wrong_numbers(PolicySpec(moe, router_replay=True))
+    with pytest.raises(ConfigError, match=r"grpo\.router_replay is on, but the model has no experts"):
+        refuse_wrong_numbers(PolicySpec(FACTS, router_replay=True))
+    for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
+        with pytest.raises(ConfigError, match=rf"megatron\.{key} .*grpo\.router_replay"):
+            refuse_wrong_numbers(PolicySpec(moe, router_replay=True, megatron={key: value}))
