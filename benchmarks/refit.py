@@ -1,7 +1,7 @@
 """What a refit costs: by the tensor at DeepSeek-V3's tensor count, by the byte against memcpy, and how both grow.
 
     python benchmarks/refit.py ablation [--model deepseek-v3] [--hidden 64] [--repeats 3]
-    python benchmarks/refit.py memcpy [--gb 0.5 1.0] [--staging-mb 16 64 256]
+    python benchmarks/refit.py memcpy [--gb 0.5 1.0] [--staging-mb 8 16 64]
     python benchmarks/refit.py growth
     python benchmarks/refit.py engine [--gb 0.5] [--kept plain repacked] [--receive loader auto] [--changed 0.01 0.03]
 
@@ -389,7 +389,7 @@ def main() -> None:
     one.add_argument("--staging-mb", type=int, default=16)
     two = kinds.add_parser("memcpy")
     two.add_argument("--gb", type=float, nargs="+", default=[0.5, 1.0])
-    two.add_argument("--staging-mb", type=int, nargs="+", default=[16, 64, 256])
+    two.add_argument("--staging-mb", type=int, nargs="+", default=[8, 16, 64])
     three = kinds.add_parser("growth")
     four = kinds.add_parser("engine")
     refit_engine.add_arguments(four)

@@ -160,5 +160,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parts of the elements to change, which are then sent alone (plain parameters)",
     )
     parser.add_argument("--mover", choices=("auto", "shared-memory", "collective"), default="auto")
-    parser.add_argument("--staging-mb", type=int, default=32)
+    parser.add_argument("--staging-mb", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
