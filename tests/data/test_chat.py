@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder
-from rlctl.data.prompts import PromptRow
+from rlctl.data.rows import PromptRow
 from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import InputError
 

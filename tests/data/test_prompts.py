@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import PromptSource, open_prompts
+from rlctl.data.prompts import open_prompts
+from rlctl.data.rows import PromptSource
 from rlctl.errors import InputError
 
 

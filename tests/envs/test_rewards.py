@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
-from rlctl.data.prompts import PromptSource, open_prompts
+from rlctl.data.prompts import open_prompts
+from rlctl.data.rows import PromptSource
 from rlctl.envs import scoring_process
 from rlctl.envs.plan import RewardPlan
 from rlctl.envs.rewards import prepare_rewards

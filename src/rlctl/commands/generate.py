@@ -12,7 +12,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.data.prompts import PromptRow
+    from rlctl.data.rows import PromptRow
     from rlctl.runs.checkpoints import Checkpoint
 
 app = command_app()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.config.schema import DataConfig, ModelConfig
-from rlctl.data.prompts import Messages, PromptRow
+from rlctl.data.rows import Messages, PromptRow
 from rlctl.data.tokenizer import end_token_ids
 from rlctl.errors import InputError
 

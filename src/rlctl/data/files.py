@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import PromptRow, instructions, limited, row_from_record
+from rlctl.data.rows import PromptRow, instructions, limited, row_from_record
 from rlctl.errors import InputError, MachineError
 
 

@@ -9,7 +9,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import GYM_PREFIX, GymTask, PromptRow, instructions, suggest
+from rlctl.data.names import suggest
+from rlctl.data.rows import GYM_PREFIX, GymTask, PromptRow, instructions
 from rlctl.errors import InputError, MachineError
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.prompts import PromptRow, instructions, limited, require_fields, row_from_record, suggest
+from rlctl.data.names import suggest
+from rlctl.data.rows import PromptRow, instructions, limited, require_fields, row_from_record
 from rlctl.errors import InputError, MachineError
 
 if TYPE_CHECKING:

@@ -1,74 +1,18 @@
-"""Where prompts come from: one row a question, with its reference answer and whatever else the source knows of it.
-
-`open_prompts` turns `data.name` into a source: a reasoning-gym task, a JSONL or parquet file, a Hugging Face dataset.
-"""
+"""Opening what `data.name` names: a reasoning-gym task, a JSONL or parquet file, a Hugging Face dataset."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from rlctl.config.schema import DataConfig
+from rlctl.data.files import open_jsonl, open_parquet
+from rlctl.data.gym import open_gym
+from rlctl.data.hub import open_hub
+from rlctl.data.names import suggest_file
+from rlctl.data.rows import GYM_PREFIX, PromptSource
 from rlctl.errors import InputError
 
-GYM_PREFIX = "reasoning-gym:"
 FILE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-
-Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One question."""
-
-    index: int
-    """Row of the source, from 0."""
-    where: str
-    """How to name the row in a message, for example `data.jsonl, line 3`."""
-    prompt: str | Messages
-    """A text, or chat messages with `role` and `content`."""
-    answer: Any
-    """The reference answer; None where the source has none."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """The other fields of the row, for reward functions."""
-
-    @property
-    def question(self) -> str:
-        """The prompt as one text: of messages, the last that is the user's."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return next((m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1]["content"])
-
-
-@dataclass(frozen=True)
-class GymTask:
-    """A reasoning-gym task with its parameters, from which any process can rebuild its questions and its scorer."""
-
-    name: str
-    params: dict[str, Any]
-
-
-@runtime_checkable
-class PromptSource(Protocol):
-    """A finite, indexable source of prompts."""
-
-    label: str
-    """What the user called it."""
-    task: GymTask | None
-    """The task, where it brings its own scorer."""
-    instructions: str
-    """What the system prompt and the suffix add to every prompt."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> PromptRow: ...
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What the manifest keeps to tell on resume whether the data is still the same."""
-        ...
 
 
 def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
@@ -81,8 +25,6 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     if not name:
         raise InputError("No data: data.name is not set.", "Give --data, for example reasoning-gym:chain_sum.")
     if name.startswith(GYM_PREFIX):
-        from rlctl.data.gym import open_gym
-
         return open_gym(name, data, seed)
     if data.params:
         raise InputError(
@@ -91,14 +33,10 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
         )
     suffix = Path(name).suffix.lower()
     if suffix in FILE_SUFFIXES:
-        from rlctl.data.files import open_jsonl, open_parquet
-
         path = existing_file(name)
         return open_jsonl(path, data) if FILE_SUFFIXES[suffix] == "jsonl" else open_parquet(path, data)
     if Path(name).is_file():
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}.")
-    from rlctl.data.hub import open_hub
-
     return open_hub(name, data)
 
 
@@ -110,77 +48,3 @@ def existing_file(name: str) -> Path:
     if not path.parent.is_dir():
         raise InputError(f"Data file {name} does not exist: there is no folder {path.parent}.", "Check the path.")
     raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
-
-
-def suggest(word: str, known: Iterable[str]) -> str | None:
-    """`Did you mean ...?` for the nearest of `known`, or None when none is near."""
-    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.55)
-    return f"Did you mean {' or '.join(near)}?" if near else None
-
-
-def suggest_file(path: Path, suffixes: Iterable[str]) -> str | None:
-    """`Did you mean ...?` for files beside `path` with a like name; the suffix counts for nothing."""
-    if not path.parent.is_dir():
-        return None
-    siblings = {entry.stem: entry.name for entry in sorted(path.parent.iterdir()) if entry.suffix.lower() in suffixes}
-    near = difflib.get_close_matches(path.stem, siblings, n=3, cutoff=0.55)
-    return f"Did you mean {' or '.join(siblings[stem] for stem in near)}?" if near else None
-
-
-def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-    """The row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
-    require_fields(record, data, where)
-    prompt = checked_prompt(record[data.prompt_field], data.prompt_field, where)
-    fields = {name: value for name, value in record.items() if name not in (data.prompt_field, data.answer_field)}
-    answer = record.get(data.answer_field)
-    return PromptRow(index, where, prompt, _final_answer(answer), fields)
-
-
-def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
-    """InputError unless the prompt and answer fields are among `present`.
-
-    The answer field may be absent only under its default name: a reward function may need none.
-    """
-    names = list(present)
-    for key, name in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
-        if name in names or (name == "answer" and key == "data.answer_field"):
-            continue
-        near = suggest(name, names)
-        hint = near if near else f"Its fields are {', '.join(names) or 'none'}; name the right one with --set {key}=..."
-        raise InputError(f"{where}: no field {name!r} ({key}).", hint)
-
-
-def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
-    """The prompt, if it is a text or a list of chat messages that is not empty."""
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
-        if all(_is_message(message) for message in value):
-            return [{"role": message["role"], "content": message["content"]} for message in value]
-        raise InputError(
-            f"{where}: field {field_name!r} is a list, but not of chat messages.",
-            "A message is an object with the texts `role` and `content`.",
-        )
-    found = "empty" if value is None or isinstance(value, str | Sequence) else f"a {type(value).__name__}"
-    raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _final_answer(answer: Any) -> Any:
-    """The part after `####`, where an answer has the form of GSM8K (a worked solution, then `#### 72`)."""
-    if isinstance(answer, str) and "\n#### " in answer:
-        return answer.rsplit("\n#### ", 1)[1].strip()
-    return answer
-
-
-def instructions(data: DataConfig) -> str:
-    """What is said to the model beside the rows themselves."""
-    return "\n".join(filter(None, (data.system_prompt, data.prompt_suffix)))
-
-
-def limited(rows: int, size: int | None) -> int:
-    """Rows to use of a source that has `rows`."""
-    return rows if size is None else min(rows, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlctl.config.schema import RewardTerm
-from rlctl.data.prompts import GymTask
+from rlctl.data.rows import GymTask
 from rlctl.envs.extraction import DESCRIPTION, Extraction
 from rlctl.envs.scorers import Scorer, build_scorer
 

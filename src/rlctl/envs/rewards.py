@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from rlctl.config.schema import RewardConfig, RewardTerm
-from rlctl.data.prompts import PromptSource, suggest
+from rlctl.data.names import suggest
+from rlctl.data.rows import PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.plan import RewardPlan
 from rlctl.envs.scorers import BUILT_IN, is_built_in

@@ -7,7 +7,7 @@ import math
 from typing import Any, Protocol
 
 from rlctl.config.schema import RewardTerm
-from rlctl.data.prompts import GymTask, PromptRow
+from rlctl.data.rows import GymTask, PromptRow
 from rlctl.envs.extraction import Extraction, as_number, extract
 from rlctl.envs.user_function import UserScorer
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from rlctl.data.prompts import PromptRow
+from rlctl.data.rows import PromptRow
 from rlctl.envs.plan import RewardPlan
 from rlctl.envs.scorers import Scorer, is_built_in
 from rlctl.errors import RlctlError

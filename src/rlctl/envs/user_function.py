@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlctl.data.prompts import PromptRow, suggest, suggest_file
+from rlctl.data.names import suggest, suggest_file
+from rlctl.data.rows import PromptRow
 from rlctl.errors import InputError
 
 ARGUMENTS = ("completion", "answer", "prompt")

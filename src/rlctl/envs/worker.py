@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rlctl.data.prompts import PromptRow
+from rlctl.data.rows import PromptRow
 from rlctl.envs.plan import RewardPlan
 from rlctl.envs.scorers import weighted_sum
 from rlctl.envs.scoring_child import Score, Work

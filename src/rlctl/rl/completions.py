@@ -21,7 +21,7 @@ from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, Resolved, Value, build
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder
-from rlctl.data.prompts import PromptRow
+from rlctl.data.rows import PromptRow
 from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts

@@ -9,7 +9,8 @@ from pathlib import Path
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder
 from rlctl.data.order import PromptOrder
-from rlctl.data.prompts import PromptRow, PromptSource, open_prompts
+from rlctl.data.prompts import open_prompts
+from rlctl.data.rows import PromptRow, PromptSource
 from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import InputError
 

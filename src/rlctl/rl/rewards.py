@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rlctl.cluster.workers import WorkerGroup
-from rlctl.data.prompts import PromptRow
 from rlctl.data.rollouts import Rollout
+from rlctl.data.rows import PromptRow
 from rlctl.envs.worker import GroupScores, ScoreRequest
 from rlctl.rl.grpo import Scores
 

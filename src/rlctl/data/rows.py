@@ -1,0 +1,125 @@
+"""Rows of prompts: one question each, with its reference answer and whatever else its source knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from rlctl.config.schema import DataConfig
+from rlctl.data.names import suggest
+from rlctl.errors import InputError
+
+GYM_PREFIX = "reasoning-gym:"
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One question."""
+
+    index: int
+    """Row of the source, from 0."""
+    where: str
+    """How to name the row in a message, for example `data.jsonl, line 3`."""
+    prompt: str | Messages
+    """A text, or chat messages with `role` and `content`."""
+    answer: Any
+    """The reference answer; None where the source has none."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """The other fields of the row, for reward functions."""
+
+    @property
+    def question(self) -> str:
+        """The prompt as one text: of messages, the last that is the user's."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return next((m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1]["content"])
+
+
+@dataclass(frozen=True)
+class GymTask:
+    """A reasoning-gym task with its parameters, from which any process can rebuild its questions and its scorer."""
+
+    name: str
+    params: dict[str, Any]
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """A finite, indexable source of prompts."""
+
+    label: str
+    """What the user called it."""
+    task: GymTask | None
+    """The task, where it brings its own scorer."""
+    instructions: str
+    """What the system prompt and the suffix add to every prompt."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> PromptRow: ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the manifest keeps to tell on resume whether the data is still the same."""
+        ...
+
+
+def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
+    """The row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
+    require_fields(record, data, where)
+    prompt = checked_prompt(record[data.prompt_field], data.prompt_field, where)
+    fields = {name: value for name, value in record.items() if name not in (data.prompt_field, data.answer_field)}
+    answer = record.get(data.answer_field)
+    return PromptRow(index, where, prompt, _final_answer(answer), fields)
+
+
+def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
+    """InputError unless the prompt and answer fields are among `present`.
+
+    The answer field may be absent only under its default name: a reward function may need none.
+    """
+    names = list(present)
+    for key, name in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
+        if name in names or (name == "answer" and key == "data.answer_field"):
+            continue
+        near = suggest(name, names)
+        hint = near if near else f"Its fields are {', '.join(names) or 'none'}; name the right one with --set {key}=..."
+        raise InputError(f"{where}: no field {name!r} ({key}).", hint)
+
+
+def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
+    """The prompt, if it is a text or a list of chat messages that is not empty."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
+        if all(_is_message(message) for message in value):
+            return [{"role": message["role"], "content": message["content"]} for message in value]
+        raise InputError(
+            f"{where}: field {field_name!r} is a list, but not of chat messages.",
+            "A message is an object with the texts `role` and `content`.",
+        )
+    found = "empty" if value is None or isinstance(value, str | Sequence) else f"a {type(value).__name__}"
+    raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _final_answer(answer: Any) -> Any:
+    """The part after `####`, where an answer has the form of GSM8K (a worked solution, then `#### 72`)."""
+    if isinstance(answer, str) and "\n#### " in answer:
+        return answer.rsplit("\n#### ", 1)[1].strip()
+    return answer
+
+
+def instructions(data: DataConfig) -> str:
+    """What is said to the model beside the rows themselves."""
+    return "\n".join(filter(None, (data.system_prompt, data.prompt_suffix)))
+
+
+def limited(rows: int, size: int | None) -> int:
+    """Rows to use of a source that has `rows`."""
+    return rows if size is None else min(rows, size)
