@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,13 @@ SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.backends.vllm.e
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 32
 LIMIT_S = 280.0
 NOISE = 0.02
+
+
+def llama_of(gigabytes: float) -> ModelFacts:
+    """A Llama of about this size in bfloat16, with tensors as wide as those of published models."""
+    layer = 4 * 2048 * 2048 // 2 * 3 // 2 + 3 * 2048 * 5632
+    layers = max(1, round((gigabytes * 5e8 - 2 * 16000 * 2048) / layer))
+    return ModelFacts("llama", layers, 2048, 16, 8, 128, 5632, 16000, 4096, norm_eps=1e-5)
 
 
 def write_model(directory: Path, facts: ModelFacts) -> None:
@@ -121,11 +127,11 @@ def measure(
     return found
 
 
-def engine(args: argparse.Namespace, facts_of: Any) -> dict[str, Any]:
+def engine(args: argparse.Namespace) -> dict[str, Any]:
     """Every way to receive, for every size."""
     found = []
     for gigabytes in args.gb:
-        facts = replace(facts_of(gigabytes), max_length=4096)
+        facts = llama_of(gigabytes)
         with tempfile.TemporaryDirectory(prefix="refit-engine-") as work, ray_session(None):
             write_model(Path(work), facts)
             for plain in [kept == "plain" for kept in args.kept]:
