@@ -87,6 +87,24 @@ def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, c
     assert not (files / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--reward", "exact-mach"], "exact-mach"),
+        (["--reward", "absent.py:score"], "absent.py"),
+        (["--tokenizer", "./absent"], "--tokenizer ./absent"),
+        (["--chat-template", "absent.jinja"], "absent.jinja"),
+        (["--set", "refit.mover=disk"], "refit.directory"),
+        (["--set", "training.tp=3"], "training.tp"),
+        (["--run-dir", "sums.jsonl"], "sums.jsonl is a file"),
+    ],
+)
+def test_names_and_plan_are_looked_at_before_data_and_tokenizer(files, tiny_llama, capsys, monkeypatch, more, said):
+    monkeypatch.setattr("rlctl.rl.job.StepPrompts.open", lambda *_: pytest.fail("data and tokenizer were opened"))
+    assert run(train(tiny_llama, *more)) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama):
     rlctl = str(Path(sys.executable).with_name("rlctl"))  # a process of its own: this one may be part of a Ray session
     for _ in range(2):

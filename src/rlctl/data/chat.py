@@ -47,7 +47,7 @@ class PromptEncoder:
 
         Raises InputError for a template that is missing or does not render.
         """
-        template = _read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
+        template = read_template(model.chat_template) if model.chat_template else tokenizer.chat_template
         if isinstance(template, dict):  # some tokenizers name several
             template = template.get("default") or next(iter(template.values()))
         encoder = cls(
@@ -125,8 +125,8 @@ def _plain(messages: Messages) -> str:
     return "\n".join([*lines, "Answer:"])
 
 
-def _read_template(template: str) -> str:
-    """The template itself, or the text of the file that it names."""
+def read_template(template: str) -> str:
+    """The template itself, or the text of the file that it names. Raises InputError where it is neither."""
     if "{{" in template or "{%" in template:
         return template
     path = Path(template)

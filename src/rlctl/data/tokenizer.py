@@ -34,6 +34,12 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
         ) from error
 
 
+def require_directory(tokenizer: str | None) -> None:
+    """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
+    if tokenizer and tokenizer.startswith(("/", ".", "~")) and not Path(tokenizer).expanduser().is_dir():
+        raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
+
+
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | str) -> tuple[int, ...]:
     """Tokens that end a completion: the tokenizer's own, and those of the model's generation_config.json; sorted."""
     ids = {tokenizer.eos_token_id}

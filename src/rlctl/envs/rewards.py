@@ -30,6 +30,23 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     return dataclasses.replace(plan, notes=_trial(plan, source))
 
 
+def require_known(reward: RewardConfig) -> None:
+    """Raises InputError for a scorer that no data could bring: an unknown name, or a file that is not there."""
+    for term in reward.terms:
+        _known_name(term.name)
+
+
+def _known_name(name: str) -> str:
+    """The name as the scoring process understands it."""
+    if is_built_in(name):
+        return name
+    if ":" in name or name.endswith(".py"):
+        path, function = split_reference(name)
+        return f"{path}:{function}"
+    hint = suggest(name, BUILT_IN) or f"Rewards are {', '.join(BUILT_IN)} and path/to/file.py:function."
+    raise InputError(f"Unknown reward {name!r} (--reward).", hint)
+
+
 def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTerm, ...]:
     """The terms, with paths made absolute; a task's own scorer where none are given."""
     terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
@@ -49,11 +66,7 @@ def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTe
 def _checked_name(name: str, source: PromptSource) -> str:
     """The name as the scoring process understands it, if it fits the data."""
     if not is_built_in(name):
-        if ":" in name or name.endswith(".py"):
-            path, function = split_reference(name)
-            return f"{path}:{function}"
-        hint = suggest(name, BUILT_IN) or f"Rewards are {', '.join(BUILT_IN)} and path/to/file.py:function."
-        raise InputError(f"Unknown reward {name!r} (--reward).", hint)
+        return _known_name(name)
     if name == "task":
         if source.task is None:
             raise InputError(

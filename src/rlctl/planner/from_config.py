@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 from rlctl.config.schema import LoraConfig, RlctlConfig
-from rlctl.errors import MachineError
+from rlctl.errors import ConfigError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, local_cpu, make_cluster, match_device
@@ -137,6 +137,8 @@ def plan_from_config(
     cluster = cluster_from_config(config, assume)
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
+    if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
+        raise ConfigError("refit.mover = disk needs refit.directory.", "Name a directory that every node can write.")
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
         pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}

@@ -19,7 +19,9 @@ from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.source import ModelSource
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
-from rlctl.envs.rewards import RewardPlan, prepare_rewards
+from rlctl.data.chat import read_template
+from rlctl.data.tokenizer import require_directory
+from rlctl.envs.rewards import RewardPlan, prepare_rewards, require_known
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import plan_from_config
@@ -178,6 +180,7 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     """
     resolved.require_supported()
     config = resolved.config
+    _require_places(config)
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
         require_devices(early, config)
@@ -204,6 +207,14 @@ def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
     refuse_unrunnable(plan)
     planned_crew(resolved.with_values(plan.config_values()).config, facts, plan, Path(), None)
     return plan
+
+
+def _require_places(config: RlctlConfig) -> None:
+    """Raises InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
+    require_directory(config.model.tokenizer)
+    if config.model.chat_template:
+        read_template(config.model.chat_template)
+    require_known(config.reward)
 
 
 def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:

@@ -40,6 +40,8 @@ def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: 
 
 
 def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
+    if resolved.config.run.dir:
+        RunDirectory(Path(resolved.config.run.dir)).require_place()
     job = prepare_job(resolved, display.say, starts=True)
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
     with _locked(run, run.create):

@@ -51,6 +51,15 @@ class RunDirectory:
     def report(self) -> Path:
         return self.path / "report.html"
 
+    def require_place(self) -> None:
+        """Raises InputError where `create` cannot make the directory, without making anything."""
+        self._require_free()
+        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise InputError(
+                f"--run-dir {self.path} cannot be made: {parent} cannot be written to.", "Name another directory."
+            )
+
     def create(self) -> None:
         """Make a run directory and lock it; logs of a run that did not start are cleared away.
 
