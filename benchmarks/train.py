@@ -1,7 +1,7 @@
 """Seconds, tokens per second and memory of one training step (forward, backward, optimizer) against transformers on the
 same batch.
 
-    python benchmarks/train.py --model DIR [--shape 8x4x45x16 --shape 4x4x64x64 --shape 2x2x64x448 --threads 2]
+    python benchmarks/train.py --model DIR [--shape 4x4x45x16 --shape 2x4x64x64 --shape 1x2x64x448 --threads 2]
 
 A shape is prompts x completions of each x tokens of a prompt x most new tokens. The batch is that of a GRPO step:
 groups of completions behind one prompt, of uneven lengths. transformers gets it as TRL does, padded to a rectangle,
@@ -32,7 +32,7 @@ from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.data.rollouts import RolloutColumns
 
-SHAPES = ("8x4x45x16", "4x4x64x64", "2x2x64x448")
+SHAPES = ("4x4x45x16", "2x4x64x64", "1x2x64x448")
 LR = 0.0  # the work of a step without its effect: all three see the same weights, and their norms can be compared
 
 
@@ -175,6 +175,7 @@ def main() -> None:
     with policy(args.model, args.threads) as worker:
         for shape in args.shape or SHAPES:
             report[shape] = measure(worker, model, Shape.parse(shape), args)
+            print(shape, json.dumps(report[shape]), file=sys.stderr, flush=True)  # should the rest take too long
     json.dump(report, sys.stdout, indent=1)
     print()
 
