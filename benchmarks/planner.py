@@ -20,6 +20,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from published_refits import GATHERING, GATHERING_BOUNDS, GatheringConstants, gathering_refit_time, show_shard_to_shard
 from published_rows import PHASES, PROVEN, Row, device_of, facts_of, size, usable, workload_of
 
 from rlctl.errors import RlctlError
@@ -28,11 +29,11 @@ from rlctl.planner import memory as mem
 from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.cluster import GIB, make_cluster
-from rlctl.planner.constants import BOUNDS, DEFAULTS, Constants
 from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.parameters import count
 from rlctl.planner.plan import Plan, make_plan
 from rlctl.planner.workload import Workload
+from rlctl.telemetry.phases import Phase
 
 FITTED = (
     "matmul_efficiency", "fp8_efficiency", "fp4_efficiency", "traffic", "moe_layer_host_s", "expert_host_s",
@@ -41,7 +42,7 @@ FITTED = (
 )  # fmt: skip
 
 
-def for_row(row: Row, constants: Constants) -> Constants:
+def for_row(row: Row, constants: GatheringConstants) -> GatheringConstants:
     """Megatron-Bridge's performance tables run with balanced routing forced and a fused cross-entropy."""
     if row.fields["kind"] != "pretrain" and "megatron-bridge perf" not in row.fields["source"]:
         return constants
@@ -62,7 +63,7 @@ class Fit:
         return self.row.cluster.device.memory - self.training.total
 
 
-def fit_of(row: Row, constants: Constants = DEFAULTS) -> Fit:
+def fit_of(row: Row, constants: GatheringConstants = GATHERING) -> Fit:
     """The memory of a published layout against the device. Where a pretraining table does not state recomputation, the
     least that fits is taken."""
     constants = for_row(row, constants)
@@ -81,7 +82,7 @@ def fit_of(row: Row, constants: Constants = DEFAULTS) -> Fit:
     return Fit(row, memory, mode, tuple(problems))
 
 
-def generation_fit(row: Row, generation: GenerationChoice, constants: Constants) -> list[str]:
+def generation_fit(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> list[str]:
     _, tokens = plan_kv(row.facts, generation, row.workload, row.cluster, constants)
     problems = []
     if tokens < row.workload.max_length:
@@ -93,7 +94,7 @@ def generation_fit(row: Row, generation: GenerationChoice, constants: Constants)
     return problems
 
 
-def seconds_of(row: Row, constants: Constants = DEFAULTS) -> dict[str, float]:
+def seconds_of(row: Row, constants: GatheringConstants = GATHERING) -> dict[str, float]:
     """Predicted seconds of the published layout by phase, with `total`."""
     constants = for_row(row, constants)
     choice = replace(row.training, recompute=fit_of(row, constants).recompute)
@@ -104,14 +105,12 @@ def seconds_of(row: Row, constants: Constants = DEFAULTS) -> dict[str, float]:
         generation = sized(row, row.generation, constants)
         seconds["generation"] = generation_time(row.facts, generation, row.workload, row.cluster, constants).total
         seconds["logprobs"] = timing.logprobs_time(row.facts, choice, row.workload, row.cluster, constants)
-        seconds["refit"] = timing.refit_time(
-            row.facts, choice, row.cluster, row.colocated, generation.weight_bytes, generation.tp, constants
-        )
+        seconds["refit"] = gathering_refit_time(row.facts, choice, generation, row.cluster, row.colocated, constants)
         seconds["other"] = constants.other_s + constants.reward_s
     return seconds | {"total": sum(seconds.values())}
 
 
-def sized(row: Row, generation: GenerationChoice, constants: Constants) -> GenerationChoice:
+def sized(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> GenerationChoice:
     free, tokens = plan_kv(row.facts, generation, row.workload, row.cluster, constants)
     return replace(generation, kv_cache_bytes=free, kv_cache_tokens=max(1, tokens))
 
@@ -259,7 +258,7 @@ def show_vllm_profile(path: Path) -> None:
             if facts is None or not line["activation_gib"]:
                 continue
             old = "pre-0.17" in line["vllm"] or "v0.15" in line["vllm"]
-            constants = replace(DEFAULTS, sampler_bytes=40.0 if old else 16.0)
+            constants = replace(GATHERING, sampler_bytes=40.0 if old else 16.0)
             quantised = 1.0 if "FP8" in line["model"] else 0.55 if "gpt-oss" in line["model"] else 2.0
             choice = GenerationChoice(
                 1, int(line["tp"] or 1), max_concurrent=1024, weight_bytes=quantised, memory_fraction=0.9
@@ -283,7 +282,7 @@ def show_vllm_profile(path: Path) -> None:
 # --- times
 
 
-def show_times(rows: list[Row], constants: Constants = DEFAULTS) -> None:
+def show_times(rows: list[Row], constants: GatheringConstants = GATHERING) -> None:
     section("Published step times: predicted / published seconds")
     totals, phases = [], []
     for row in rows:
@@ -394,10 +393,14 @@ def throughput(row: Row) -> float | None:
 # --- leave one out
 
 
-def observations(rows: list[Row]) -> list[tuple[str, Row, Callable[[Constants], float], float]]:
-    """(group, row, prediction under constants, published) of everything that is fitted to. Rows of one model on one
-    machine are one group, and are left out together: they are not independent."""
-    found: list[tuple[str, Row, Callable[[Constants], float], float]] = []
+Observation = tuple[str, Row, Callable[[GatheringConstants], float], float]
+"""(group, row, prediction under constants, published)"""
+
+
+def observations(rows: list[Row]) -> list[Observation]:
+    """Everything that is fitted to. Rows of one model on one machine are one group, and are left out together: they are
+    not independent."""
+    found: list[Observation] = []
     for row in rows:
         group = f"{row.fields['model']} {row.cluster.device.name}"
         if row.fields["kind"] == "rl" and row.published("train_s"):
@@ -408,14 +411,16 @@ def observations(rows: list[Row]) -> list[tuple[str, Row, Callable[[Constants], 
         seen = throughput(row)
         if seen:
 
-            def rate(c: Constants, row: Row = row) -> float:
+            def rate(c: GatheringConstants, row: Row = row) -> float:
                 return row.workload.tokens(1.0) / seconds_of(row, c)["training"] / row.cluster.gpus
 
             found.append((group, row, rate, seen))
     return found
 
 
-def loss(constants: Constants, data: Iterable[tuple[str, Row, Callable[[Constants], float], float]]) -> float:
+def loss(
+    constants: GatheringConstants, data: Iterable[tuple[str, Row, Callable[[GatheringConstants], float], float]]
+) -> float:
     """Mean absolute logarithm of predicted over published, each group weighted the same."""
     groups: dict[str, list[float]] = {}
     for group, _, predict, seen in data:
@@ -423,13 +428,15 @@ def loss(constants: Constants, data: Iterable[tuple[str, Row, Callable[[Constant
     return sum(sum(v) / len(v) for v in groups.values()) / max(1, len(groups))
 
 
-def fitted(data: list[tuple[str, Row, Callable[[Constants], float], float]], rounds: int = 2) -> Constants:
+def fitted(
+    data: list[tuple[str, Row, Callable[[GatheringConstants], float], float]], rounds: int = 2
+) -> GatheringConstants:
     """Coordinate descent over `FITTED`, each constant within its bounds, from the defaults."""
-    constants = DEFAULTS
+    constants = GATHERING
     best = loss(constants, data)
     for _ in range(rounds):
         for name in FITTED:
-            low, high = BOUNDS[name]
+            low, high = GATHERING_BOUNDS[name]
             for factor in (0.75, 0.88, 1.12, 1.3):
                 value = min(high, max(low, getattr(constants, name) * factor))
                 tried = replace(constants, **{name: value})
@@ -443,8 +450,8 @@ def show_fit(rows: list[Row]) -> None:
     section("Leave one out: constants fitted to all other groups, error on the one left out")
     data = observations(rows)
     everything = fitted(data)
-    print(f"defaults {loss(DEFAULTS, data):.3f}, fitted to all {loss(everything, data):.3f} (mean |ln ratio| a group)")
-    print("   " + "  ".join(f"{n} {getattr(DEFAULTS, n):.3g} -> {getattr(everything, n):.3g}" for n in FITTED))
+    print(f"defaults {loss(GATHERING, data):.3f}, fitted to all {loss(everything, data):.3f} (mean |ln ratio| a group)")
+    print("   " + "  ".join(f"{n} {getattr(GATHERING, n):.3g} -> {getattr(everything, n):.3g}" for n in FITTED))
     outside = []
     for group in dict.fromkeys(g for g, *_ in data):
         rest, left = [d for d in data if d[0] != group], [d for d in data if d[0] == group]
@@ -453,10 +460,10 @@ def show_fit(rows: list[Row]) -> None:
         outside.append(error)
         print(
             f"   {group:<44} left out {100 * (math.exp(error) - 1):4.0f}%  with the defaults "
-            f"{100 * (math.exp(loss(DEFAULTS, left)) - 1):4.0f}%"
+            f"{100 * (math.exp(loss(GATHERING, left)) - 1):4.0f}%"
         )
     print(f"median error of a group that was left out: {100 * (math.exp(median(outside)) - 1):.0f}%")
-    at_bounds = [n for n in FITTED if getattr(everything, n) in BOUNDS[n]]
+    at_bounds = [n for n in FITTED if getattr(everything, n) in GATHERING_BOUNDS[n]]
     print(f"constants at a bound: {', '.join(at_bounds) or 'none'}")
 
 
@@ -473,15 +480,26 @@ def show_choices(rows: list[Row]) -> None:
             row.facts, row.cluster, row.workload, gradient_bytes=row.training.gradient_bytes, prefer_runnable=False
         )
         took = time.perf_counter() - began
-        published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))
-        verdict = "no worse" if plan.total_s <= published["total"] * 1.01 else "WORSE"
+        published = seconds_of(replace(row, training=replace(row.training, grouped_experts=True)))["total"]
+        own = with_gathering_refit(plan)
+        verdict = "no worse" if own <= published * 1.01 else "WORSE"
         print(
-            f"   {row.name} published {row.training.name()}: {published['total']:.0f} s; own {plan.name()}: "
-            f"{plan.total_s:.0f} s, {verdict} ({took:.2f} s to plan)"
+            f"   {row.name} published {row.training.name()}: {published:.0f} s; own {plan.name()}: "
+            f"{own:.0f} s, {verdict} ({took:.2f} s to plan)"
         )
         print(f"       {difference(row, plan)}")
         for rejected in plan.rejected[:2]:
             print(f"       {rejected.plan}: {rejected.why}")
+
+
+def with_gathering_refit(plan: Plan) -> float:
+    """Seconds of a step of `plan` if it moved weights as the published systems do: only the layouts are compared."""
+    assert plan.training is not None
+    assert plan.generation is not None
+    gathering = gathering_refit_time(
+        plan.facts, plan.training, plan.generation, plan.cluster, plan.colocated, GATHERING
+    )
+    return plan.total_s - plan.seconds[Phase.REFIT] + gathering
 
 
 def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
@@ -497,16 +515,17 @@ def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
             for pins in ({}, {"training.cp": cp})
         )
         seconds = {phase.value: value for phase, value in pinned.seconds.items()}
+        seconds["refit"] += with_gathering_refit(pinned) - pinned.total_s
         cells = "  ".join(f"{phase} {seconds[phase]:.0f}/{fields[field]}" for phase, field in PHASES.items())
-        gain = own.total_s / pinned.total_s - 1
+        gain = with_gathering_refit(own) / with_gathering_refit(pinned) - 1
         print(
             f"   {number:>3} {fields['model'].rsplit('/', 1)[-1]} on {cluster.gpus}: published CP{cp} (TP and PP not "
-            f"stated); best with it {pinned.name()}: {pinned.total_s:.0f} s; own {own.name()}: "
-            f"{own.total_s:.0f} s ({100 * gain:+.1f}%)\n       phases predicted/published: {cells}"
+            f"stated); best with it {pinned.name()}: {with_gathering_refit(pinned):.0f} s; own {own.name()}: "
+            f"{with_gathering_refit(own):.0f} s ({100 * gain:+.1f}%)\n       phases predicted/published: {cells}"
         )
         tokens = workload.samples * workload.max_length
         print(
-            f"       {workload.tokens(DEFAULTS.length_sigma) / 1e6:.1f} M tokens a step in packed rows; padded to "
+            f"       {workload.tokens(GATHERING.length_sigma) / 1e6:.1f} M tokens a step in packed rows; padded to "
             f"{workload.max_length} they would be {tokens / 1e6:.1f} M, and forward passes of those alone "
             f"{2 * count(facts).total * tokens / cluster.gpus / 4e14:.0f} s at 400 TFLOP/s a GPU"
         )
@@ -522,7 +541,7 @@ def difference(row: Row, plan: Plan) -> str:
         time_ = timing.training_time(row.facts, chosen, row.workload, row.cluster)
         forward = timing.logprobs_time(row.facts, chosen, row.workload, row.cluster)
         memory = mem.training_memory(
-            row.facts, chosen, row.workload, row.cluster, DEFAULTS.engine_asleep_bytes, time_.micro_batches
+            row.facts, chosen, row.workload, row.cluster, GATHERING.engine_asleep_bytes, time_.micro_batches
         )
         both.append(
             f"{choice.name()}: training {time_.total:.1f} s (bubble {time_.bubble:.1f}, tensor "
@@ -557,6 +576,8 @@ def main() -> None:
     show_memory_bounds(rows)
     show_vllm_profile(arguments.data / "vllm_memory_profile.csv")
     show_times(rows)
+    section("Published refits from shard to shard: predicted / published seconds")
+    show_shard_to_shard(arguments.data / "refit_numbers.csv")
     show_bounds(rows, arguments.rows)
     show_throughput(rows, arguments.rows)
     show_choices(rows)

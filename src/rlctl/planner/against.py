@@ -16,7 +16,7 @@ SUSPECTS = {
     Phase.REWARD: "reward_s",
     Phase.LOGPROBS: "matmul_efficiency (CPU: CPU_MATMUL_EFFICIENCY)",
     Phase.TRAINING: "matmul_efficiency or packing_fill (CPU: CPU_MATMUL_EFFICIENCY)",
-    Phase.REFIT: "refit_bytes_per_s or refit_fixed_s",
+    Phase.REFIT: "refit_link_efficiency or refit_fixed_s",
     Phase.OTHER: "other_s",
 }
 TOLERANCE = 0.3

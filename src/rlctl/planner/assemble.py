@@ -8,6 +8,7 @@ from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB
 from rlctl.planner.generation import generation_memory, generation_time
+from rlctl.planner.refit import refit_time
 from rlctl.planner.result import Plan
 from rlctl.planner.search import Request
 from rlctl.telemetry.phases import Phase
@@ -97,10 +98,9 @@ def _seconds(
     seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
     if generation is not None:
         seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s
-        seconds[Phase.REFIT] = timing.refit_time(
-            request.facts, training.choice, cluster, colocated, generation.weight_bytes, generation.tp, constants,
-            mover=_mover(request, colocated),
-        )  # fmt: skip
+        seconds[Phase.REFIT] = refit_time(
+            request.facts, training.choice, generation, cluster, colocated, constants, mover=_mover(request, colocated)
+        )
     return seconds
 
 

@@ -70,13 +70,16 @@ class Constants:
     sampler_bytes: float = 16.0
     """vLLM 0.17 and later: bytes per sequence and vocabulary entry that the sampler's profile run holds
     (published memory profiles; 40 before 0.17)."""
-    # Refit, colocated
+    # Refit
     refit_fixed_s: float = 2.0
-    """Waking, sleeping, cache reset and the first handshakes."""
-    refit_tensor_s: float = 0.0006
-    """Per tensor: gathering it over its group, handing it over, loading it."""
-    refit_bytes_per_s: float = 12e9
-    """Bytes of a full copy that one device can gather, hand over and load."""
+    """Waking, sleeping and cache reset, where both engines share devices."""
+    refit_handshake_s: float = 0.2
+    """Starting and ending a transfer on all ranks (a published 8 GB shard-to-shard refit takes 0.21 to 0.34 s)."""
+    refit_piece_s: float = 1e-5
+    """Launching the copy of one tensor's part (kernel launch)."""
+    refit_link_efficiency: float = 0.4
+    """Of a link, by boxes of many tensors (published shard-to-shard refits over 400 Gb/s a device: 0.06 for 1 GB a
+    receiver, 0.15 for 8, 0.30 and 0.46 for 42 and 50)."""
     disk_bytes_per_s: float = 2e9
     """Through a file system that every node sees (a parallel file system gives one client 1 to 4 GB/s)."""
     pageable_copy: float = 0.25
@@ -97,8 +100,8 @@ class Constants:
     """Resident size of a Python process with torch and Megatron or vLLM loaded."""
     logit_copy_bytes: float = 4.0
     """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
-    staging_bytes: float = 1.0 * GIB
-    """Bucket of gathered tensors that a refit holds on each side."""
+    staging_bytes: float = 0.25 * GIB
+    """What a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is packed."""
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -115,8 +118,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "decode_step_s": (0.001, 0.010),
     "decode_bandwidth_efficiency": (0.5, 0.9),
     "refit_fixed_s": (0.2, 6.0),
-    "refit_tensor_s": (0.0, 0.002),
-    "refit_bytes_per_s": (2e9, 50e9),
 }
 """Physical limits of what may be fitted."""
 

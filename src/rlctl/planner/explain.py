@@ -9,6 +9,7 @@ from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
 from rlctl.planner.parameters import count
 from rlctl.planner.plan import Plan
+from rlctl.planner.refit import refit_time, remote_share, tensor_count
 from rlctl.planner.stages import Stage, rank_parameters, stages, trained_parameters
 
 
@@ -107,15 +108,19 @@ def _generation(plan: Plan, constants: Constants) -> list[str]:
 
 
 def _refit(plan: Plan, constants: Constants) -> list[str]:
-    payload = count(plan.facts).total * (4 if plan.training.precision == "float32" else 2)
-    seconds = timing.refit_time(
-        plan.facts,
-        plan.training,
-        plan.cluster,
-        plan.colocated,
-        2.0,
-        plan.generation.tp if plan.generation else 1,
-        constants,
-        mover=plan.mover,
+    assert plan.training is not None
+    assert plan.generation is not None
+    received, pieces = weight_bytes(plan.facts, plan.generation), tensor_count(plan.facts)
+    far = remote_share(plan.training, plan.cluster, plan.colocated)
+    seconds = refit_time(
+        plan.facts, plan.training, plan.generation, plan.cluster, plan.colocated, constants, mover=plan.mover
     )
-    return [f"  {payload / 1e9:.2f} GB in {timing.tensor_count(plan.facts)} tensors by {plan.mover}: {seconds:.2f} s"]
+    lines = [f"  {received / 1e9:.2f} GB a worker in parts of {pieces} tensors by {plan.mover}: {seconds:.2f} s"]
+    if not plan.cluster.is_cpu:
+        device, efficiency = plan.cluster.device, constants.refit_link_efficiency
+        lines.append(
+            f"  {far:.0%} of it from other nodes at {device.network * efficiency / 1e9:.1f} GB/s, the rest at "
+            f"{device.link * efficiency / 1e9:.0f} GB/s ({efficiency:.0%} of the links), "
+            f"{1e6 * constants.refit_piece_s:.0f} us a tensor, {constants.refit_handshake_s:g} s of handshakes"
+        )
+    return lines

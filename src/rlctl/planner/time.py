@@ -1,4 +1,4 @@
-"""Predicted seconds of training, log-probs and refit, from operations, bytes and rates.
+"""Predicted seconds of training and log-probs, from operations, bytes and rates.
 
 Communication volumes follow Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198).
 """
@@ -268,7 +268,7 @@ def training_time(
     bubble = (choice.pp - 1) / choice.vpp * micro
     data, optimizer = _data_seconds(facts, choice, cluster, compute, number, constants)
     steps = workload.optimizer_steps
-    onload = _offload_seconds(facts, choice, cluster, constants) if colocated and workload.rollouts else 0.0
+    onload = offload_seconds(facts, choice, cluster, constants) if colocated and workload.rollouts else 0.0
     return TrainingTime(number, forward, steps * compute, steps * bubble, steps * data, steps * optimizer, onload)
 
 
@@ -303,7 +303,7 @@ def _data_seconds(
     return exposed, update + constants.optimizer_step_s
 
 
-def _offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+def offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
     """Optimizer states from device to host memory or back."""
     if cluster.is_cpu or choice.optimizer_offload:
         return 0.0
@@ -327,59 +327,6 @@ def logprobs_time(
     forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
     fixed = 0.0 if cluster.is_cpu else 1.0
     return passes * (number * workload.optimizer_steps + choice.pp - 1) * forward.total + fixed
-
-
-def tensor_count(facts: ModelFacts) -> int:
-    """Tensors of the published checkpoint, about."""
-    dense, moe = 9 + 3 * facts.qkv_bias + 2 * facts.qk_norm, 0
-    if facts.moe is not None:
-        moe = 3 * facts.moe.experts + 1
-    moe_layers = sum(facts.is_moe_layer(layer) for layer in range(facts.layers))
-    return facts.layers * dense + moe_layers * moe + 3
-
-
-def refit_time(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    cluster: ClusterFacts,
-    colocated: bool,
-    weight_bytes: float = 2.0,
-    receivers: int = 1,
-    constants: Constants = DEFAULTS,
-    *,
-    mover: str | None = None,
-) -> float:
-    """Seconds to bring new weights into the engines, offloading before and waking after included. `mover` None: the
-    fastest there is."""
-    payload = counted(facts).total * (4 if choice.precision == "float32" else 2)
-    detour = _detour_seconds(payload, cluster, mover, constants)
-    if cluster.is_cpu:
-        return detour + 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
-    if colocated:
-        gathered = payload / constants.refit_bytes_per_s
-        return (
-            constants.refit_fixed_s
-            + tensor_count(facts) * constants.refit_tensor_s
-            + gathered
-            + detour
-            + _offload_seconds(facts, choice, cluster, constants)
-        )
-    rate = cluster.device.network * constants.network_efficiency * 0.6
-    return (
-        detour
-        + constants.refit_fixed_s / 2
-        + tensor_count(facts) * constants.refit_tensor_s / 4
-        + payload / max(1, receivers) / rate
-    )
-
-
-def _detour_seconds(payload: float, cluster: ClusterFacts, mover: str | None, constants: Constants) -> float:
-    """What a mover costs that does not hand weights over in the devices' memory: one copy written and read."""
-    if mover == "disk":
-        return 2 * payload / constants.disk_bytes_per_s
-    if mover == "shared-memory" and not cluster.is_cpu:
-        return 2 * payload / (cluster.device.host_link * constants.pageable_copy)
-    return 0.0
 
 
 def model_flops(

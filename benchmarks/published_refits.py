@@ -1,0 +1,84 @@
+"""Refits of published systems: those that gather each tensor before they hand it over, in whose step times a refit is
+such a one, and those that send shard to shard, as rlctl does."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
+from rlctl.planner.cluster import GIB, ClusterFacts, make_cluster
+from rlctl.planner.constants import BOUNDS, Constants
+from rlctl.planner.generation import counted
+from rlctl.planner.refit import refit_time, tensor_count
+from rlctl.planner.time import offload_seconds
+
+
+@dataclass(frozen=True)
+class GatheringConstants(Constants):
+    """The planner's constants, and those of a refit that gathers."""
+
+    refit_tensor_s: float = 0.0006
+    """Per tensor: gathering it over its group, handing it over, loading it."""
+    refit_bytes_per_s: float = 12e9
+    """Bytes of a full copy that one device can gather, hand over and load."""
+    staging_bytes: float = 1.0 * GIB
+    """Bucket of gathered tensors that a refit holds on each side."""
+
+
+OWNERS = {"Qwen3": "Qwen/", "DeepSeek": "deepseek-ai/"}
+GATHERING = GatheringConstants()
+GATHERING_BOUNDS = BOUNDS | {"refit_tensor_s": (0.0, 0.002), "refit_bytes_per_s": (2e9, 50e9)}
+
+
+def gathering_refit_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    generation: GenerationChoice,
+    cluster: ClusterFacts,
+    colocated: bool,
+    constants: GatheringConstants,
+) -> float:
+    """Seconds of a published system's refit."""
+    payload = counted(facts).total * (4 if choice.precision == "float32" else 2)
+    each = tensor_count(facts) * constants.refit_tensor_s
+    if colocated:
+        offload = offload_seconds(facts, choice, cluster, constants)
+        return constants.refit_fixed_s + each + payload / constants.refit_bytes_per_s + offload
+    rate = cluster.device.network * constants.network_efficiency * 0.6
+    return constants.refit_fixed_s / 2 + each / 4 + payload / max(1, generation.tp) / rate
+
+
+def show_shard_to_shard(path: Path) -> None:
+    """Predicted against published seconds of refits that send shard to shard between two groups of GPUs."""
+    errors = []
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["mode"].endswith("shard-to-shard")]
+    for row in rows:
+        facts = lookup(OWNERS.get(row["model"].partition("-")[0], "") + row["model"])
+        if facts is None or row["precision"] != "bf16" or "->" not in row["mapping"]:
+            continue
+        trains, serves = (_sizes(part) for part in row["mapping"].split("->"))
+        policy = _policy(trains)
+        generation = GenerationChoice(tp=serves.get("TP", 1))
+        gpus = policy.world_size + generation.tp * serves.get("DP", 1)
+        cluster = make_cluster(row["hardware"].lower(), -(-gpus // 8), 8)
+        predicted = refit_time(facts, policy, generation, cluster, False)
+        seen = median(float(text) for text in row["seconds"].split("-"))
+        errors.append(abs(predicted / seen - 1))
+        print(f"   {row['model']:<16} {row['mapping']:<22} {row['hardware']:<6} {predicted:.2f}/{row['seconds']} s")
+    print(f"median error {100 * median(errors):.0f}% of {len(errors)}")
+
+
+def _sizes(text: str) -> dict[str, int]:
+    return {name: int(size) for name, size in re.findall(r"([A-Z]+)(\d+)", text)}
+
+
+def _policy(sizes: dict[str, int]) -> TrainingChoice:
+    dp = max(sizes.get("DP", 1), sizes.get("EP", 1))
+    return TrainingChoice(tp=sizes.get("TP", 1), pp=sizes.get("PP", 1), ep=sizes.get("EP", 1), dp=dp)
