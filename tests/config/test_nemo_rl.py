@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from rlctl.config.load import resolve
-from rlctl.config.nemo_rl import Import, import_recipe
+from rlctl.config.nemo_rl import import_recipe
 from rlctl.config.nemo_rl_file import is_nemo_rl, read_recipe
+from rlctl.config.nemo_rl_import import Import
 from rlctl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "nemo_rl"

@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
-from rlctl.config.nemo_rl import Import, import_recipe
+from rlctl.config.nemo_rl import import_recipe
 from rlctl.config.nemo_rl_file import is_nemo_rl
+from rlctl.config.nemo_rl_import import Import
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import preset_chain
 from rlctl.config.schema import RlctlConfig

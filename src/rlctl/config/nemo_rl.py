@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rlctl.config.nemo_rl_file import read_recipe
+from rlctl.config.nemo_rl_import import Entry, Import, Rule
+from rlctl.config.nemo_rl_table import RENAMED, RULES, finish
 from rlctl.errors import ConfigError
-
-Status = Literal["mapped", "not applicable", "changed", "not yet"]
-"""`changed`: runs, but not exactly as written; `not yet`: rlctl cannot run it."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What became of one key of the recipe."""
-
-    key: str
-    value: Any
-    status: Status
-    note: str
-    """The rlctl key, or the reason."""
-
-
-@dataclass
-class Import:
-    """A recipe in rlctl's words. `values` by dotted key."""
-
-    path: Path
-    values: dict[str, Any] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
-    source: dict[str, str] = field(default_factory=dict)
-    """The recipe's key of each value."""
-
-    @property
-    def unsupported(self) -> list[str]:
-        """What rlctl cannot run yet, a line each."""
-        return [f"{entry.key} = {entry.value}: {entry.note}" for entry in self.entries if entry.status == "not yet"]
-
-    @property
-    def changed(self) -> list[str]:
-        """What runs, but not exactly as written."""
-        return [f"{entry.key} = {entry.value}: {entry.note}" for entry in self.entries if entry.status == "changed"]
-
-    def set(self, key: str, value: Any, source: str) -> None:
-        self.values[key], self.source[key] = value, source
 
 
 def import_recipe(path: Path) -> Import:
     """Reads and maps a recipe. Raises ConfigError for what cannot be read, and for all keys that nobody knows."""
-    from rlctl.config.nemo_rl_table import RENAMED, RULES, finish
-
     recipe = read_recipe(path)
     result = Import(path)
     leaves = dict(_leaves(recipe))
@@ -70,9 +31,6 @@ def import_recipe(path: Path) -> Import:
     finish(result, leaves)
     result.entries.sort(key=lambda entry: list(leaves).index(entry.key) if entry.key in leaves else len(leaves))
     return result
-
-
-Rule = Callable[[Import, str, Any, Mapping[str, Any]], None]
 
 
 def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.nemo_rl import Entry, Import, Rule
+from rlctl.config.nemo_rl_import import Entry, Import, Rule
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 from rlctl.errors import ConfigError
 

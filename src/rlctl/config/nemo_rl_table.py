@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.config.nemo_rl import Entry, Import, Rule
+from rlctl.config.nemo_rl_import import Entry, Import, Rule
 from rlctl.config.nemo_rl_rules import (
     DDP,
     DTENSOR,

@@ -12,7 +12,8 @@ from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.planner import search
 from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, cpu_device
-from rlctl.planner.plan import Rejected, _plans
+from rlctl.planner.fitting import fitting_plans
+from rlctl.planner.result import Rejected
 from rlctl.planner.rules import Problem, generation_problems, lone_problem, training_problems
 from rlctl.planner.search import Request
 
@@ -38,7 +39,7 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
 
 def fits(request: Request) -> bool:
     """Whether any plan fits."""
-    return bool(_plans(request)[0])
+    return bool(fitting_plans(request)[0])
 
 
 def _broken_pin(request: Request) -> ConfigError | None:
@@ -147,7 +148,7 @@ def _cheapest_change(request: Request) -> str | None:
     """The first change that makes a plan fit which can be run; else the first that makes any fit."""
     planned = None
     for change in _changes(request):
-        plans = _plans(change.request)[0]
+        plans = fitting_plans(change.request)[0]
         if change.runs and any(plan.runnable for plan in plans):
             return f"It fits with {change.words}."
         if plans and planned is None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rlctl.errors import ConfigError, NoPlanError
 from rlctl.models.facts import ModelFacts
-from rlctl.planner import memory as mem
 from rlctl.planner import search
-from rlctl.planner.assemble import assemble, policy_asleep
-from rlctl.planner.choice import Adapters, TrainingChoice
-from rlctl.planner.cluster import GIB, ClusterFacts
+from rlctl.planner.choice import Adapters
+from rlctl.planner.cluster import ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.generation import generation_memory
+from rlctl.planner.fitting import device_seconds, fitting_plans, score
+from rlctl.planner.reasons import reasons_for
 from rlctl.planner.result import Plan, Reason, Rejected
-from rlctl.planner.rules import not_runnable
 from rlctl.planner.search import Request
 from rlctl.planner.workload import Workload
 
@@ -50,7 +47,7 @@ def make_plan(
     element = 4.0 if precision == "float32" else 2.0
     request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes)
     _check_mover(request)
-    plans, rejected = _plans(request)
+    plans, rejected = fitting_plans(request)
     if workload.goal == "frugal":
         plans = _frugal(request, plans)
     if not plans:
@@ -61,8 +58,6 @@ def make_plan(
         plans.sort(key=lambda plan: not plan.runnable)
     best = plans[0]
     others = _others(plans, best)[:top]
-    from rlctl.planner.reasons import reasons_for
-
     return replace(
         best,
         reasons=tuple(reasons_for(best, request, rejected)),
@@ -78,9 +73,9 @@ def _others(plans: list[Plan], best: Plan) -> list[Plan]:
         return plan.cluster.gpus if plan.workload.goal == "frugal" else plan.name()
 
     able = [plan for plan in plans if plan.runnable or not best.runnable or plan.workload.goal != "frugal"]
-    kinds = {kind(plan): plan for plan in sorted(able, key=_score, reverse=True)}
+    kinds = {kind(plan): plan for plan in sorted(able, key=score, reverse=True)}
     kinds.pop(kind(best), None)
-    return sorted(kinds.values(), key=_score)
+    return sorted(kinds.values(), key=score)
 
 
 def _check_mover(request: Request) -> None:
@@ -97,7 +92,7 @@ def _check_mover(request: Request) -> None:
 
 def _slower(plan: Plan, best: Plan) -> str:
     if plan.workload.goal == "frugal":
-        more = _spent(plan) / _spent(best) - 1
+        more = device_seconds(plan) / device_seconds(best) - 1
         if more >= 0.005:
             return f"{100 * more:.0f}% more GPU seconds a step ({plan.total_s:.1f} s on {plan.cluster.gpus} GPUs)"
     ratio = plan.total_s / best.total_s - 1
@@ -111,24 +106,6 @@ def _slower(plan: Plan, best: Plan) -> str:
     return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
 
 
-def _plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
-    """All plans that fit, the best first (as many as are worth showing), and why others did not."""
-    colocated = request.pin("generation.colocated")
-    modes = [True, False] if colocated is None else [bool(colocated)]
-    if request.pin("refit.mover") == "cuda-ipc":
-        modes = [True]
-    log = _RejectionLog()
-    plans: list[Plan] = []
-    if not request.workload.trains:
-        return _engines_alone(request, log), log.listed()
-    for colocated in modes if request.workload.rollouts else [True]:
-        if colocated:
-            plans += _colocated(request, log)
-        elif not plans and not request.cluster.is_cpu:
-            plans += _split(request, log)
-    return plans, log.listed()
-
-
 def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
     """`plans` and those on a part of the cluster, the fewest GPU seconds first: what more devices cost in
     communication, bubbles and idle tails is not made up for by the time they save."""
@@ -138,145 +115,8 @@ def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
         sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
         parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
     for part in parts if not whole.is_cpu else []:
-        plans = plans + _plans(replace(request, cluster=part))[0]
-    return sorted(plans, key=_score)
-
-
-def _spent(plan: Plan) -> float:
-    """Device seconds of a step."""
-    return plan.total_s * max(1, plan.cluster.gpus)
-
-
-class _RejectionLog:
-    """Collects why layouts were rejected; one line for each distinct layout."""
-
-    def __init__(self) -> None:
-        self.lines: dict[str, tuple[str, str, float]] = {}
-        self.fitted: set[str] = set()
-        """Halves of a plan that fit by themselves."""
-
-    def add(self, half: str) -> search.Reject:
-        def note(choice: Any, why: str, over: float = math.inf) -> None:
-            name = f"{half} {choice.name()}"
-            if over < self.lines.get(name, (half, "", math.inf))[2] or name not in self.lines:
-                self.lines[name] = (half, why, over)
-
-        return note
-
-    def listed(self) -> list[Rejected]:
-        """What misses least memory first and what no rule allows last; a half that does not fit in any way comes before
-        one that does."""
-        order = sorted(
-            self.lines.items(),
-            key=lambda item: (item[1][2] == math.inf, item[1][0] in self.fitted, item[1][2], len(item[0])),
-        )
-        return [Rejected(plan, why, over) for plan, (_, why, over) in order]
-
-
-KEEP = 6
-"""Candidates of training and of generation that are combined."""
-
-
-def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
-    cluster = request.cluster
-    devices = cluster.gpus or 1
-    budget = request.budget
-    if cluster.is_cpu and request.workload.rollouts:
-        budget = cluster.nodes and budget - _least_cpu_engine(request)
-    trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
-    log.fitted |= {"training"} if trainings else set()
-    if not request.workload.rollouts:
-        return [assemble(request, t, None, True) for t in trainings[:KEEP]]
-    plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, True, "megatron")):
-        asleep = policy_asleep(request, training.choice)
-        left = request.budget
-        if cluster.is_cpu:
-            left -= training.peak.total * max(1, training.choice.world_size // cluster.nodes)
-        engines = search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
-        log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1):
-            if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
-                plans.append(assemble(request, training, engine.choice, True))
-    return sorted(plans, key=_score)
-
-
-def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool]) -> list[Any]:
-    """The best candidates, and the best of those that can be run."""
-    best, able = candidates[:KEEP], [c for c in candidates if runnable(c)][:KEEP]
-    return best + [c for c in able if c not in best]
-
-
-def _split(request: Request, log: _RejectionLog) -> list[Plan]:
-    """Policy and engines on different devices, working one after the other."""
-    plans = []
-    total = request.cluster.gpus
-    for share in (0.25, 0.5, 0.75):
-        policy = int(total * share)
-        if request.cluster.nodes > 1:
-            policy = max(1, round(request.cluster.nodes * share)) * request.cluster.gpus_per_node
-        if not 0 < policy < total:
-            continue
-        trainings = search.training_candidates(request, policy, False, request.budget, log.add("training"))
-        engines = search.generation_candidates(
-            request, total - policy, False, 0.0, request.budget, log.add("generation")
-        )
-        plans += [assemble(request, t, e.choice, False) for t in trainings[:2] for e in engines[:2]]
-    return sorted(plans, key=_score)
-
-
-def _score(plan: Plan) -> float:
-    kinds = search.complexity(plan.training) if plan.training is not None else 0
-    if plan.generation is not None:
-        kinds += sum(v > 1 for v in (plan.generation.tp, plan.generation.pp, plan.generation.dp))
-    aim = _spent(plan) if plan.workload.goal == "frugal" else plan.total_s
-    return aim * (1 + search.SIMPLICITY * kinds)
-
-
-def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
-    """Completions: all devices are the engines'."""
-    devices = request.cluster.gpus or 1
-    engines = search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
-    able = _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1)
-    return sorted((assemble(request, None, engine.choice, False) for engine in able), key=_score)
-
-
-def _least_cpu_engine(request: Request) -> float:
-    """Bytes of a node that the smallest engine needs on a CPU."""
-    layouts = list(search.generation_layouts(request, 1))
-    sizes = [
-        generation_memory(request.facts, layout, request.cluster, 0.0, request.constants).total for layout in layouts
-    ]
-    return min(sizes, default=0.0) + 256 * 1024**2
-
-
-def _refit_fits(
-    request: Request, choice: TrainingChoice, engine: search.GenerationCandidate, log: _RejectionLog
-) -> bool:
-    if request.cluster.is_cpu:
-        return True
-    memory = mem.refit_memory(request.facts, choice, request.cluster, engine.weights, request.constants)
-    if memory.total <= request.budget:
-        return True
-    why = f"{memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} in refit: policy and engine weights at once"
-    log.add("training")(choice, f"with {engine.choice.name()}: {why}", memory.total / request.budget)
-    return False
-
-
-def _host_fits(
-    request: Request, training: search.TrainingCandidate, engine: search.GenerationCandidate, log: _RejectionLog
-) -> bool:
-    """What is offloaded between the phases fits the host memory of a node."""
-    if request.cluster.is_cpu:
-        return True
-    need = mem.host_memory(request.facts, training.choice, request.cluster, True, engine.weights)
-    have = request.cluster.device.host_memory
-    if need <= have:
-        return True
-    log.add("training")(
-        training.choice, f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state", need / have
-    )
-    return False
+        plans = plans + fitting_plans(replace(request, cluster=part))[0]
+    return sorted(plans, key=score)
 
 
 def refuse_unrunnable(plan: Plan) -> None:

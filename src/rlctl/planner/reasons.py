@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlctl.planner.cluster import GIB
-from rlctl.planner.plan import Plan, Reason, Rejected
+from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search import HEADROOM, Request
 
 
