@@ -76,6 +76,12 @@ def test_results_come_in_rank_order_and_environment_is_per_rank(group):
     assert len(set(group.pids)) == 2
 
 
+def test_the_memory_of_each_process_is_told(group):
+    peaks = group.peak_memory()
+    assert len(peaks) == 2
+    assert all(10e6 < peak["host"] < 10e9 for peak in peaks)
+
+
 def test_columns_pass_between_workers_by_handle(group):
     handles = group.call("make")
     assert group.call_each("total", [(handles[1],), (handles[0],)]) == [15, 10]

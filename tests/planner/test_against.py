@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.planner.against import compare_run, comparison_text
+from rlctl.planner.against import compare_memory, compare_run, comparison_text, memory_text
 
 
 def run_directory(path: Path, predicted: dict[str, float], steps: list[dict[str, float]]) -> Path:
@@ -43,3 +43,29 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path, missing: str) -> Non
 def test_a_run_without_a_finished_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no step"):
         compare_run(run_directory(tmp_path / "run", {"total": 1.0}, []))
+
+
+def test_memory_is_compared_by_process(tmp_path: Path) -> None:
+    """On a CPU the whole process, on a GPU what torch reserved: without contexts, graphs and sleeping neighbours."""
+    run = run_directory(tmp_path / "run", {"total": 1.0}, [{"total": 1.0}])
+    assert compare_memory(run) == []
+    gib = 1024**3
+    memory = {
+        "training": {"weights": 4.0, "runtime": 2.0, "engine asleep": 1.0, "total": 7.0},
+        "logprobs": {"weights": 4.0, "total": 4.0},
+        "generation": {"KV": 10.0, "runtime": 0.5, "total": 10.5},
+    }
+    peaks = {
+        "policy": [{"host": 3 * gib, "device": gib}, {"host": 7 * gib, "device": 4 * gib}],
+        "engine": [{"host": 5 * gib}],
+    }
+    (run / "memory.json").write_text(json.dumps(peaks))
+    for gpu, expected in (
+        ("cpu", {"policy": (7.0, 7.0, False), "engine": (10.5, 5.0, True)}),
+        ("h100", {"policy": (4.0, 4.0, False)}),
+    ):
+        plan = {"seconds": {"total": 1.0}, "memory_gib": memory, "cluster": {"gpu": gpu}}
+        (run / "manifest.json").write_text(json.dumps({"plan": plan}))
+        rows = compare_memory(run)
+        assert {r.process: (r.predicted, r.measured, r.suspect is not None) for r in rows} == expected
+    assert "policy" in memory_text(rows)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
+from rlctl.planner.against import compare_memory, compare_run
 from rlctl.telemetry.metrics import read_metrics, without_timing
 from rlctl.telemetry.phases import Phase
 from tiny_models import write_tiny_llama
@@ -127,6 +128,14 @@ def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
     manifest = json.loads((run_dir / "manifest.json").read_text())
     assert manifest["config"]["grpo.steps"] == {"value": STEPS, "origin": "flag --steps"}
     assert manifest["config"]["training.tp"]["origin"] == "planner"
+
+
+def test_the_plan_is_held_against_what_the_run_took(uninterrupted):
+    """By phase and by process; a tiny model's processes are mostly libraries, whose size the planner knows."""
+    rows = {row.process: row for row in compare_memory(uninterrupted[0])}
+    assert rows.keys() == {"policy", "engine"}
+    assert all(0.3 < row.ratio < 3 for row in rows.values())
+    assert {row.phase for row in compare_run(uninterrupted[0])} > {"generation", "training", "total"}
 
 
 def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):

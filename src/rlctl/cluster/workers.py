@@ -10,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import os
+import resource
 import sys
 import time
 import traceback
@@ -59,6 +60,15 @@ class _Host:
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return self._logged(lambda: getattr(self.worker, method)(*args, **kwargs))
+
+    def peak_memory(self) -> dict[str, int]:
+        """Most bytes that the process has held so far: `host` resident, `device` reserved on its GPU by torch (absent
+        without one)."""
+        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            peak["device"] = torch.cuda.max_memory_reserved()
+        return peak
 
     def stop(self) -> None:
         if self.worker is not None and hasattr(self.worker, "close"):
@@ -193,6 +203,10 @@ class WorkerGroup:
     def call_each(self, method: str, args_by_rank: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
         """Call `method` with one tuple of arguments a rank; the results in rank order."""
         return self.wait(method, self.submit_each(method, args_by_rank), timeout_s)
+
+    def peak_memory(self) -> list[dict[str, int]]:
+        """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""
+        return self.wait("peak_memory", [host.peak_memory.remote() for host in self.hosts])
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Begin `method` on every rank; hand the result to `wait`."""

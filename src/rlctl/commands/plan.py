@@ -187,10 +187,15 @@ def show_comparison(left: Plan, right: Plan, names: tuple[str, str], json_: bool
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.planner.against import compare_run, comparison_text
+    from rlctl.planner.against import compare_memory, compare_run, comparison_text, memory_text
 
-    rows = compare_run(run)
+    rows, memory = compare_run(run), compare_memory(run)
     if json_:
-        print_json({"run": str(run), "phases": [vars(row) | {"ratio": row.ratio} for row in rows]})
+        listed = {
+            "phases": [vars(row) | {"ratio": row.ratio} for row in rows],
+            "memory_gib": [vars(row) | {"ratio": row.ratio} for row in memory],
+        }
+        print_json({"run": str(run)} | listed)
     else:
         typer.echo(comparison_text(rows, run))
+        typer.echo(memory_text(memory) if memory else "  memory was not measured: the run did not come to its end")

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from rlctl.errors import InputError
+from rlctl.planner.cluster import GIB
 from rlctl.telemetry.phases import Phase
 
 SUSPECTS = {
@@ -71,6 +72,63 @@ def compare_run(run: Path) -> list[PhaseComparison]:
         off = abs(expected - seen) > TOLERANCE * max(seen, 1e-9) and abs(expected - seen) > 0.05 * measured["total"]
         rows.append(PhaseComparison(str(phase), expected, seen, SUSPECTS.get(phase) if off else None))
     return rows
+
+
+ELSEWHERE = ("runtime", "engine asleep", "policy asleep", "engine runtime", "CUDA graphs")
+"""Parts of a GPU's memory that torch's allocator does not hand out in the process itself."""
+MEMORY_SUSPECTS = {
+    "policy": "fragmentation or logit_copy_bytes (CPU: cpu_process_bytes)",
+    "engine": "sampler_bytes (CPU: CPU_ENGINE_BYTES or cpu_process_bytes)",
+}
+
+
+@dataclass(frozen=True)
+class MemoryComparison:
+    """Most memory of a process in GiB: predicted (of its largest phase), and measured on the fullest rank."""
+
+    process: str
+    predicted: float
+    measured: float
+    suspect: str | None
+    """The constant to look at, where they differ by more than 30%."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured."""
+        return self.predicted / self.measured if self.measured else None
+
+
+def compare_memory(run: Path) -> list[MemoryComparison]:
+    """Policy and engine; a run that was killed, or is older than this file, has no measurement: no rows.
+
+    On a CPU resident memory of a process is compared, on a GPU what torch reserved there.
+    """
+    path, plan = run / "memory.json", recorded_plan(run)
+    if not path.exists():
+        return []
+    measured, cpu = json.loads(path.read_text()), plan["cluster"]["gpu"] == "cpu"
+    rows = []
+    for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
+        seen = max((rank.get("host" if cpu else "device", 0) for rank in measured[process]), default=0) / GIB
+        expected = max(_held(plan["memory_gib"].get(phase, {}), cpu) for phase in phases)
+        if seen:
+            off = abs(expected - seen) > TOLERANCE * seen
+            rows.append(MemoryComparison(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))
+    return rows
+
+
+def _held(parts: dict[str, float], cpu: bool) -> float:
+    """GiB of a phase that the measurement covers."""
+    return sum(value for name, value in parts.items() if name != "total" and (cpu or name not in ELSEWHERE))
+
+
+def memory_text(rows: list[MemoryComparison]) -> str:
+    """A table, and what to look at."""
+    lines = [f"  {'process':<12}{'predicted GiB':>15}{'measured GiB':>14}{'ratio':>8}"]
+    for row in rows:
+        mark = f"  look at {row.suspect}" if row.suspect else ""
+        lines.append(f"  {row.process:<12}{row.predicted:>15.2f}{row.measured:>14.2f}{row.ratio or 0:>8.2f}{mark}")
+    return "\n".join(lines)
 
 
 def comparison_text(rows: list[PhaseComparison], run: Path) -> str:

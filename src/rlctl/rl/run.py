@@ -14,7 +14,7 @@ from rlctl.backends.vllm.messages import Sampling
 from rlctl.checkpoints.converted import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
-from rlctl.errors import DivergenceError, RlctlError
+from rlctl.errors import DivergenceError, RlctlError, WorkerError
 from rlctl.refit.session import RefitSession
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.crew import Crew, start_crew
@@ -26,7 +26,7 @@ from rlctl.rl.policy import Policy
 from rlctl.rl.rewards import WorkerRewards
 from rlctl.rl.run_loss import RunLoss
 from rlctl.rl.saving import Saver, newest_intact
-from rlctl.runs.checkpoints import Checkpoint
+from rlctl.runs.checkpoints import Checkpoint, write_json
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -111,7 +111,17 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         saver = Saver(run, policy, job.config.run)
         stack.callback(saver.abandon)
         first = 0 if resume_from is None else resume_from.step
-        return _Loop(job, run, display, parts, loggers, saver, first).run(stop)
+        interrupted = _Loop(job, run, display, parts, loggers, saver, first).run(stop)
+        _keep_memory(run, crew, display)
+        return interrupted
+
+
+def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
+    """Write what the processes held at most, for `rlctl plan --run`. A run does not fail for want of it."""
+    try:
+        write_json(run.memory, {"policy": crew.policy.peak_memory(), "engine": crew.engines.peak_memory()})
+    except (WorkerError, OSError) as error:
+        display.say(f"The processes' memory was not recorded: {error}")
 
 
 def _report(run: RunDirectory, display: Display) -> list[dict[str, Any]]:

@@ -48,6 +48,11 @@ class RunDirectory:
         return self.path / LOGS
 
     @property
+    def memory(self) -> Path:
+        """Most bytes that each process held."""
+        return self.path / "memory.json"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
