@@ -335,8 +335,10 @@ def test_an_engine_on_two_ranks_computes_the_same_run_and_generates(uninterrupte
         asked = [rlctl, "generate", "--run-dir", str(run_dir), "--prompt", "2 + 3", "--max-new-tokens", "8", "--json"]
         done = finish([*asked, "--set", "generation.tp=1", *more])
         assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout)["completions"])
-    assert answers[0] == answers[1]
+        answers.append(json.loads(done.stdout)["completions"][0])
+    one, two = answers
+    assert one["token_ids"] == two["token_ids"]
+    assert one["logprobs"] == pytest.approx(two["logprobs"], abs=1e-5)
 
 
 @pytest.mark.slow
