@@ -336,9 +336,9 @@ def test_an_engine_on_two_ranks_computes_the_same_run_and_generates(uninterrupte
         done = finish([*asked, "--set", "generation.tp=1", *more])
         assert done.returncode == 0, done.stderr
         answers.append(json.loads(done.stdout)["completions"][0])
-    one, two = answers
-    assert one["token_ids"] == two["token_ids"]
-    assert one["logprobs"] == pytest.approx(two["logprobs"], abs=1e-5)
+    alone, together = answers
+    assert alone["token_ids"] == together["token_ids"]
+    assert alone["logprobs"] == pytest.approx(together["logprobs"], abs=1e-5)
 
 
 @pytest.mark.slow
