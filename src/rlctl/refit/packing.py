@@ -6,7 +6,7 @@ A copy goes into an *image* (the staging buffer that the receiver reads, each ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,18 +41,21 @@ def message_parts(copies: Sequence[Copy]) -> tuple[Part, ...]:
 
 @dataclass
 class _Bound:
-    """Views for all copies of a round: plain ones for one call, and those whose values change on the way."""
+    """Views for all copies of a round: plain ones for one call, those whose values change on the way, and targets of
+    parameters that are no memory of their own."""
 
-    buffer: int
     targets: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     changed: list[tuple[Copy, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    computed: list[tuple[Copy, torch.Tensor]] = field(default_factory=list)
 
-    def run(self) -> None:
+    def run(self, source_of: Callable[[Copy], torch.Tensor]) -> None:
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
         for copy, source, target in self.changed:
             target.copy_(transformed(source, copy))
+        for copy, target in self.computed:
+            target.copy_(transformed(source_of(copy), copy))
 
 
 class Packer:
@@ -68,8 +71,13 @@ class Packer:
         self._where: dict[str, int] = {}
 
     def look(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the live parameters for the refit that begins."""
-        where = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+        """Take the live parameters for the refit that begins.
+
+        What a mapping names in `computed` (weights merged with their adapters) is asked for whenever it is packed: a
+        view that is kept would hold the values of the refit before.
+        """
+        self._computed: frozenset[str] = getattr(parameters, "computed", frozenset())
+        where = {name: parameters[name].data_ptr() for name in parameters if name not in self._computed}
         if where != self._where:
             self._where, self._bound = where, {}
         self.parameters = parameters
@@ -81,12 +89,19 @@ class Packer:
         key = (index, buffer.data_ptr())
         if key not in self._bound:
             self._bound[key] = self._bind(index, buffer)
-        self._bound[key].run()
+        self._bound[key].run(self.source)
+
+    def source(self, copy: Copy) -> torch.Tensor:
+        """The memory that a copy reads, as it is now."""
+        return source_view(copy, self.parameters, self.who)
 
     def _bind(self, index: int, buffer: torch.Tensor) -> _Bound:
-        bound = _Bound(buffer.data_ptr())
+        bound = _Bound()
         for copy, target in zip(self.copies[index], self._targets(index, buffer), strict=True):
-            source = source_view(copy, self.parameters, self.who)
+            if copy.source_param in self._computed:
+                bound.computed.append((copy, target))
+                continue
+            source = self.source(copy)
             if any(not isinstance(transform, Cast) for transform in copy.transforms):
                 bound.changed.append((copy, source, target))
             else:

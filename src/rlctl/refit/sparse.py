@@ -14,7 +14,7 @@ import torch
 from rlctl.backends.vllm.channel import EMPTY_BYTES, Chunk
 from rlctl.backends.vllm.sparse import entry_bytes, region_bytes, write_piece
 from rlctl.checkpoints.tensors import dtype_of, transformed
-from rlctl.refit.packing import Packer, source_view
+from rlctl.refit.packing import Packer
 from rlctl.refit.records import Changes
 from rlctl.weights.layout import Layout, ParamSpec, view_of
 from rlctl.weights.plan import Copy
@@ -109,8 +109,7 @@ class SparsePacker:
 
     def _values(self, copy: Copy) -> torch.Tensor:
         """What would be sent of a copy, as a vector."""
-        source = source_view(copy, self.packer.parameters, self.packer.who)
-        return transformed(source, copy).to(dtype_of(copy.destination_dtype)).reshape(-1)
+        return transformed(self.packer.source(copy), copy).to(dtype_of(copy.destination_dtype)).reshape(-1)
 
     def _places(self, copy: Copy, chunk: Chunk, index: torch.Tensor) -> torch.Tensor:
         """Places in the receiver's parameter of elements `index` of a copy.

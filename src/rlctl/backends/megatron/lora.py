@@ -178,6 +178,8 @@ class MergedParameters(Mapping[str, Tensor]):
 
     def __init__(self, plain: Mapping[str, Tensor], adapted: Mapping[str, Adapted]) -> None:
         self._plain, self._adapted = plain, adapted
+        self.computed = frozenset(adapted)
+        """Names whose tensors are made anew each time, and are no live memory."""
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
