@@ -81,8 +81,11 @@ def install(chunk: nn.Module) -> list[Replay]:
     return found
 
 
-def row_routing(micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], share: bool, row: PackedRow) -> Tensor:
-    """int16 [T, L, K]: the recorded experts where `row` has the tokens; -1 for padding and what was not recorded.
+def row_routing(
+    micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], share: bool, row: PackedRow
+) -> Tensor | None:
+    """int16 [T, L, K]: the recorded experts where `row` has the tokens; -1 for padding and what was not recorded. None
+    of a row without rollouts.
 
     Raises InputError where the rollouts have no such record.
     """
@@ -102,8 +105,7 @@ def row_routing(micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], 
                 routing_TLK = np.full((len(row.tokens_T), *own.shape[1:]), -1, np.int16)
             routing_TLK[at : at + len(own)] = own
             at += len(own)
-    assert routing_TLK is not None
-    return torch.from_numpy(routing_TLK).to(row.tokens_T.device)
+    return None if routing_TLK is None else torch.from_numpy(routing_TLK).to(row.tokens_T.device)
 
 
 def hand_out(replays: list[Replay], chosen_TLK: Tensor | None, config: Any) -> None:
