@@ -138,7 +138,7 @@ class LoaderReceiver:
             for chunk in chunks:
                 values = chunk_view(buffer, chunk)
                 if chunk.param not in open_ and chunk.last:
-                    ready.append((chunk.param, values.clone() if self.device.type == "cpu" else values.to(self.device)))
+                    ready.append((chunk.param, values.to(self.device, copy=True)))
                     continue
                 if chunk.param not in open_:
                     shape, dtype = shapes[chunk.param], values.dtype
