@@ -49,3 +49,12 @@ def test_every_copy_of_a_tensor_must_agree() -> None:
     readings = [whole(name, value) for name, value in SOURCE.items()]
     assert compare(SOURCE, [*readings, whole(UP, 7, "absorbed")]).equal
     assert compare(SOURCE, [*readings, whole(UP, 8, "absorbed")]).mismatched == (UP,)
+
+
+def test_a_sample_is_compared_alone_and_unreadable_parameters_excuse_it_too() -> None:
+    kernel = unreadable("model.layers.0.mlp.experts.routed_experts.w13_weight")
+    read_with_it = whole(DOWN, 1)  # of the same fused matrix, and not asked for
+    found = compare({NORM: 5, UP: 7}, [whole(NORM, 5), read_with_it, kernel], [NORM, UP])
+    assert found.equal
+    assert [name for name, _ in found.unread] == [UP]
+    assert compare({NORM: 5}, [whole(NORM, 6), kernel], [NORM]).mismatched == (NORM,)

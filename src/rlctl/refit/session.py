@@ -297,13 +297,9 @@ class RefitSession:
         ]
         found, readings = self._guard("verify", lambda: wait_together(waits, self.settings.timeout_s))
         source = source_sums(found)
-        kept = set(source) if tensors is None else set(tensors)
         firsts = range(0, len(readings), self.members)
         models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
-        return [
-            compare(source, [reading for reading in of_one if tensors is None or reading.tensor in kept])
-            for of_one in models
-        ]
+        return [compare(source, of_one, tensors) for of_one in models]
 
     def close(self) -> None:
         """Let go of the staging memory on both sides; tolerant of workers that are gone."""

@@ -40,13 +40,17 @@ def source_sums(by_rank: Iterable[dict[str, int]]) -> dict[str, int]:
     return sums
 
 
-def compare(source: dict[str, int], readings: Sequence[Reading]) -> Comparison:
-    """The policy's fingerprints against everything that one engine's workers read back.
+def compare(source: dict[str, int], readings: Sequence[Reading], sample: Sequence[str] | None = None) -> Comparison:
+    """The policy's fingerprints against everything that one engine's workers read back; with `sample` those tensors
+    alone, whatever else was read with them.
 
     A tensor that the engine holds several times (replicas, a repacked copy beside a looked-up one) must be equal
     everywhere; boxes that its workers divide among themselves must add up to it. Buffers, which no refit changes, must
     hold what they did.
     """
+    if sample is not None:
+        wanted = set(sample)
+        readings = [reading for reading in readings if reading.unreadable or reading.tensor in wanted]
     held: dict[str, list[Reading]] = {}
     buffers = [r for r in readings if r.expected is not None]
     unreadable = {r.tensor: r.unreadable for r in readings if r.unreadable}

@@ -225,13 +225,14 @@ class RlctlWorkerExtension:
     def rlctl_readings(self, tensors: list[str] | None = None) -> list[Reading]:
         """Fingerprints of `tensors` (None: all, and of the buffers) as this worker holds them.
 
-        A parameter that cannot be read back has a reading that says why.
+        Every parameter that cannot be read back has a reading that says why.
         """
         model = self.model_runner.get_model()
         found, unreadable = live.sites(model)
-        if tensors is not None:
-            return list(live.read([s for s in found if any(p.tensor in set(tensors) for p in s.parts)]))
         unread = [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in unreadable.items()]
+        if tensors is not None:
+            wanted = set(tensors)
+            return [*live.read([s for s in found if any(p.tensor in wanted for p in s.parts)]), *unread]
         return [*live.read(found), *buffers.read(model), *unread]
 
     def rlctl_values(self, tensor: str) -> list[tuple[str, tuple[int, ...], Any]]:
