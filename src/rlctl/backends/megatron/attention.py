@@ -269,6 +269,8 @@ class PackedAttention(MegatronModule):
         q = _gather(query, block.queries_BQ)
         k, v = _gather(key, block.keys_BK), _gather(value, block.keys_BK)
         mask, scale = block.mask(self.window), self.scale or query.shape[-1] ** -0.5
+        if mask is not None and q.is_cuda:
+            k, v = _for_each_query_head(k, q.shape[1]), _for_each_query_head(v, q.shape[1])
         attend = F.scaled_dot_product_attention if self.softmax_offset is None else self._attend_with_sinks
         out = attend(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
@@ -292,6 +294,14 @@ class PackedAttention(MegatronModule):
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )
+
+
+def _for_each_query_head(x_BhKd: Tensor, heads: int) -> Tensor:
+    """Keys or values repeated for the queries that share them.
+
+    torch's kernels for grouped queries on GPUs take no mask but for the one that holds all scores [B, h, Q, K].
+    """
+    return x_BhKd if x_BhKd.shape[1] == heads else x_BhKd.repeat_interleave(heads // x_BhKd.shape[1], 1)
 
 
 def _gather(x_Thd: Tensor, index_BL: Tensor) -> Tensor:
