@@ -29,7 +29,7 @@ from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_
 from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.rl.arguments import EngineArguments
 from rlctl.rl.batch import sample_seed
-from rlctl.rl.crew import ENGINE_WORKER, CrewSpec
+from rlctl.rl.crew import ENGINE_WORKER, CrewSpec, engine_bundles
 from rlctl.rl.generator import generate_groups
 from rlctl.rl.job import planned_crew
 from rlctl.rl.planned import NamedModel, Tell, open_model, require_devices
@@ -240,11 +240,11 @@ def _engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[WorkerGroup
 @contextlib.contextmanager
 def _plain(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGroup]:
     """Engines of the model directory."""
-    limits, tp, spec = job.config.cluster, plan.generation.tp, job.engine(plan)
+    limits, spec = job.config.cluster, job.engine(plan)
     placement = Placement(plan.generation.gpus, gpus=spec.device == "cuda", timeout_s=limits.start_timeout_s)
     workers = [
-        WorkerSpec({"spec": spec, "put": put, "index": i}, placement.bundles[i * tp : (i + 1) * tp], spec.environment)
-        for i in range(plan.generation.engines)
+        WorkerSpec({"spec": spec, "put": put, "index": i}, bundles, spec.environment)
+        for i, bundles in enumerate(engine_bundles(placement.bundles, plan.generation.engines, plan.generation.tp))
     ]
     try:
         engines = WorkerGroup(

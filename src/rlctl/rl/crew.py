@@ -10,9 +10,10 @@ from pathlib import Path
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.vllm.args import EngineSpec
 from rlctl.cluster.objects import fetch, put
-from rlctl.cluster.placement import Placement, free_port
+from rlctl.cluster.placement import Bundle, Placement, free_port
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.envs.plan import RewardPlan
+from rlctl.errors import MachineError
 
 POLICY_WORKER = "rlctl.refit.policy:RefitPolicyWorker"
 ENGINE_WORKER = "rlctl.backends.vllm.engine:VllmEngine"
@@ -96,17 +97,25 @@ def _policy(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[Wo
 
 
 def _engines(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup:
-    tp = spec.engine_tp
     specs = [
-        WorkerSpec(
-            {"spec": spec.engine, "index": index, "put": put},
-            placement.bundles[index * tp : (index + 1) * tp],
-            spec.engine.environment,
-        )
-        for index in range(spec.engines)
+        WorkerSpec({"spec": spec.engine, "index": index, "put": put}, bundles, spec.engine.environment)
+        for index, bundles in enumerate(engine_bundles(placement.bundles, spec.engines, spec.engine_tp))
     ]
     calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
     return _start(spec, "engine", ENGINE_WORKER, specs, placement, log_dir, groups, concurrency=calls)
+
+
+def engine_bundles(bundles: tuple[Bundle, ...], engines: int, tp: int) -> list[tuple[Bundle, ...]]:
+    """The devices of each engine. Raises MachineError where those of one are on several nodes: its processes are
+    started by the first of them."""
+    shares = [bundles[index * tp : (index + 1) * tp] for index in range(engines)]
+    for index, share in enumerate(shares):
+        if len(nodes := {bundle.node for bundle in share}) > 1:
+            raise MachineError(
+                f"Ray gave the {tp} devices of engine {index} on {len(nodes)} nodes ({', '.join(sorted(nodes))}).",
+                "Free devices so that each node has a multiple of generation.tp, or set a smaller generation.tp.",
+            )
+    return shares
 
 
 def _reward(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup | None:
