@@ -61,6 +61,9 @@ class LogprobLimit:
         return ""
 
 
+NOT_COMPARED = LogprobLimit(0.0, 0.0)
+
+
 @dataclass
 class SelfTest:
     """What the self-test found; `to_json` is the documented object."""
@@ -211,7 +214,7 @@ def run_without_engine(
     tell: Callable[[str], None] = lambda _: None,
 ) -> SelfTest:
     """The part of `run` that needs no engine: every tensor compared, the first refit into poisoned memory."""
-    test = SelfTest(model, session.mover, "direct", 0.0, synthetic=True)
+    test = SelfTest(model, session.mover, "direct", NOT_COMPARED, synthetic=True)
     size = min(session.payload_bytes, COPY_BYTES_LIMIT)
     test.limit_gb_per_s = session.policy.call("refit_copy_gb_per_s", size, timeout_s=timeout_s)[0]
     session.engines.call("poison", timeout_s=timeout_s)

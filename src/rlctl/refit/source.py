@@ -307,17 +307,21 @@ class RefitSource(ABC):
         ]
 
     def refit_copy_gb_per_s(self, size: int) -> float | None:
-        """Speed of copying `size` bytes within memory on this rank: what a colocated refit can at most reach.
+        """Speed of copying `size` bytes within the memory of this rank's weights: what a colocated refit can at most
+        reach.
 
         Best of three, into pages that exist; None on ranks other than 0.
         """
         if self.rank != 0:
             return None
-        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        best = float("inf")
+        device = self._device()
+        source = torch.ones(size, dtype=torch.uint8, device=device)
+        target, best = torch.zeros_like(source), float("inf")
         for _ in range(3):
+            _finish_copies(device)
             begun = time.perf_counter()
             target.copy_(source)
+            _finish_copies(device)
             best = min(best, time.perf_counter() - begun)
         return size / 1e9 / best
 
@@ -344,6 +348,11 @@ class RefitSource(ABC):
         return self._refit
 
 
+def _finish_copies(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _address() -> str:
     """An address of this node that other nodes can reach (no packet is sent)."""
     if name := os.environ.get("RLCTL_ADDRESS"):
@@ -352,5 +361,5 @@ def _address() -> str:
         try:
             probe.connect(("192.0.2.1", 9))
             return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+        except OSError:  # no route out of this network: members of it know the name
+            return socket.gethostname()

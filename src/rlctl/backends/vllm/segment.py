@@ -25,12 +25,14 @@ DIRECTORY = Path("/dev/shm")
 def this_node() -> str:
     """A name that is the same for all processes that can share memory with this one.
 
+    Containers of one machine have its boot id in common, but each a /dev/shm (and so a device number) of its own.
     RLCTL_NODE replaces it: tests put processes of one machine into pretend nodes.
     """
     if name := os.environ.get("RLCTL_NODE"):
         return name
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{DIRECTORY.stat().st_dev}"
     return os.uname().nodename
 
 
@@ -63,6 +65,10 @@ class Segment:
                 _reserve(fd, address)
             # Page tables are filled here, once, and not in the first refit.
             self._map = mmap.mmap(fd, address.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            if create:
+                self.unlink()
+            raise
         finally:
             os.close(fd)
         import torch
