@@ -39,7 +39,13 @@ class WorkerSpec:
     def environment(self) -> dict[str, str]:
         """The variables of the process, with the GPUs of the worker's bundles made visible."""
         gpus = [str(bundle.gpu) for bundle in self.bundles if bundle.gpu is not None]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONUNBUFFERED": "1", **self.env}
+        own = {
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+            # Ray must not hide the devices of workers that ask it for none, also where it runs since before this run.
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**own, **self.env}
 
 
 class _Host:

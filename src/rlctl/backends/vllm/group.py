@@ -98,6 +98,7 @@ class Pending:
 def _backend(store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        # Past its own limit NCCL's watchdog ends the process. `Pending.wait` comes first and raises an error instead.
+        options._timeout = 2 * limit
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, limit)
