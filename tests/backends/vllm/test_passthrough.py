@@ -18,16 +18,20 @@ from rlctl.config.load import resolve
 ARGUMENTS = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from rlctl.backends.vllm.compat import supported_arguments
-made = EngineArgs(**supported_arguments(json.loads(sys.argv[1])))
+from rlctl.backends.vllm.compat import require_arguments
+arguments = json.loads(sys.argv[1])
+require_arguments(arguments)
+made = EngineArgs(**arguments)
 names = ("max_logprobs", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "hf_overrides")
 print(json.dumps({name: getattr(made, name) for name in names}))
 """
 CONFIGURATION = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from rlctl.backends.vllm.compat import supported_arguments
-made = EngineArgs(**supported_arguments(json.loads(sys.argv[1]))).create_engine_config()
+from rlctl.backends.vllm.compat import require_arguments
+arguments = json.loads(sys.argv[1])
+require_arguments(arguments)
+made = EngineArgs(**arguments).create_engine_config()
 print(json.dumps({
     "max_logprobs": made.model_config.max_logprobs,
     "enable_prefix_caching": made.cache_config.enable_prefix_caching,

@@ -46,11 +46,8 @@ def check_version(platform: str) -> str:
     return str(vllm.__version__)
 
 
-def supported_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`arguments` without those that this vLLM does not know and that only tune it; raises on others.
-
-    Raises MachineError naming an argument without which the engine would not do what was asked.
-    """
+def require_arguments(arguments: dict[str, Any]) -> None:
+    """Raise MachineError naming the engine arguments that this vLLM does not know."""
     import dataclasses
 
     from vllm.engine.arg_utils import EngineArgs
@@ -62,7 +59,6 @@ def supported_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             f"This vLLM does not know the engine arguments {', '.join(missing)}.",
             f"rlctl is written for vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}.",
         )
-    return arguments
 
 
 def register_transfer_engine(name: str, engine: type) -> None:

@@ -53,7 +53,8 @@ class VllmEngine:
         version = compat.check_version(self.spec.device)
         from vllm import LLM
 
-        arguments = compat.supported_arguments(self.spec.arguments)
+        arguments = self.spec.arguments
+        compat.require_arguments(arguments)
         try:
             self._llm = LLM(**arguments)
         except ValueError as error:
@@ -116,7 +117,8 @@ class VllmEngine:
                 self._require_prompts_fit(requests)
                 flight = self._flight = Flight(self._llm.llm_engine)
             try:
-                self._begin(flight, requests, sampling)
+                with self._turns.ask():  # a refit that comes now finds all samples in flight, or none
+                    self._begin(flight, requests, sampling)
                 self._fly(flight, deadline, timeout_s)
             finally:
                 with self._turns.ask():
