@@ -195,7 +195,7 @@ def test_engines_on_other_nodes_get_the_collective_mover(stage: Stage) -> None:
 
 def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -> None:
     """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
-    facts, parallel, target = FAMILIES["qwen3_moe"], MegatronParallel(tp=2, pp=1), VllmParallel(tp=2)
+    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), MegatronParallel(tp=2), VllmParallel(tp=2)
     policy = stage.policy(facts, parallel, {0: "one", 1: "two"})
     from rlctl.cluster.placement import _free_port
 

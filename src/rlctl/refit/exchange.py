@@ -1,95 +1,118 @@
-"""The exchange leg of a colocated refit: boxes that an engine worker needs from policy ranks of other nodes.
+"""The exchange leg of a colocated refit: boxes that an engine worker needs from policy ranks that do not reach its
+staging memory.
 
-Shared memory does not reach across nodes. Such a rank sends its boxes of a round, one behind the other, to a rank on
-the worker's node over the policy's own process group, and that rank puts them into the staging buffer with its own.
-Rounds bound what is under way.
+Shared memory does not reach across nodes, nor a buffer on a device to another process's device. Such a rank sends its
+boxes of a round, one behind the other, to a rank beside the staging memory over the policy's own process group, and
+that rank puts them into the staging buffer with its own. Rounds bound what is under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from rlctl.backends.vllm.channel import Rounds, message_bytes
-from rlctl.backends.vllm.group import Group, Pending
+from rlctl.backends.vllm.group import Group, Message, Pending
 from rlctl.backends.vllm.image import Images
 from rlctl.errors import WorkerError
 from rlctl.refit.packing import Packer, by_round, message_parts
+from rlctl.refit.records import SourceSetup
 from rlctl.weights.plan import TransferPlan
+
+CHANNELS = 1 << 10  # most channels whose messages are told apart
 
 
 def agent(senders: Sequence[int], rank: int) -> int:
-    """Which of the ranks beside the staging memory takes what `rank`, of another node, sends."""
+    """Which of the ranks beside the staging memory takes what `rank`, which is not, sends."""
     return senders[rank % len(senders)]
 
 
-def policy_group(names: tuple[str, ...], rank: int, device: torch.device, timeout_s: float) -> Group:
-    """The process group that the policy trains with, for messages between its ranks."""
-    if not dist.is_initialized():
-        raise WorkerError("Policy ranks on several nodes need a process group to exchange weights.")
-    return Group.around(dist.group.WORLD, names, rank, device, timeout_s)
+def needs_exchange(setup: SourceSetup) -> bool:
+    """Whether some rank does not reach some channel's memory; every rank says the same."""
+    return any(len(channel.senders) < len(setup.places) for channel in setup.channels)
 
 
 class Outgoing:
     """What this rank sends to the rank beside the staging memory of one channel."""
 
-    def __init__(self, packer: Packer, group: Group, to: int, tag: int) -> None:
-        self.packer, self.group, self.to, self.tag = packer, group, to, tag
+    def __init__(self, packer: Packer, to: int, device: torch.device) -> None:
+        self.packer, self.to = packer, to
         size = max(map(message_bytes, packer.parts), default=0)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(2)]
-        self._leaving: dict[int, Pending] = {}
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def send(self, index: int) -> int:
-        """Pack and begin to send round `index`; its bytes."""
-        length = message_bytes(self.packer.parts[index])
-        if not length:
-            return 0
-        self._finish(index - 2)
-        buffer = self._buffers[index % 2]
-        self.packer.pack(index, buffer)
-        self._leaving[index] = self.group.send(buffer[:length], self.to, self.tag)
-        return length
-
-    def finish(self) -> None:
-        for index in sorted(self._leaving):
-            self._finish(index)
-
-    def _finish(self, index: int) -> None:
-        for one in [one for one in self._leaving if one <= index]:
-            self._leaving.pop(one).wait(f"round {one + 1}")
+    def message(self, index: int) -> torch.Tensor:
+        """Round `index`, packed; empty where there is nothing to send."""
+        length = message_bytes(self.packer.parts[index]) if index < len(self.packer.parts) else 0
+        if length:
+            self.packer.pack(index, self._buffers[index % 2])
+        return self._buffers[index % 2][:length]
 
 
 class Incoming:
-    """What ranks of other nodes send to this rank for one channel."""
+    """What other ranks send to this rank for one channel."""
 
-    def __init__(
-        self, plan: TransferPlan, rounds: Rounds, sources: Sequence[int], group: Group, device: torch.device, tag: int
-    ) -> None:
-        self.sources, self.group, self.tag, self.count = list(sources), group, tag, len(rounds)
+    def __init__(self, plan: TransferPlan, rounds: Rounds, sources: Sequence[int], device: torch.device) -> None:
+        self.sources, self.count = list(sources), len(rounds)
         parts = [[message_parts(own) for own in by_round(plan.from_rank(source), rounds)] for source in sources]
         self._images = Images(rounds, parts, device, capacity=0)
-        self._arriving: dict[int, list[tuple[int, Pending]]] = {}
 
-    def expect(self, index: int) -> None:
-        """Begin to receive round `index`."""
+    def messages(self, index: int) -> list[tuple[int, torch.Tensor]]:
+        """(source, where its message arrives) of round `index`, those that have something to send."""
         if index >= self.count:
-            return
-        self._arriving[index] = [
-            (sender, self.group.receive(message, source, self.tag))
-            for sender, source in enumerate(self.sources)
-            if len(message := self._images.message(sender, index))
-        ]
+            return []
+        memory = [(source, self._images.message(sender, index)) for sender, source in enumerate(self.sources)]
+        return [(source, message) for source, message in memory if len(message)]
 
     def put(self, index: int, buffer: torch.Tensor) -> None:
-        """Wait for round `index` and put it into the staging buffer."""
-        for sender, pending in self._arriving.pop(index):
-            pending.wait(f"round {index + 1} of {self.count}")
+        """Put round `index`, which has arrived, into the staging buffer."""
+        for sender in range(len(self.sources)):
             self._images.unpack(sender, index, buffer)
-        self.expect(index + 2)
 
-    def begin(self) -> None:
-        self._arriving = {}
-        for index in range(2):
-            self.expect(index)
+
+class Exchange:
+    """This rank's part in the exchange of all channels. Round `index + 1` is under way while `index` is used."""
+
+    def __init__(self, names: tuple[str, ...], rank: int, device: torch.device, timeout_s: float) -> None:
+        """Over the process group that the policy trains with. Collective over the policy's ranks."""
+        if not dist.is_initialized():
+            raise WorkerError("Policy ranks that do not share memory need a process group to exchange weights.")
+        self.group = Group.around(dist.group.WORLD, names, rank, device, timeout_s)
+        dist.barrier()  # NCCL makes its communicator with all ranks, and not all of them send in each round
+        self.outgoing: dict[int, Outgoing] = {}
+        self.incoming: dict[int, Incoming] = {}
+        """By channel."""
+        self.bytes = 0
+        """Sent since `start`."""
+        self._under_way: dict[int, list[Pending]] = {}
+
+    def start(self, epoch: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Begin attempt number `epoch`: what an attempt that was given up left under way is none of its messages."""
+        self._epoch, self._under_way, self.bytes = epoch, {}, 0
+        for away in self.outgoing.values():
+            away.packer.look(parameters)
+        self._begin(0)
+
+    def round(self, index: int) -> None:
+        """Wait for what this rank sends and receives in round `index`, with the next one under way."""
+        self._begin(index + 1)
+        for pending in self._under_way.pop(index):
+            pending.wait(f"round {index + 1}")
+
+    def _begin(self, index: int) -> None:
+        """Send and receive all messages of a round; both ends take channels in one order."""
+        sends = [
+            Message(away.message(index), away.to, self._tag(channel)) for channel, away in sorted(self.outgoing.items())
+        ]
+        receives = [
+            Message(memory, source, self._tag(channel))
+            for channel, incoming in sorted(self.incoming.items())
+            for source, memory in incoming.messages(index)
+        ]
+        sends = [message for message in sends if len(message.memory)]
+        self.bytes += sum(len(message.memory) for message in sends)
+        self._under_way[index] = self.group.together(sends, receives)
+
+    def _tag(self, channel: int) -> int:
+        return (self._epoch * CHANNELS + channel) & 0x7FFFFFFF

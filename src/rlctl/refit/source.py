@@ -29,7 +29,7 @@ from rlctl.checkpoints.tensors import transformed
 from rlctl.errors import WorkerError
 from rlctl.refit import cuda_ipc, shared_memory
 from rlctl.refit.collective import CollectiveOutlet
-from rlctl.refit.exchange import Incoming, Outgoing, agent, policy_group
+from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exchange
 from rlctl.refit.mover import Outlet, open_outlet, sends_messages
 from rlctl.refit.packing import Packer, source_view
 from rlctl.refit.records import Changes, Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
@@ -57,12 +57,10 @@ class SourceState:
     rows: dict[str, TableRow]
     outlets: dict[int, Outlet] = field(default_factory=dict)
     """By channel, where this rank is beside the staging memory."""
-    outgoing: dict[int, Outgoing] = field(default_factory=dict)
-    """By channel, where it is not."""
+    exchange: Exchange | None = None
+    """Where some rank is not: what those send to the others."""
     sparse: dict[int, SparsePacker] = field(default_factory=dict)
     """By channel, what was sent last, where changed elements alone may be sent."""
-    incoming: dict[int, Incoming] = field(default_factory=dict)
-    """By channel, what ranks of other nodes send to this one."""
     rounds: int = 0
     """Most rounds of a channel."""
     group: Group | None = None
@@ -130,6 +128,9 @@ class RefitSource(ABC):
         link = setup.channels[0].connection
         if link.group is not None:
             state.group = Group(link.group, self.rank, self._device(), link.timeout_s)
+        if needs_exchange(setup):
+            names = tuple(place.name for place in setup.places)
+            state.exchange = Exchange(names, self.rank, self._device(), link.timeout_s)
         with many_objects():
             for channel in setup.channels:
                 copies += self._open_channel(state, channel, problems)
@@ -166,18 +167,12 @@ class RefitSource(ABC):
                     packer, channel.layout, link.capacity, len(channel.senders), channel.index
                 )
             away = [rank for rank in plan.sources if agent(channel.senders, rank) == self.rank]
-            if away := [rank for rank in away if rank not in channel.senders]:
-                group = self._policy_group(state, link.timeout_s)
-                state.incoming[channel.index] = Incoming(plan, rounds, away, group, group.device, channel.index)
-        else:
-            group = self._policy_group(state, link.timeout_s)
+            if state.exchange and (away := [rank for rank in away if rank not in channel.senders]):
+                state.exchange.incoming[channel.index] = Incoming(plan, rounds, away, self._device())
+        elif state.exchange:
             to = agent(channel.senders, self.rank)
-            state.outgoing[channel.index] = Outgoing(packer, group, to, channel.index)
+            state.exchange.outgoing[channel.index] = Outgoing(packer, to, self._device())
         return len(own)
-
-    def _policy_group(self, state: SourceState, timeout_s: float) -> Group:
-        names = tuple(place.name for place in state.setup.places)
-        return policy_group(names, self.rank, self._device(), timeout_s)
 
     def refit_unlink(self) -> None:
         """All sides have the staging memory mapped: take its name away, so that nothing outlives the processes."""
@@ -187,33 +182,27 @@ class RefitSource(ABC):
     def refit_send(self, version: int, epoch: int) -> Sent:
         """Send this rank's boxes as `version`, from the live parameters; `epoch` numbers the session's attempts."""
         begun, state, parameters = time.perf_counter(), self._state(), self.parameters()
-        packing = count = exchanged = 0
+        packing = count = 0
+        incoming = state.exchange.incoming if state.exchange else {}
         with contextlib.ExitStack() as stack, torch.no_grad():
-            for index, outlet in state.outlets.items():
+            for outlet in state.outlets.values():
                 stack.enter_context(outlet.begin(version, epoch))
                 outlet.packer.look(parameters)
-                if index in state.incoming:
-                    state.incoming[index].begin()
-            for away in state.outgoing.values():
-                away.packer.look(parameters)
+            if state.exchange:
+                state.exchange.start(epoch, parameters)
             for index in range(state.rounds):
                 # Every rank goes through rounds and channels in this order, so that none waits for one that waits.
-                for channel in sorted({*state.outlets, *state.outgoing}):
-                    if channel in state.outgoing:
-                        exchanged += self._exchange(state.outgoing[channel], index)
-                    elif index < len(state.outlets[channel].packer.rounds):
-                        packing += self._send_round(state.outlets[channel], index, state.incoming.get(channel))
-                        count += state.outlets[channel].packer.bytes[index]
-            for away in state.outgoing.values():
-                away.finish()
+                if state.exchange:
+                    state.exchange.round(index)
+                for channel, outlet in sorted(state.outlets.items()):
+                    if index < len(outlet.packer.rounds):
+                        packing += self._send_round(outlet, index, incoming.get(channel))
+                        count += outlet.packer.bytes[index]
             for packer in state.sparse.values():
                 packer.remember()
+        exchanged = state.exchange.bytes if state.exchange else 0
         state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count + exchanged, exchanged)
         return state.sent
-
-    @staticmethod
-    def _exchange(away: Outgoing, index: int) -> int:
-        return away.send(index) if index < len(away.packer.rounds) else 0
 
     def _send_round(self, outlet: Outlet, index: int, incoming: Incoming | None) -> float:
         """Seconds of copying."""

@@ -7,7 +7,7 @@ are not touched, and it can be made again, without either, when an engine leaves
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,14 @@ from rlctl.errors import PeerFailedError, WaitTimeoutError, WorkerError
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
     """A store at a free port of this process; it lives as long as the object."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Message(NamedTuple):
+    """Memory to send or to receive into, with whom, and what tells it from others."""
+
+    memory: torch.Tensor
+    peer: int
+    tag: int
 
 
 class Group:
@@ -45,11 +53,28 @@ class Group:
 
     def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send; `memory` must stay as it is until that is finished."""
-        return Pending(self, self._group.send([memory], to, tag), to, "take")
+        return Pending(self._group.send([memory], to, tag), self.names[to], "take", self.timeout_s)
 
     def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
         """Begin to receive into `memory`."""
-        return Pending(self, self._group.recv([memory], source, tag), source, "send")
+        return Pending(self._group.recv([memory], source, tag), self.names[source], "send", self.timeout_s)
+
+    def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
+        """Begin to send and to receive several messages of which none waits for another.
+
+        NCCL takes what is begun one by one in its order: two ranks that each begin with receiving from the other would
+        wait for ever. As one operation they are independent. It knows no tags: between two members, messages of one
+        direction must stand in the same order at both.
+        """
+        if self.device.type == "cpu":
+            return [self.receive(*one) for one in receives] + [self.send(*one) for one in sends]
+        if not sends and not receives:
+            return []
+        operations = [dist.P2POp(dist.irecv, one.memory, one.peer, self._group, one.tag) for one in receives]
+        operations += [dist.P2POp(dist.isend, one.memory, one.peer, self._group, one.tag) for one in sends]
+        peers = ", ".join(self.names[peer] for peer in sorted({one.peer for one in (*sends, *receives)}))
+        works = dist.batch_isend_irecv(operations)
+        return [Pending(work, peers, "exchange", self.timeout_s) for work in works]
 
     def send_bytes(self, text: bytes, to: int, tag: int = 0) -> None:
         """A message of any length, whole."""
@@ -78,12 +103,13 @@ class Group:
 class Pending:
     """A transfer under way."""
 
-    def __init__(self, group: Group, work: Any, peer: int, verb: str) -> None:
-        self._group, self._work, self._peer, self._verb = group, work, peer, verb
+    def __init__(self, work: Any, peer: str, verb: str, timeout_s: float) -> None:
+        """`peer` and `verb`, for messages: who does not do what is waited for."""
+        self._work, self._peer, self._verb, self._timeout_s = work, peer, verb, timeout_s
 
     def wait(self, what: str) -> None:
         """Until it is finished. Raises WaitTimeoutError or WorkerError naming the other member."""
-        name, limit = self._group.names[self._peer], self._group.timeout_s
+        name, limit = self._peer, self._timeout_s
         try:
             done = self._work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
