@@ -425,3 +425,12 @@ def test_experts_that_are_spread_find_their_ranks_on_a_cpu(ep: int) -> None:
     made = make_plan(model("Qwen3-30B-A3B"), large, Workload(8, 4, 256), {"training.ep": ep})
     assert made.training.ep == ep
     assert made.training.dp * made.training.tp % ep == 0
+
+
+def test_engines_on_devices_of_their_own_share_none_with_the_policy_in_a_refit() -> None:
+    facts, cluster = model("Qwen3-30B-A3B"), make_cluster("h100", 4)
+    pins = {"generation.colocated": False}
+    made = make_plan(facts, cluster, Workload(64, 8), pins)
+    refit = made.memory["refit"].parts
+    assert not {"weights", "engine weights"} <= set(refit)
+    assert made.memory["refit"].total > refit["staging"] > 0

@@ -58,11 +58,14 @@ def _memory(
     if generation is None:
         return phases
     phases["logprobs"] = mem.logprobs_memory(facts, training.choice, cluster, asleep, constants)
-    weights = search.weight_bytes(facts, generation)
-    phases["refit"] = mem.refit_memory(facts, training.choice, cluster, weights, constants)
     policy = policy_asleep(request, training.choice) if colocated else 0.0
-    phases["generation"] = generation_memory(facts, generation, cluster, policy, constants)
-    return phases
+    engine = generation_memory(facts, generation, cluster, policy, constants)
+    if colocated:
+        weights = search.weight_bytes(facts, generation)
+        phases["refit"] = mem.refit_memory(facts, training.choice, cluster, weights, constants)
+    else:
+        phases["refit"] = mem.split_refit_memory(facts, training.choice, cluster, engine, constants)
+    return phases | {"generation": engine}
 
 
 def _host_memory(

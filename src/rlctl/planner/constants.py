@@ -101,7 +101,8 @@ class Constants:
     logit_copy_bytes: float = 4.0
     """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
     staging_bytes: float = 0.25 * GIB
-    """What a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is packed."""
+    """What a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is packed.
+    `refit.staging_mb` sets it."""
 
 
 BOUNDS: dict[str, tuple[float, float]] = {

@@ -109,7 +109,13 @@ def _split(request: Request, log: _RejectionLog) -> list[Plan]:
         engines = search.generation_candidates(
             request, total - policy, False, 0.0, request.budget, log.add("generation")
         )
-        plans += [assemble(request, t, e.choice, False) for t in trainings[:2] for e in engines[:2]]
+        made = [assemble(request, t, e.choice, False) for t in trainings[:2] for e in engines[:2]]
+        device = request.cluster.device
+        plans += [
+            plan
+            for plan in made
+            if plan.memory["refit"].total <= device.memory and plan.host_memory <= device.host_memory
+        ]
     return sorted(plans, key=score)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 from rlctl.config.schema import LoraConfig, RlctlConfig
@@ -11,6 +12,7 @@ from rlctl.errors import ConfigError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, local_cpu, make_cluster, match_device
+from rlctl.planner.constants import DEFAULTS
 from rlctl.planner.plan import Plan, make_plan
 from rlctl.planner.profile import load_profile, with_profile
 from rlctl.planner.workload import Workload
@@ -145,7 +147,10 @@ def plan_from_config(
     precision = {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
+    constants = DEFAULTS
+    if config.refit.staging_mb is not None and not cluster.is_cpu:
+        constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
         facts, cluster, workload, pins, precision=precision, adapters=adapters_from_config(config.training.lora),
-        gradient_bytes=gradient_bytes, top=top,
+        gradient_bytes=gradient_bytes, top=top, constants=constants,
     )  # fmt: skip

@@ -201,6 +201,21 @@ def logprobs_memory(
     )
 
 
+def split_refit_memory(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    generation: PhaseMemory,
+    constants: Constants = DEFAULTS,
+) -> PhaseMemory:
+    """Refit between devices of their own, on the fuller of the two, where nothing is offloaded. `generation`: what an
+    engine has there."""
+    fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
+    staging = {"staging": constants.staging_bytes}
+    policy = PhaseMemory(fullest | staging | {"runtime": runtime_bytes(cluster, choice, constants)})
+    return max(policy, PhaseMemory(generation.parts | staging), key=lambda memory: memory.total)
+
+
 def refit_memory(
     facts: ModelFacts,
     choice: TrainingChoice,

@@ -10,6 +10,18 @@ from rlctl.refit.records import Channel, SourcePlace
 from rlctl.weights.layout import Layout
 
 MIB = 1 << 20
+CPU_STAGING = 16 * MIB
+"""Two buffers that stay in a processor's cache (benchmarks/RESULTS.md)."""
+GPU_STAGING = 256 * MIB
+"""On a GPU a round costs the hand-over, some tens of microseconds, and hardly anything by the byte. What the planner
+counts; never measured."""
+
+
+def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
+    """Of one engine worker: as asked, or by where the engines compute."""
+    if staging_mb is not None:
+        return staging_mb * MIB
+    return GPU_STAGING if any(need.device.startswith("cuda") for need in needs) else CPU_STAGING
 
 
 def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace], directory: str | None) -> str:

@@ -23,7 +23,7 @@ from rlctl.cluster.workers import WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.channels import MIB, choose_mover, meeting_host, place_of, plan_channels
+from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, staging_bytes
 from rlctl.refit.records import Changes, Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
 from rlctl.refit.verify import Comparison, compare, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
@@ -97,7 +97,7 @@ class RefitSession:
             self.mover,
             flat,
             places,
-            staging_bytes=self.settings.staging_mb * MIB,
+            staging_bytes=staging_bytes(self.settings.staging_mb, flat),
             timeout_s=self.settings.timeout_s,
         )
         names = tuple(one.name for one in (*places, *flat))
