@@ -1,5 +1,4 @@
-"""Seconds, tokens per second and memory of one training step (forward, backward, optimizer) against transformers on the
-same batch.
+"""One training step (forward, backward, optimizer) against transformers: seconds, tokens per second, memory.
 
     python benchmarks/train.py --model DIR [--shape 4x4x45x16 --shape 2x4x64x64 --shape 1x2x64x448 --threads 2]
 
