@@ -30,6 +30,13 @@ class SwappingEngine:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.engine, method)(*args)
 
+    def share_device(self) -> None:
+        """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""
+        from rlctl.backends.vllm.memory import DeviceMemory
+
+        with self.engine.exclusively() as llm:
+            self.engine._memory = DeviceMemory(llm.llm_engine, shared=True)
+
     def break_parameter(self, tensor: str) -> None:
         """Spoil one element of every copy of `tensor` that can be spoiled in place."""
         from rlctl.backends.vllm import live

@@ -351,7 +351,11 @@ def run_asleep(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
         worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
         results = [worker.train_minibatch(0, Loss(), Optim().lr)]
         if sleeps:
+            weights_on = {name: value.clone() for name, value in worker.parameters().items()}
+            part = worker.sleep(keep_weights=True)
+            assert all(torch.equal(value, weights_on[name]) for name, value in worker.parameters().items())
             freed = worker.sleep()
+            assert 0 < part < freed
             left = sum(param.untyped_storage().nbytes() for chunk in worker.chunks for param in chunk.parameters())
             left += sum(value.untyped_storage().nbytes() for value in (worker._reference or {}).values())
             worker.wake()

@@ -251,9 +251,10 @@ class PolicyWorker(Protocol):
     ) -> MinibatchResult | None:
         """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
 
-    def sleep(self) -> int:
+    def sleep(self, keep_weights: bool = False) -> int:
         """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that this rank's device
-        got back. Not collective, and nothing else may be called before `wake`."""
+        got back. Not collective, and nothing else may be called before `wake`; with `keep_weights` the model's stay,
+        and `parameters` may be."""
 
     def wake(self) -> None:
         """Brings back what `sleep` moved; not collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,11 +172,18 @@ def run(
     timeout_s: float,
     new_tokens: int = 16,
     tell: Callable[[str], None] = lambda _: None,
+    generating: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> SelfTest:
     """Refit `repeat` times (at least twice) and compare everything each time.
 
-    `compare_logprobs` gives the policy's opinion of what the engine generated.
+    `compare_logprobs` gives the policy's opinion of what the engine generated; the engine generates in a context of
+    `generating`, which gives it the devices where the policy has them too.
     """
+
+    def generate(version: int) -> list[GroupResult]:
+        with generating():
+            return _generate(session, prompts, version, new_tokens, timeout_s)
+
     test = SelfTest(model, session.mover, session.receive, logprob_limit)
     size = min(session.payload_bytes, COPY_BYTES_LIMIT)
     test.limit_gb_per_s = session.policy.call("refit_copy_gb_per_s", size, timeout_s=timeout_s)[0]
@@ -183,7 +191,7 @@ def run(
         if version > 1:
             session.policy.call("refit_perturb", version, PERTURBATION, _share(session), timeout_s=timeout_s)
             # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
-            test.stale = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
+            test.stale = compare_logprobs(generate(version))
         before = _held(session) if version > 1 else {}
         if version == 1:  # what the first refit leaves out shows as not-a-number
             session.engines.call("poison", timeout_s=timeout_s)
@@ -194,7 +202,7 @@ def run(
         for comparison in _compared(session, test):
             for name in comparison.mismatched[: EXPLAINED - len(test.causes)]:
                 test.causes.setdefault(name, _cause(session, name, before.get(name)))
-        difference = compare_logprobs(_generate(session, prompts, version, new_tokens, timeout_s))
+        difference = compare_logprobs(generate(version))
         test.after = difference if test.after is None else test.after.joined(difference)
         tell(f"refit {version}: {test.comparisons[-1].tensors} tensors, log-probs within {difference.max_abs:.1e}")
     return test

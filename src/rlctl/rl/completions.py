@@ -30,6 +30,7 @@ from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.rl.arguments import EngineArguments
 from rlctl.rl.batch import sample_seed
 from rlctl.rl.crew import ENGINE_WORKER, CrewSpec, engine_bundles
+from rlctl.rl.devices import DeviceTurns
 from rlctl.rl.generator import generate_groups
 from rlctl.rl.job import planned_crew
 from rlctl.rl.planned import NamedModel, Tell, open_model, require_devices
@@ -289,6 +290,8 @@ def _refitted(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGrou
         session.open()
         try:
             session.refit(job.checkpoint.step if job.checkpoint else 0)
-            yield crew.engines
+            sleeps = spec.engine.sleeps
+            with DeviceTurns(crew.policy, crew.engines, offload=sleeps, engines_sleep=sleeps).generating():
+                yield crew.engines
         finally:
             session.close()

@@ -64,9 +64,14 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
         # The slow starts (imports, then weights and process groups) run side by side.
         for group in groups:
             group.ready()
-        setup, start = crew.policy.submit("setup"), crew.engines.submit("start")
-        crew.policy.wait("setup", setup, spec.start_timeout_s)
-        crew.engines.wait("start", start, spec.start_timeout_s)
+        if spec.engine.sleeps:  # vLLM measures what is free on the device: alone, and gives it back before others come
+            crew.engines.call("start", timeout_s=spec.start_timeout_s)
+            crew.engines.call("sleep")
+            crew.policy.call("setup", timeout_s=spec.start_timeout_s)
+        else:
+            setup, start = crew.policy.submit("setup"), crew.engines.submit("start")
+            crew.policy.wait("setup", setup, spec.start_timeout_s)
+            crew.engines.wait("start", start, spec.start_timeout_s)
         if crew.reward is not None:
             crew.reward.call("setup", timeout_s=spec.start_timeout_s)
         yield crew

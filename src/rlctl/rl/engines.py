@@ -7,13 +7,13 @@ brings all of them to the policy's weights. The trainers stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import RefitSession
+from rlctl.rl.devices import DeviceTurns, Turn
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -25,39 +25,46 @@ class EngineKeeper:
         self,
         engines: WorkerGroup,
         session: RefitSession,
+        turns: DeviceTurns,
         *,
         restarts: int,
         start_timeout_s: float,
         tell: Callable[[str], None],
     ) -> None:
         """`tell` hears of every loss and of what became of it."""
-        self.engines, self.session, self.tell = engines, session, tell
+        self.engines, self.session, self.turns, self.tell = engines, session, turns, tell
         self.restarts, self.start_timeout_s = restarts, start_timeout_s
         self.lost_so_far = 0
 
     def refit(self, version: int) -> RefitReport:
         """Bring the policy's weights into every engine as `version`, also where an engine is lost on the way."""
+        self.turns.to_weights()
         try:
             return self.session.refit(version)
         except (WorkerError, WaitTimeoutError) as error:
             return self.recover(error, version)
 
-    def recover(self, error: RlctlError, version: int, *, asleep: bool = False) -> RefitReport:
+    def recover(self, error: RlctlError, version: int) -> RefitReport:
         """After `error`: replace the engines that are lost, and bring all to `version`, which the policy holds.
 
-        `asleep`: the policy waits in host memory, and is woken for the refit alone. Raises `error` where no engine is
-        lost, and WorkerError with the words of `error` where too many were.
+        The devices are whose they were before. Raises `error` where no engine is lost, and WorkerError with the words
+        of `error` where too many were.
         """
+        generating = self.turns.turn is Turn.ENGINES
         while True:
             lost = self._lost()
             if not lost:
                 raise error
             self._count(error, lost)
             try:
+                self.turns.make_room()
                 self._replace(lost)
-                with _awake(self.session.policy, asleep):
-                    self.session.reform(self.engines)
-                    report = self.session.refit(version, verify=True)
+                self.turns.to_policy()
+                self.turns.to_weights()
+                self.session.reform(self.engines)
+                report = self.session.refit(version, verify=True)
+                if generating:
+                    self.turns.to_engines()
             except (WorkerError, WaitTimeoutError) as another:
                 error = another
                 continue
@@ -107,14 +114,3 @@ class EngineKeeper:
 def _cause(error: RlctlError) -> str:
     """What happened, without the lines of a log."""
     return error.message.splitlines()[0].partition(" Its last lines")[0].partition(" It wrote nothing")[0]
-
-
-@contextmanager
-def _awake(policy: WorkerGroup, asleep: bool) -> Iterator[None]:
-    """The policy's weights where a refit can read them."""
-    if not asleep:
-        yield
-        return
-    policy.call("wake")
-    yield
-    policy.call("sleep")

@@ -16,6 +16,7 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout
 from rlctl.refit.records import RefitReport
 from rlctl.rl.batch import make_batch
+from rlctl.rl.devices import DeviceTurns
 from rlctl.rl.policy import Policy
 from rlctl.rl.run_loss import loss_metrics
 from rlctl.rl.schedule import learning_rate, weight_decay
@@ -56,8 +57,8 @@ class GrpoParts:
     refit: Callable[[int], RefitReport]
     """Bring the policy's weights into the engines, as the given version."""
     loss: TokenLoss
-    offload: bool = False
-    """Whether the policy waits in host memory while the engines generate."""
+    turns: DeviceTurns
+    """Who of policy and engines has the devices that both share."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class StepResult:
 
 def train_step(parts: GrpoParts, config: RlctlConfig, step: int, timer: StepTimer) -> StepResult:
     """One step on weights of version `step`; leaves weights of version `step + 1` in policy and engines."""
-    with timer(Phase.GENERATION), parts.policy.asleep(parts.offload) as freed_bytes:
+    with timer(Phase.GENERATION), parts.turns.generating() as freed_bytes:
         rollouts = parts.generator.generate(step)
     with timer(Phase.REWARD):
         scores = parts.rewards.score(step, rollouts)

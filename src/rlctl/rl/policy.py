@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlctl.backends.base import (
@@ -70,16 +69,6 @@ class Policy:
             only_result(self.group.call("train_minibatch", index, loss, lr, weight_decay))
             for index in range(minibatches)
         ]
-
-    @contextlib.contextmanager
-    def asleep(self, wanted: bool) -> Iterator[int]:
-        """Weights and optimizer in host memory while the block runs, if `wanted`; the bytes that devices got back."""
-        if not wanted:
-            yield 0
-            return
-        freed = sum(self.group.call("sleep"))
-        yield freed
-        self.group.call("wake")
 
     def save_begin(self, directory: Path) -> None:
         """Take a snapshot of policy, optimizer and random state, and start writing it into an existing directory."""

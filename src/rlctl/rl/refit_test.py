@@ -26,6 +26,7 @@ from rlctl.refit import selftest
 from rlctl.refit.selftest import LogprobLimit
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.rl.crew import CrewSpec, start_crew
+from rlctl.rl.devices import DeviceTurns
 from rlctl.rl.job import planned_crew
 from rlctl.rl.planned import open_model, refuse_without_effect, require_devices
 
@@ -100,6 +101,8 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
         tell("starting the policy and the engine")
         with start_crew(crew_spec, Path(logs)) as crew:
             crew.policy.call("load_hf", job.source.weights)
+            sleeps = crew_spec.engine.sleeps
+            turns = DeviceTurns(crew.policy, crew.engines, offload=sleeps, engines_sleep=sleeps)
             session = RefitSession(
                 crew.policy,
                 crew.engines,
@@ -121,6 +124,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                     timeout_s=job.config.refit.timeout_s,
                     new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
                     tell=tell,
+                    generating=turns.generating,
                 )
             finally:
                 session.close()

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rlctl.backends.vllm.messages import Sampling
@@ -18,6 +17,7 @@ from rlctl.errors import DivergenceError, RlctlError, WorkerError
 from rlctl.refit.session import RefitSession
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.crew import Crew, start_crew
+from rlctl.rl.devices import DeviceTurns
 from rlctl.rl.engines import EngineKeeper
 from rlctl.rl.generator import EngineGenerator
 from rlctl.rl.grpo import GrpoParts, StepResult, train_step
@@ -168,9 +168,12 @@ def _parts(job: Job, crew: Crew, policy: Policy, display: Display) -> Iterator[G
     session = RefitSession(
         crew.policy, crew.engines, job.facts, parallel=job.megatron_parallel, settings=config.refit, dtype=job.dtype
     )
+    sleeps = job.crew_spec().engine.sleeps
+    turns = DeviceTurns(crew.policy, crew.engines, offload=job.offload, engines_sleep=sleeps)
     keeper = EngineKeeper(
         crew.engines,
         session,
+        turns,
         restarts=config.cluster.engine_restarts,
         start_timeout_s=config.cluster.start_timeout_s,
         tell=display.say,
@@ -183,12 +186,13 @@ def _parts(job: Job, crew: Crew, policy: Policy, display: Display) -> Iterator[G
         generations=config.grpo.generations,
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,
-        recover=partial(keeper.recover, asleep=job.offload),
+        recover=keeper.recover,
     )
+    turns.to_weights()
     session.open()
     try:
         rewards = WorkerRewards(crew.reward, prompts.rows, timeout_s=config.reward.timeout_s)
-        yield GrpoParts(generator, rewards, policy, keeper.refit, RunLoss(config.grpo), job.offload)
+        yield GrpoParts(generator, rewards, policy, keeper.refit, RunLoss(config.grpo), turns)
     finally:
         session.close()
 
@@ -258,6 +262,7 @@ class _Loop:
         """Begin a save when one is due; the last one is waited for."""
         if self.saver.due(step, ending):
             self.display.doing(f"saving step {step + 1}")
+            self.parts.turns.to_policy()  # the refit left the optimizer aside
             self.saver.begin(step, metrics)
         self.saver.finish() if ending else self.saver.finish_if_written()
 

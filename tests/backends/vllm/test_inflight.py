@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_policies import PROMPTS, WholeTensorPolicy, requests
+from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
 from rlctl.backends.vllm.messages import GroupResult, Sampling
 from rlctl.errors import WorkerError
@@ -152,3 +152,26 @@ def test_samples_of_rejected_weights_are_not_returned(start: Start, tiny_llama: 
         engine.wait(asked)
     policy.refit(engine, 2)
     assert engine.call("generate", requests(), Sampling(4), 60.0)
+
+
+def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights_alone(
+    start: Start, tiny_llama: Path
+) -> None:
+    engine, policy, short = start("wait"), WholeTensorPolicy(tiny_llama), Sampling(16)
+    engine.group.call("share_device")
+    policy.refit(engine, 1)
+    assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
+    for version in (2, 3):
+        engine.call("sleep")
+        with pytest.raises(WorkerError, match="asleep"):
+            engine.call("generate", requests(), short, 60.0)
+        policy.perturb(version)
+        policy.refit(engine, version)
+        with pytest.raises(WorkerError, match="asleep"):
+            engine.call("generate", requests(), short, 60.0)
+        engine.call("wake")
+        assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
+    for _ in range(2):  # what is asleep stays so
+        engine.call("sleep")
+    engine.call("wake")
+    assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE

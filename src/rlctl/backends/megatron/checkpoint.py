@@ -26,8 +26,9 @@ class Save:
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         state = _sharded_state(chunks, optimizer, is_loading=False)
-        for key, _ in _chunk_keys(chunks):
-            _detach_from_live_weights(state[key])
+        if not torch.cuda.is_available():  # from a device everything is copied to the host below
+            for key, _ in _chunk_keys(chunks):
+                _detach_from_live_weights(state[key])
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
         self._request = call_known(

@@ -16,17 +16,22 @@ from rlctl.backends.megatron.optimizer import inner_optimizers
 
 
 class Offloaded:
-    """A policy's state in host memory, from construction until `restore`."""
+    """What a policy holds of its device in host memory, from construction until `restore`."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, more: Iterable[Tensor] = ()) -> None:
-        """`more`: further tensors to move, such as those of a reference policy."""
+    def __init__(
+        self, chunks: list[Any], optimizer: Any, more: Iterable[Tensor] = (), *, keep_weights: bool = False
+    ) -> None:
+        """`more`: further tensors to move, such as those of a reference policy. `keep_weights`: those of the model stay
+        where they are, to be read."""
         self.device_bytes = 0
         """What the device's allocator gave back; without one, the size of the storages."""
         cuda = torch.cuda.is_available()
         before = torch.cuda.memory_reserved() if cuda else 0
         gradients = _storages(buffer.grad_data for buffer in _buffers(chunks))
-        kept = _storages([*_weights(chunks), *_optimizer_tensors(optimizer), *more])
-        self._kept = [(storage, _to_host(storage)) for key, storage in kept.items() if key not in gradients]
+        weights = _storages(_weights(chunks))
+        staying = gradients.keys() | (weights.keys() if keep_weights else set())
+        kept = weights | _storages([*_optimizer_tensors(optimizer), *more])
+        self._kept = [(storage, _to_host(storage)) for key, storage in kept.items() if key not in staying]
         self._gradients = [(storage, storage.nbytes()) for storage in gradients.values()]
         for storage in [*(storage for storage, _ in self._kept), *gradients.values()]:
             self.device_bytes += storage.nbytes()

@@ -47,7 +47,7 @@ class MegatronWorker:
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
         self._save: Save | None = None
-        self._offloaded: Offloaded | None = None
+        self._offloaded: list[Offloaded] = []
 
     # --- life cycle
     # ----------------------------------------------------------------------------------------------------------
@@ -217,22 +217,21 @@ class MegatronWorker:
             for name, param in named.items():
                 param.data = live[name]
 
-    def sleep(self) -> int:
+    def sleep(self, keep_weights: bool = False) -> int:
         """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that the device got
-        back."""
+        back, those of an earlier `sleep` that kept the weights included."""
         from rlctl.backends.megatron.offload import Offloaded
 
-        if self._offloaded is not None:
-            return 0
-        self._gather_parameters()
-        self._offloaded = Offloaded(self.chunks, self.optimizer, (self._reference or {}).values())
-        return self._offloaded.device_bytes
+        if not self._offloaded:
+            self._gather_parameters()
+        reference = (self._reference or {}).values()
+        self._offloaded.append(Offloaded(self.chunks, self.optimizer, reference, keep_weights=keep_weights))
+        return sum(part.device_bytes for part in self._offloaded)
 
     def wake(self) -> None:
         """Brings back what `sleep` moved."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        while self._offloaded:
+            self._offloaded.pop().restore()
 
     # --- batches
     # -------------------------------------------------------------------------------------------------------------

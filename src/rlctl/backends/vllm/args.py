@@ -5,12 +5,13 @@ One function serves CPUs and GPUs; what differs between them is in `_cpu_argumen
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.config.schema import RlctlConfig
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, WorkerError
 from rlctl.models.facts import ModelFacts
 
 Device = Literal["cpu", "cuda"]
@@ -51,6 +52,22 @@ class EngineSpec:
     """Longest that a refit waits for them."""
     routing: bool = False
     """Record the experts of each token (column `ROUTED_EXPERTS`)."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it gives its device's memory back while the policy computes."""
+        return bool(self.arguments.get("enable_sleep_mode"))
+
+    def require_environment(self) -> None:
+        """Raise WorkerError unless this process was started with `environment`: vLLM reads it when it is imported."""
+        wrong = {name: value for name, value in self.environment.items() if os.environ.get(name) != value}
+        if wrong:
+            raise WorkerError(
+                "The engine's process was started without "
+                + ", ".join(f"{name}={value}" for name, value in sorted(wrong.items()))
+                + ".",
+                "Pass EngineSpec.environment when starting it.",
+            )
 
 
 def engine_spec(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.vllm import interfaces
+from rlctl.backends.vllm.messages import Sampling
 from rlctl.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -59,6 +60,24 @@ def require_arguments(arguments: dict[str, Any]) -> None:
             f"This vLLM does not know the engine arguments {', '.join(missing)}.",
             f"rlctl is written for vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}.",
         )
+
+
+def sampling_params(sampling: Sampling, seed: int) -> Any:
+    """vLLM's own record of how the tokens of one sample are drawn."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
+        seed=seed,
+        logprobs=0,  # the sampled token's alone
+        flat_logprobs=True,
+        skip_special_tokens=True,
+    )
 
 
 def register_transfer_engine(name: str, engine: type) -> None:

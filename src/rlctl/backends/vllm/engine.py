@@ -6,7 +6,6 @@ is stamped with the version of the weights that chose it, and no token is ever c
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.args import EngineSpec
 from rlctl.backends.vllm.columns import columns_of
 from rlctl.backends.vllm.inflight import ABORTED, Flight, Sample, Turns
+from rlctl.backends.vllm.memory import WEIGHTS, DeviceMemory
 from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling
 from rlctl.backends.vllm.routed import assembled
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
@@ -43,13 +43,14 @@ class VllmEngine:
         """Version of the refit that has begun and not succeeded; nothing is generated until one does."""
         self._calls = 0
         self._llm: Any = None
+        self._memory = DeviceMemory(None, shared=False)
 
     # Start and end
 
     def start(self) -> EngineInfo:
         """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
         begun = time.perf_counter()
-        _require_environment(self.spec.environment)
+        self.spec.require_environment()
         version = compat.check_version(self.spec.device)
         from vllm import LLM
 
@@ -59,6 +60,7 @@ class VllmEngine:
             self._llm = LLM(**arguments)
         except ValueError as error:
             raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
+        self._memory = DeviceMemory(self._llm.llm_engine, shared=self.spec.sleeps)
         if self._records:
             self._rpc("rlctl_record_routing")
         config = self._llm.llm_engine.vllm_config
@@ -114,6 +116,7 @@ class VllmEngine:
                 while self._draining and self._turns.wait(deadline):
                     pass  # a refit is due, and comes first
                 self._require_whole_weights()
+                self._require_awake()
                 self._require_prompts_fit(requests)
                 flight = self._flight = Flight(self._llm.llm_engine)
             try:
@@ -141,7 +144,7 @@ class VllmEngine:
             for index, seed in enumerate(request.seeds):
                 name = f"{self._calls}.{row}.{index}"
                 flight.samples[name] = Sample(row, index)
-                flight.engine.add_request(name, prompt, _sampling_params(sampling, seed))
+                flight.engine.add_request(name, prompt, compat.sampling_params(sampling, seed))
 
     def _fly(self, flight: Flight, deadline: float, timeout_s: float) -> None:
         """Decode until every sample is finished, giving way to refits between two steps."""
@@ -229,9 +232,28 @@ class VllmEngine:
                 "It generates again after a full refit.",
             )
 
+    # Memory of the device
+
+    def sleep(self) -> None:
+        """Give the device's memory back until `wake`, where it is shared. A refit meanwhile wakes the weights alone."""
+        with self._turns.ask():
+            self._memory.sleep()
+
+    def wake(self) -> None:
+        """Take it again; the engine can generate."""
+        with self._turns.ask():
+            self._memory.wake()
+
+    def _require_awake(self) -> None:
+        if not self._memory.whole:
+            raise WorkerError(f"Engine {self.index} is asleep: its device is the policy's until it is woken.")
+
+    # Refits
+
     def refit_open(self, init_info: dict[str, Any]) -> None:
         """Exchange what stays the same over all refits (`transfer.InitInfo`)."""
         with self._turns.ask():
+            self._memory.wake(WEIGHTS)
             self._rpc("init_weight_transfer_engine", init_info)
 
     def refit_needs(self) -> list[Any]:
@@ -253,6 +275,7 @@ class VllmEngine:
             if self._llm is None:
                 raise WorkerError(f"Engine {self.index} is not started.")
             self._settle()
+            self._memory.wake(WEIGHTS)
             self._updating = version
             self._rpc("rlctl_restart_update")
             self._rpc("start_weight_update")
@@ -322,6 +345,7 @@ class VllmEngine:
         until a full refit succeeds, which has then been shown to write every one of them."""
         with self._turns.ask():
             self._settle()
+            self._memory.wake(WEIGHTS)
             self._updating = POISONED
             self._rpc("rlctl_restart_update")
             return sum(self._rpc("rlctl_poison"))
@@ -340,11 +364,13 @@ class VllmEngine:
     def readings(self, tensors: list[str] | None = None) -> list[Any]:
         """Fingerprints of what the engine computes with, of all its workers (`messages.Reading`)."""
         with self._turns.ask():
+            self._memory.wake(WEIGHTS)
             return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
         """Every copy of one published tensor in the engine's workers: (site, start of its box, values)."""
         with self._turns.ask():
+            self._memory.wake(WEIGHTS)
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -361,30 +387,3 @@ class VllmEngine:
         """The vLLM object, with every other call held off: for measurements and tests."""
         with self._turns.ask():
             yield self._llm
-
-
-def _require_environment(environment: dict[str, str]) -> None:
-    """vLLM reads these at import, so setting them here would come too late for a process that imported it before."""
-    wrong = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-    if wrong:
-        raise WorkerError(
-            "The engine's process was started without " + ", ".join(f"{k}={v}" for k, v in sorted(wrong.items())) + ".",
-            "Pass EngineSpec.environment when starting it.",
-        )
-
-
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop=list(sampling.stop) or None,
-        stop_token_ids=list(sampling.stop_token_ids) or None,
-        seed=seed,
-        logprobs=0,  # the sampled token's alone
-        flat_logprobs=True,
-        skip_special_tokens=True,
-    )

@@ -36,7 +36,7 @@ EXPERTS = f"{LAYERS}.fused_moe.routed_experts:RoutedExperts|{LAYERS}.fused_moe.l
 CPU = ("cpu",)
 
 INTERFACES: tuple[Interface, ...] = (
-    # Generation (engine.py, inflight.py)
+    # Generation (engine.py, inflight.py, memory.py)
     Interface("vllm.entrypoints.llm:LLM"),
     *(
         Interface(f"vllm.engine.arg_utils:EngineArgs.{name}")
@@ -59,6 +59,8 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{ENGINE}.abort_request", ("request_ids",)),
     Interface(f"{ENGINE}.collective_rpc", ("method", "args")),
     Interface(f"{ENGINE}.reset_prefix_cache", ("reset_running_requests",)),
+    Interface(f"{ENGINE}.sleep", ("level",)),
+    Interface(f"{ENGINE}.wake_up", ("tags",)),
     Interface("vllm.v1.engine.core_client:InprocClient.engine_core"),
     Interface(f"{CORE}.pause_scheduler", ("mode", "clear_cache")),
     Interface(f"{CORE}.resume_scheduler"),
