@@ -7,7 +7,6 @@ import ctypes
 import gc
 import json
 import re
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,11 +36,8 @@ def policy(model: Path, threads: int) -> Iterator[MegatronWorker]:
     """A policy of one process, this one, in float32, with the model's weights."""
     from rlctl.backends.megatron.worker import MegatronWorker
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    worker = MegatronWorker(0, 1, "127.0.0.1", port, PolicySpec(facts_of(model), threads=threads))
-    worker.setup()
+    worker = MegatronWorker(0, 1, "127.0.0.1", PolicySpec(facts_of(model), threads=threads))
+    worker.setup(worker.open_store())
     try:
         worker.load_hf(model)
         yield worker

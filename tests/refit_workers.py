@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -41,6 +42,12 @@ def break_down(fault: str) -> None:
         time.sleep(600)
     if fault == "raise":
         raise ValueError("asked for")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Slot:

@@ -105,7 +105,7 @@ def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
 
 def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> MegatronWorker:
     """A worker in the pool's process group, on the reference's weights."""
-    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", 0, spec_of(case))
+    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", spec_of(case))
     worker.build()
     if weights is not None:
         fill(worker, weights)
@@ -334,7 +334,7 @@ def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batc
 
 def run_built_configs(rank: int, spec: PolicySpec) -> tuple[Any, Any, Any]:
     """Megatron's own configuration objects of a worker: transformer, data parallel, optimizer."""
-    worker = MegatronWorker(rank, spec.parallel.world_size, "127.0.0.1", 0, spec)
+    worker = MegatronWorker(rank, spec.parallel.world_size, "127.0.0.1", spec)
     worker.build()
     transformer = {
         key: value for key, value in vars(worker.config).items() if isinstance(value, str | int | float | None)

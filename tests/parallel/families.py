@@ -142,7 +142,7 @@ def run_cell(rank: int, cell: Cell, facts: ModelFacts, shards: Path, batch: dict
     from megatron.core import dist_checkpointing
 
     spec = PolicySpec(facts, cell.parallel, optimizer=OptimizerConfig(), temperature=1.0, threads=1)
-    worker = MegatronWorker(rank, cell.parallel.world_size, "127.0.0.1", 0, spec)
+    worker = MegatronWorker(rank, cell.parallel.world_size, "127.0.0.1", spec)
     worker.build()
     for chunk in worker.chunks:
         loaded = dist_checkpointing.load({"model": chunk.module.sharded_state_dict()}, str(shards))

@@ -100,7 +100,7 @@ def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, paralle
 
 def test_sizes_must_fit_the_processes() -> None:
     with pytest.raises(InputError, match="2 ranks, but there are 1 processes"):
-        MegatronWorker(0, 1, "127.0.0.1", 0, PolicySpec(facts("llama"), ParallelSpec(tp=2)))
+        MegatronWorker(0, 1, "127.0.0.1", PolicySpec(facts("llama"), ParallelSpec(tp=2)))
 
 
 def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools) -> None:

@@ -197,9 +197,7 @@ def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -
     """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
     facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), MegatronParallel(tp=2), VllmParallel(tp=2)
     policy = stage.policy(facts, parallel, {0: "one", 1: "two"})
-    from rlctl.cluster.placement import _free_port
-
-    port = _free_port()
+    port = refit_workers.free_port()
     policy.call_each("meet", [(rank, 2, port) for rank in range(2)])
     engines = stage.engines(facts, target, {0: "two", 1: "one"})
     session = open_session(policy, engines, facts, parallel, members=2)

@@ -231,8 +231,11 @@ class PolicyWorker(Protocol):
     Methods that return results return them on `ParallelSpec.result_rank` and None elsewhere.
     """
 
-    def setup(self) -> None:
-        """Joins the process group, builds model and optimizer with random weights."""
+    def open_store(self) -> int:
+        """Of rank 0 alone: serves what the ranks meet at; returns its port."""
+
+    def setup(self, port: int) -> None:
+        """Joins the process group at that port, builds model and optimizer with random weights."""
 
     def load_hf(self, directory: Path | str) -> None:
         """Fills the weights from a Hugging Face directory; the optimizer starts afresh."""

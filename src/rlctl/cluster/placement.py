@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +76,3 @@ def _where_am_i() -> tuple[str, int | None]:
 
     gpu_ids = ray.get_gpu_ids()
     return ray.util.get_node_ip_address(), int(gpu_ids[0]) if gpu_ids else None
-
-
-def free_port(placement: Placement, bundle: Bundle, timeout_s: float = 60.0) -> int:
-    """A port that is free now on the node of `bundle`."""
-    import ray
-
-    ask = ray.remote(num_cpus=0)(_free_port)
-    return ray.get(ask.options(scheduling_strategy=placement.strategy(bundle.index)).remote(), timeout=timeout_s)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]

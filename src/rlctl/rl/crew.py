@@ -10,7 +10,7 @@ from pathlib import Path
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.vllm.args import EngineSpec
 from rlctl.cluster.objects import fetch, put
-from rlctl.cluster.placement import Bundle, Placement, free_port
+from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.envs.plan import RewardPlan
 from rlctl.errors import MachineError
@@ -67,9 +67,9 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
         if spec.engine.sleeps:  # vLLM measures what is free on the device: alone, and gives it back before others come
             crew.engines.call("start", timeout_s=spec.start_timeout_s)
             crew.engines.call("sleep")
-            crew.policy.call("setup", timeout_s=spec.start_timeout_s)
+            crew.policy.call("setup", _meeting_port(crew), timeout_s=spec.start_timeout_s)
         else:
-            setup, start = crew.policy.submit("setup"), crew.engines.submit("start")
+            setup, start = crew.policy.submit("setup", _meeting_port(crew)), crew.engines.submit("start")
             crew.policy.wait("setup", setup, spec.start_timeout_s)
             crew.engines.wait("start", start, spec.start_timeout_s)
         if crew.reward is not None:
@@ -85,16 +85,21 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
         placement.release()
 
 
+def _meeting_port(crew: Crew) -> int:
+    return crew.policy.part([0]).call("open_store")[0]
+
+
 def _policy(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup:
-    size, first = spec.policy.parallel.world_size, placement.bundles[0]
-    rendezvous = {"master_addr": first.node, "master_port": free_port(placement, first)}
+    size, address = spec.policy.parallel.world_size, placement.bundles[0].node
     threads, gpus = spec.policy.threads, spec.policy.device == "cuda"
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     if not gpus:
         env["THP_MEM_ALLOC_ENABLE"] = "1"  # torch asks for huge pages: fresh small ones cost more than what fills them
     specs = [
         WorkerSpec(
-            {"rank": rank, "world_size": size, **rendezvous, "spec": spec.policy}, (placement.bundles[rank],), env
+            {"rank": rank, "world_size": size, "master_addr": address, "spec": spec.policy},
+            (placement.bundles[rank],),
+            env,
         )
         for rank in range(size)
     ]

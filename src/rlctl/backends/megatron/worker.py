@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 class MegatronWorker:
     """One rank. Its process must be its own: Megatron's groups are globals. Methods as in `PolicyWorker`."""
 
-    def __init__(self, rank: int, world_size: int, master_addr: str, master_port: int, spec: PolicySpec) -> None:
+    def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
+        """`master_addr`: address of the node of rank 0."""
         if spec.parallel.world_size != world_size:
             raise InputError(
                 f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes."
             )
         self.rank, self.world_size, self.spec = rank, world_size, spec
-        self._address = f"tcp://{master_addr}:{master_port}"
+        self._master_addr = master_addr
+        self._store: torch.distributed.TCPStore | None = None
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
@@ -52,8 +54,21 @@ class MegatronWorker:
     # --- life cycle
     # ----------------------------------------------------------------------------------------------------------
 
-    def setup(self) -> None:
-        """Joins the process group, builds model and optimizer with random weights."""
+    def open_store(self) -> int:
+        """On rank 0: serve what the ranks meet at; the port for `setup`. It is this process's from the start, where one
+        looked for beforehand may be another's by then."""
+        self._store = self._tcp_store(0, serves=True)
+        return self._store.port
+
+    def _tcp_store(self, port: int, *, serves: bool) -> torch.distributed.TCPStore:
+        limit = datetime.timedelta(seconds=self.spec.timeout_s)
+        return torch.distributed.TCPStore(
+            self._master_addr, port, is_master=serves, wait_for_workers=False, timeout=limit
+        )
+
+    def setup(self, port: int) -> None:
+        """Joins the process group at the port that `open_store` gave on rank 0, builds model and optimizer with random
+        weights."""
         spec = self.spec
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
@@ -63,13 +78,12 @@ class MegatronWorker:
         require_version()
         if spec.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        timeout = datetime.timedelta(seconds=spec.timeout_s)
         torch.distributed.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
-            init_method=self._address,
+            store=self._store or self._tcp_store(port, serves=False),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=spec.timeout_s),
         )
         self.build()
 
@@ -113,6 +127,7 @@ class MegatronWorker:
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        self._store = None
 
     # --- weights
     # -------------------------------------------------------------------------------------------------------------
