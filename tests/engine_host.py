@@ -37,6 +37,24 @@ class SwappingEngine:
         with self.engine.exclusively() as llm:
             self.engine._memory = DeviceMemory(llm.llm_engine, shared=True)
 
+    def unreadable_if_quantised(self, leaf: str) -> dict[str, str]:
+        """What could not be read back if the layers called `leaf` were quantised, and why."""
+        from rlctl.backends.vllm import live
+
+        def look(worker: Any) -> dict[str, str]:
+            model = worker.model_runner.get_model()
+            layers = [module for name, module in model.named_modules() if name.endswith(f".{leaf}")]
+            methods = [layer.quant_method for layer in layers]
+            try:
+                for layer in layers:
+                    layer.quant_method = type("Fp8LinearMethod", (), {})()
+                return live.sites(model).unreadable
+            finally:
+                for layer, method in zip(layers, methods, strict=True):
+                    layer.quant_method = method
+
+        return self.on_model(look)[0]
+
     def break_parameter(self, tensor: str) -> None:
         """Spoil one element of every copy of `tensor` that can be spoiled in place."""
         from rlctl.backends.vllm import live

@@ -158,6 +158,9 @@ def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights
     start: Start, tiny_llama: Path
 ) -> None:
     engine, policy, short = start("wait"), WholeTensorPolicy(tiny_llama), Sampling(16)
+    (quantised,) = engine.group.call("unreadable_if_quantised", "o_proj")  # square: its shape gives nothing away
+    assert quantised == {f"model.layers.{layer}.self_attn.o_proj.weight": "is quantised by Fp8LinearMethod"
+                         for layer in range(2)}  # fmt: skip
     engine.group.call("share_device")
     policy.refit(engine, 1)
     assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE

@@ -173,6 +173,13 @@ def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
     return found
 
 
+def why_quantised(module: Any) -> str:
+    """Why a layer's parameters are not the published ones, whatever their shape; empty: they are."""
+    method = getattr(module, "quant_method", None)
+    plain = method is None or type(method).__name__.startswith("Unquantized")
+    return "" if plain else f"is quantised by {type(method).__name__}"
+
+
 @dataclass(frozen=True)
 class ExpertOrder:
     """How a kernel of experts keeps their stacked matrices."""
@@ -188,8 +195,8 @@ class ExpertOrder:
 def expert_order(experts: Any) -> ExpertOrder:
     """How `experts`, vLLM's container of a layer's experts, keeps them."""
     method = experts.quant_method
-    if not type(method).__name__.startswith("Unquantized"):
-        return ExpertOrder(reason=f"is quantised by {type(method).__name__}")
+    if why := why_quantised(experts):
+        return ExpertOrder(reason=why)
     backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
     if backend in ("TRITON", "BATCHED_TRITON"):
         return ExpertOrder()

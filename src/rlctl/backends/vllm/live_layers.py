@@ -42,7 +42,9 @@ def walk(model: torch.nn.Module) -> tuple[list[Site], dict[str, str]]:
 
 def _of_module(path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str]) -> Found:
     kind = {base.__name__ for base in type(module).__mro__}
-    if "VocabParallelEmbedding" in kind:
+    if kind & {"VocabParallelEmbedding", "LinearBase"} and (why := compat.why_quantised(module)):
+        yield from ((f"{path}.{name}", why) for name, _ in module.named_parameters(recurse=False))
+    elif "VocabParallelEmbedding" in kind:
         yield _embedding(path, module, output="ParallelLMHead" in kind)
     elif "LinearBase" in kind:
         yield from _linear(path, module, kind, fused)
