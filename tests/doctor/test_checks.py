@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.doctor import communication, gpus, hardware, host, network, places, software
+from rlctl.doctor import communication, examine, gpus, hardware, host, network, places, software
 from rlctl.doctor.check import GIB, Check
 from rlctl.doctor.hardware import Gpu
 from rlctl.doctor.network import NodeFacts
@@ -346,3 +346,16 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
         for check in checks:
             expect(check, "ok")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("found", "expected"), [((), "cpu"), ((H100,), "cuda")])
+def test_the_interfaces_looked_for_are_those_of_the_devices_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[Gpu, ...], expected: str
+) -> None:
+    asked: list[str] = []
+    missing = software.interfaces.missing
+    monkeypatch.setattr(hardware, "list_gpus", lambda: found)
+    monkeypatch.setattr(software.interfaces, "missing", lambda *args: asked.append(args[1]) or missing(*args))
+    names = (check.name for check in examine.examine(examine.Wanted(), quick=True))
+    assert "vllm-interfaces" in names  # stops there: the checks behind it are not this test's
+    assert asked == [expected]
