@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
-from rlctl.planner import search
+from rlctl.planner import engine_search, search
 from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, cpu_device
 from rlctl.planner.fitting import fitting_plans
@@ -74,7 +74,7 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
     devices = request.cluster.gpus or 1
     problem: Problem | None = None
     if key.startswith("generation."):
-        for layout in search.generation_layouts(tried, devices):
+        for layout in engine_search.generation_layouts(tried, devices):
             found = generation_problems(
                 request.facts, layout, request.workload, layout.gpus if request.cluster.is_cpu else devices
             )

@@ -7,7 +7,7 @@ from rlctl.planner import search
 from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB
-from rlctl.planner.generation import generation_memory, generation_time
+from rlctl.planner.generation import generation_memory, generation_time, weight_bytes
 from rlctl.planner.refit import refit_time
 from rlctl.planner.result import Plan
 from rlctl.planner.search import Request
@@ -61,7 +61,7 @@ def _memory(
     policy = policy_asleep(request, training.choice) if colocated else 0.0
     engine = generation_memory(facts, generation, cluster, policy, constants)
     if colocated:
-        weights = search.weight_bytes(facts, generation)
+        weights = weight_bytes(facts, generation)
         phases["refit"] = mem.refit_memory(facts, training.choice, cluster, weights, constants)
     else:
         phases["refit"] = mem.split_refit_memory(facts, training.choice, cluster, engine, constants)
@@ -74,7 +74,7 @@ def _host_memory(
     if training is None and not request.cluster.is_cpu:
         return mem.engine_host_memory(request.cluster)
     if training is not None and not request.cluster.is_cpu:
-        weights = search.weight_bytes(request.facts, generation) if generation else 0.0
+        weights = weight_bytes(request.facts, generation) if generation else 0.0
         return mem.host_memory(
             request.facts, training.choice, request.cluster, colocated and generation is not None, weights
         )

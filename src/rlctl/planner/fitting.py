@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from rlctl.planner import engine_search, search
 from rlctl.planner import memory as mem
-from rlctl.planner import search
 from rlctl.planner.assemble import assemble, policy_asleep
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.cluster import GIB
@@ -81,7 +81,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
         left = request.budget
         if cluster.is_cpu:
             left -= training.peak.total * max(1, training.choice.world_size // cluster.nodes)
-        engines = search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
+        engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
         for engine in _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1):
             if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
@@ -106,7 +106,7 @@ def _split(request: Request, log: _RejectionLog) -> list[Plan]:
         if not 0 < policy < total:
             continue
         trainings = search.training_candidates(request, policy, False, request.budget, log.add("training"))
-        engines = search.generation_candidates(
+        engines = engine_search.generation_candidates(
             request, total - policy, False, 0.0, request.budget, log.add("generation")
         )
         made = [assemble(request, t, e.choice, False) for t in trainings[:2] for e in engines[:2]]
@@ -122,14 +122,14 @@ def _split(request: Request, log: _RejectionLog) -> list[Plan]:
 def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
     """Completions: all devices are the engines'."""
     devices = request.cluster.gpus or 1
-    engines = search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
+    engines = engine_search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
     able = _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1)
     return sorted((assemble(request, None, engine.choice, False) for engine in able), key=score)
 
 
 def _least_cpu_engine(request: Request) -> float:
     """Bytes of a node that the smallest engine needs on a CPU."""
-    layouts = list(search.generation_layouts(request, 1))
+    layouts = list(engine_search.generation_layouts(request, 1))
     sizes = [
         generation_memory(request.facts, layout, request.cluster, 0.0, request.constants).total for layout in layouts
     ]
@@ -137,7 +137,7 @@ def _least_cpu_engine(request: Request) -> float:
 
 
 def _refit_fits(
-    request: Request, choice: TrainingChoice, engine: search.GenerationCandidate, log: _RejectionLog
+    request: Request, choice: TrainingChoice, engine: engine_search.GenerationCandidate, log: _RejectionLog
 ) -> bool:
     if request.cluster.is_cpu:
         return True
@@ -150,7 +150,7 @@ def _refit_fits(
 
 
 def _host_fits(
-    request: Request, training: search.TrainingCandidate, engine: search.GenerationCandidate, log: _RejectionLog
+    request: Request, training: search.TrainingCandidate, engine: engine_search.GenerationCandidate, log: _RejectionLog
 ) -> bool:
     """What is offloaded between the phases fits the host memory of a node."""
     if request.cluster.is_cpu:

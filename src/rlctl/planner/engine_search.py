@@ -1,0 +1,191 @@
+"""The layouts of the engines: enumerated, given their cache, those that are valid and fit kept, and ranked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlctl.planner.choice import GenerationChoice
+from rlctl.planner.cluster import GIB
+from rlctl.planner.generation import (
+    CPU_ENGINE_BYTES,
+    generation_time,
+    kv_bytes_per_token_on_device,
+    overhead_bytes,
+    plan_kv,
+    weight_bytes,
+)
+from rlctl.planner.rules import Problem, generation_problems
+from rlctl.planner.search import SIMPLICITY, Reject, Request, powers, values_to_try
+
+
+@dataclass(frozen=True)
+class GenerationCandidate:
+    choice: GenerationChoice
+    seconds: float
+    weights: float
+
+    @property
+    def score(self) -> float:
+        kinds = sum(v > 1 for v in (self.choice.tp, self.choice.pp, self.choice.dp, self.choice.ep))
+        return self.seconds * (1 + SIMPLICITY * kinds)
+
+
+def generation_layouts(request: Request, devices: int) -> Iterator[GenerationChoice]:
+    """Engines over `devices` devices, before rules and memory."""
+    facts, cluster, workload = request.facts, request.cluster, request.workload
+    base = {
+        "weight_bytes": request.generation_bytes,
+        "max_batched_tokens": request.pin("generation.max_batched_tokens", 8192),
+    }
+    if cluster.is_cpu:
+        yield from _cpu_engines(request, base)
+        return
+    experts = facts.moe.experts if facts.moe else 1
+    for tp in values_to_try(request, "generation.tp", powers(min(facts.heads, devices, 64))):
+        for pp in values_to_try(request, "generation.pp", [1] if tp < cluster.gpus_per_node else [1, 2, 4]):
+            options = [(1, 1)] + ([(1, tp)] if experts > 1 and tp > 1 else [])
+            if experts > 1:
+                options += [
+                    (dp, tp * dp) for dp in powers(64)[1:] if experts % (tp * dp) == 0 and tp * pp * dp <= devices
+                ]
+            for dp, ep in options:
+                if dp != request.pin("generation.dp", dp) or ep != request.pin("generation.ep", ep):
+                    continue
+                engines = request.pin("generation.engines", min(devices // (tp * pp * dp), workload.prompts))
+                if engines:
+                    share = workload.share(engines, dp)
+                    concurrent = request.pin("generation.max_concurrent", max(8, min(1024, share)))
+                    yield GenerationChoice(engines, tp, pp, dp, ep, max_concurrent=concurrent, **base)
+
+
+def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationChoice]:
+    workload, cores = request.workload, request.cluster.device.cores * request.cluster.nodes
+    sizes = {key: request.pin(f"generation.{key}", 1) for key in ("pp", "dp", "ep")}
+    for tp in values_to_try(request, "generation.tp", [1]):
+        engines = request.pin("generation.engines", min(request.cluster.nodes, workload.prompts))
+        threads = request.pin("generation.threads", max(1, cores // (engines * tp)))
+        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines)))
+        yield GenerationChoice(
+            engines, tp, memory_fraction=None, max_concurrent=concurrent, threads=threads, **sizes, **base
+        )
+
+
+def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool, asleep: float) -> float:
+    """Share of a device for vLLM: enough for all its rollouts at full length, at most what the sleeping policy
+    leaves."""
+    pinned = request.pin("generation.memory_fraction")
+    if pinned is not None:
+        return pinned
+    memory = request.cluster.device.memory
+    ceiling = 0.92 if request.workload.goal != "safe" else 0.85
+    if colocated:
+        ceiling = min(ceiling, 1 - asleep / memory - 0.04)
+    cache = layout.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout)
+    fixed = weight_bytes(request.facts, layout) + sum(overhead_bytes(request.facts, layout, request.constants).values())
+    wanted = (fixed + cache) / memory + 0.02
+    return max(0.2, int(min(ceiling, wanted) * 100) / 100)
+
+
+def generation_candidates(
+    request: Request,
+    devices: int,
+    colocated: bool,
+    asleep: float,
+    budget: float,
+    rejected: Reject,
+) -> list[GenerationCandidate]:
+    """All engine layouts that are valid and fit, the best first. `asleep`: what the offloaded policy keeps."""
+    found = []
+    for layout in generation_layouts(request, devices):
+        problems = generation_problems(
+            request.facts, layout, request.workload, max(devices, layout.gpus if request.cluster.is_cpu else 0)
+        )
+        if problems:
+            rejected(layout, problems[0].message)
+            continue
+        sized = _with_cache(request, layout, colocated, asleep, budget)
+        if isinstance(sized, Problem):
+            rejected(layout, sized.message, sized.over)
+            continue
+        seconds = generation_time(request.facts, sized, request.workload, request.cluster, request.constants).total
+        found.append(GenerationCandidate(sized, seconds, weight_bytes(request.facts, sized)))
+    return sorted(found, key=lambda c: c.score)
+
+
+def _with_cache(
+    request: Request, layout: GenerationChoice, colocated: bool, asleep: float, budget: float
+) -> GenerationChoice | Problem:
+    """The layout with its memory fraction and KV cache, or why it does not fit."""
+    facts, workload = request.facts, request.workload
+    if request.cluster.is_cpu:
+        return _cpu_cache(request, layout, budget)
+    pinned = request.pin("generation.kv_cache_bytes")
+    if pinned is not None:
+        return _pinned_cache(request, layout, pinned, asleep if colocated else 0.0)
+    fraction = memory_fraction(request, layout, colocated, asleep)
+    layout = replace(layout, memory_fraction=fraction)
+    free, tokens = plan_kv(facts, layout, workload, request.cluster, request.constants)
+    if tokens < workload.max_length:
+        need = weight_bytes(facts, layout) + sum(overhead_bytes(facts, layout, request.constants).values())
+        need += workload.max_length * kv_bytes_per_token_on_device(facts, layout)
+        have = fraction * request.cluster.device.memory
+        return Problem(
+            "generation.tp",
+            f"one sequence of {workload.max_length} tokens needs {need / GIB:.0f} GiB, vLLM may use {have / GIB:.0f}",
+            need / have,
+        )
+    if colocated and fraction * request.cluster.device.memory + asleep > request.cluster.device.memory:
+        return Problem(
+            "generation.memory_fraction",
+            f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy",
+        )
+    return replace(layout, kv_cache_bytes=free, kv_cache_tokens=tokens)
+
+
+def _pinned_cache(
+    request: Request, layout: GenerationChoice, pinned: float, asleep: float
+) -> GenerationChoice | Problem:
+    """A KV cache of given size on each GPU; the memory fraction follows from it."""
+    have = request.cluster.device.memory
+    need = pinned + weight_bytes(request.facts, layout)
+    need += sum(overhead_bytes(request.facts, layout, request.constants).values())
+    if need + asleep > have:
+        return Problem(
+            "generation.kv_cache_bytes",
+            f"{pinned / GIB:.0f} GiB of KV cache make an engine of {need / GIB:.0f} GiB a GPU, beside "
+            f"{asleep / GIB:.0f} of the sleeping policy; there are {have / GIB:.0f}",
+            (need + asleep) / have,
+        )
+    tokens = int(pinned / kv_bytes_per_token_on_device(request.facts, layout))
+    if tokens < request.workload.max_length:
+        return Problem(
+            "generation.kv_cache_bytes",
+            f"{pinned} bytes hold {tokens} tokens, one sequence has {request.workload.max_length}: it takes "
+            f"{int(request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout))} bytes",
+        )
+    fraction = min(0.99, math.ceil(100 * need / have) / 100)
+    return replace(layout, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)
+
+
+def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> GenerationChoice | Problem:
+    """A KV cache for all sequences that run at once at full length, within the memory that training leaves."""
+    per_token = kv_bytes_per_token_on_device(request.facts, layout) * layout.tp
+    wanted = layout.max_concurrent * request.workload.max_length * per_token * 1.1
+    least = request.workload.max_length * per_token * 1.1
+    engines = max(1, layout.engines // request.cluster.nodes)
+    fixed = layout.tp * (CPU_ENGINE_BYTES + request.constants.cpu_process_bytes) + layout.tp * weight_bytes(
+        request.facts, layout
+    )
+    free = budget / engines - fixed
+    size = request.pin("generation.kv_cache_bytes", min(max(wanted, 256 * 1024**2), free))
+    if size < least or size > free:
+        return Problem(
+            "generation.kv_cache_bytes",
+            f"engines need {fixed / GIB:.1f} GiB and {least / GIB:.2f} for one sequence; "
+            f"{max(0.0, budget) / GIB:.1f} are left",
+        )
+    size = int(size) // 2**20 * 2**20 if size > 2**20 else int(size)
+    return replace(layout, kv_cache_bytes=size, kv_cache_tokens=int(size / per_token))
