@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,3 +176,17 @@ def test_files_that_extend_each_other_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "two.yaml", "extends: one.yaml\n")
     with pytest.raises(ConfigError, match="extends itself"):
         resolve(files=[one], environment={})
+
+
+def test_gpus_asked_for_later_end_a_machine_without_and_the_other_way_round(tmp_path: Path) -> None:
+    def cluster(preset: str, **flags: Any) -> tuple[str, int | None]:
+        found = resolve(preset=preset, flags={f"cluster.{key}": value for key, value in flags.items()}, environment={})
+        return found.config.cluster.gpu, found.config.cluster.gpus_per_node
+
+    assert cluster("laptop", gpu="h100") == ("h100", None)
+    assert cluster("laptop", gpus_per_node=8) == ("auto", 8)
+    assert cluster("laptop", gpu="cpu") == ("cpu", 0)
+    assert cluster("1node", gpu="cpu") == ("cpu", None)
+    assert cluster("1node", gpu="h200") == ("h200", 8)
+    with pytest.raises(ConfigError, match=r"cluster\.gpu = cpu, but cluster\.gpus_per_node = 2"):
+        cluster("laptop", gpu="cpu", gpus_per_node=2)

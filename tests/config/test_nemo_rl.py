@@ -265,3 +265,40 @@ def test_other_yaml_is_not_taken_for_a_recipe(tmp_path: Path) -> None:
 def test_flags_and_set_win_over_a_recipe() -> None:
     resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "grpo.steps=2"], environment={})
     assert (resolved.config.training.tp, resolved.config.grpo.steps) == (1, 2)
+
+
+def test_dynamic_batching_is_dynamic_batching(tmp_path: Path) -> None:
+    alone = {"policy__dynamic_batching": {"enabled": True}, "policy__sequence_packing": {"enabled": False}}
+    result = recipe(tmp_path, **alone)
+    assert result.values["training.dynamic_batching"] is True
+    assert result.values["training.packing"] is False
+    assert result.values["training.micro_batch_tokens"] == 4096
+    assert resolve(files=[tmp_path / "recipe.yaml"], environment={}).config.training.dynamic_batching
+
+
+def test_packing_wins_over_dynamic_batching_and_that_is_said(tmp_path: Path) -> None:
+    result = recipe(tmp_path, policy__dynamic_batching={"enabled": True})
+    assert result.values["training.packing"] is True
+    assert "training.dynamic_batching" not in result.values
+    assert status(result, "policy.dynamic_batching.enabled") == "changed"
+
+
+def test_datasets_take_what_they_do_not_say_from_the_defaults_of_all(tmp_path: Path) -> None:
+    default = {"dataset_name": "ResponseDataset", "input_key": "q", "output_key": "a", "prompt_file": "think.txt"}
+    data = {"_override_": True, "default": default, "train": {"data_path": "x.jsonl", "input_key": "question"}}
+    values = recipe(tmp_path, data=data).values
+    assert [values[f"data.{key}"] for key in ("name", "prompt_field", "answer_field")] == ["x.jsonl", "question", "a"]
+    own = {**data, "train": {"dataset_name": "DeepScaler", "prompt_file": None}}
+    values = recipe(tmp_path, data=own).values
+    assert "DeepScaleR" in values["data.name"]
+    assert "data.prompt_suffix" not in values
+
+
+def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:
+    data = {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}
+    assert status(recipe(tmp_path, data=data), "data.train") == "not yet"
+
+
+def test_the_best_checkpoints_are_kept_where_the_recipe_names_a_metric(tmp_path: Path) -> None:
+    assert recipe(tmp_path).values["run.keep_best"] == 3
+    assert recipe(tmp_path, checkpointing={"metric_name": None}).values["run.keep_last"] == 3

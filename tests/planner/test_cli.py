@@ -302,3 +302,20 @@ def test_nodes_that_no_layout_divides_are_told_of_fewer(capsys: pytest.CaptureFi
     assert "It fits with --nodes 32" in err
     assert "Without generation.colocated=True a plan fits." in err
     assert rlctl(capsys, *many, "--nodes", "32")[0] == 0
+
+
+def test_what_import_writes_is_planned_as_the_recipe_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Recipes of dense models carry fields of experts, which are refused in a file of rlctl's own."""
+    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    code, out, _ = rlctl(capsys, "config", "import", str(recipe))
+    assert code == 0
+    assert "# megatron.moe_router_dtype" in out
+    assert "has no effect: the model has no experts" in out
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(out)
+    plans = [
+        json.loads(rlctl(capsys, "plan", "--config", str(path), "--gpu", "h100", "--json")[1])
+        for path in (recipe, mine)
+    ]
+    for key in ("fits", "training", "generation", "memory_gib", "seconds"):
+        assert plans[0][key] == plans[1][key], key

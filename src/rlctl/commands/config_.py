@@ -14,6 +14,8 @@ from rlctl.commands.output import command_app, examples, message, print_json
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
+    from rlctl.config.schema import RlctlConfig
+
 app = command_app()
 
 
@@ -150,11 +152,27 @@ def import_(
     if report:
         typer.echo("\n".join(f"{e.status:<15} {e.key} = {e.value}: {e.note}" for e in recipe.entries))
         return
-    chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default"}
+    idle = _without_effect(resolved.config)
+    chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default" and key not in idle}
     typer.echo(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}), nl=False)
+    for key, why in idle.items():
+        typer.echo(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
     for label, lines in (("runs differently", recipe.changed), ("cannot be run yet", recipe.unsupported)):
         for line in lines:
             message(f"{label}: {line}")
+
+
+def _without_effect(config: RlctlConfig) -> dict[str, str]:
+    """Fields of Megatron's that do nothing in the configured model, and why: other commands refuse them in a file.
+
+    Empty for a model that is known neither here nor in the catalog: `import` asks no hub.
+    """
+    from rlctl.models.catalog import lookup
+    from rlctl.rl.planned import idle_fields, published_facts
+
+    name = config.model.name or ""
+    known = Path(name).expanduser().joinpath("config.json").is_file() or lookup(name)
+    return idle_fields(config, published_facts(config.model)) if known else {}
 
 
 def key_line(key: str, field: FieldInfo) -> str:

@@ -192,6 +192,7 @@ def merge(merged: dict[str, Value], source: Iterable[Value]) -> None:
     leaves = [canonical_leaf(leaf) for leaf in source]
     for leaf in leaves:
         drop_what_belongs_to_another(merged, leaf)
+        drop_other_kind_of_machine(merged, leaf)
     for leaf in leaves:
         merged[leaf.key] = leaf
 
@@ -210,6 +211,16 @@ def drop_what_belongs_to_another(merged: dict[str, Value], leaf: Value) -> None:
         owned = any(key == name or key.startswith(f"{name}.") for name in BELONGS_TO[leaf.key])
         if owned and merged[key].origin.startswith(PRESET):
             del merged[key]
+
+
+def drop_other_kind_of_machine(merged: dict[str, Value], leaf: Value) -> None:
+    """GPUs and `cpu` exclude each other: what a later source says of one ends what an earlier one said of the other."""
+    other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(leaf.key)
+    if other is None or other not in merged:
+        return
+    now = {leaf.key: leaf.value, other: merged[other].value}
+    if now["cluster.gpu"] != "auto" and (now["cluster.gpu"] == "cpu") != (now["cluster.gpus_per_node"] == 0):
+        del merged[other]
 
 
 def build(merged: Mapping[str, Value]) -> Resolved:

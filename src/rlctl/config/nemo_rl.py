@@ -55,7 +55,8 @@ def _renamed(key: str, renamed: Mapping[str, str], result: Import, value: Any) -
 
 
 def _unknown(key: str, rules: Mapping[str, Rule]) -> str:
-    close = difflib.get_close_matches(key, rules, 1, 0.6)
+    named = [rule for rule in rules if not rule.endswith("*")]
+    close = difflib.get_close_matches(key, named, 1, 0.6)
     return f"unknown key `{key}`" + (f"; did you mean `{close[0]}`?" if close else ".")
 
 

@@ -259,15 +259,24 @@ def expert_engines(result: Import, name: str, value: Any, leaves: Mapping[str, A
     )
 
 
+def data_value(leaves: Mapping[str, Any], key: str) -> Any:
+    """What the recipe says of its training data: `data.train`, else the defaults of all datasets, else `data` itself
+    (how older recipes have it)."""
+    return next((v for p in ("data.train.", "data.default.", "data.") if (v := leaves.get(p + key)) is not None), None)
+
+
 def dataset(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
-    section = name.rpartition(".")[0]
+    if value != data_value(leaves, "dataset_name"):
+        without("data.train has its own")(result, name, value, leaves)
+        return
     if value == "ResponseDataset":
-        path = leaves.get(f"{section}.train_data_path") or leaves.get(f"{section}.data_path")
-        found = (path, leaves.get(f"{section}.input_key", "input"), leaves.get(f"{section}.output_key", "output"))
+        path = data_value(leaves, "data_path") or data_value(leaves, "train_data_path")
+        found = (path, data_value(leaves, "input_key") or "input", data_value(leaves, "output_key") or "output")
     else:
         found = DATASETS.get(value)
     if not found or not found[0]:
-        result.entries.append(Entry(name, value, "not yet", f"rlctl knows {', '.join(DATASETS)} and ResponseDataset"))
+        why = f"rlctl knows {', '.join(DATASETS)}, and ResponseDataset with its data_path"
+        result.entries.append(Entry(name, value, "not yet", why))
         return
     for key, item in zip(("data.name", "data.prompt_field", "data.answer_field"), found, strict=True):
         result.set(key, item, name)
@@ -276,6 +285,9 @@ def dataset(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) ->
 
 def prompt_file(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
     """A template around the question; rlctl puts one text behind it."""
+    if name == "data.default.prompt_file" and "data.train.prompt_file" in leaves:
+        without("data.train has its own")(result, name, value, leaves)
+        return
     if value is None:
         without("no template")(result, name, value, leaves)
         return
@@ -292,6 +304,29 @@ def prompt_file(result: Import, name: str, value: Any, leaves: Mapping[str, Any]
     result.entries.append(
         Entry(name, value, "changed", "data.prompt_suffix: the template's text stands behind the question")
     )
+
+
+def dynamic_batching(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """Padded rows instead of packed ones. NeMo-RL refuses both together; here packing wins."""
+    if value is not True:
+        without("rows of training.micro_batch_tokens")(result, name, value, leaves)
+    elif leaves.get("policy.sequence_packing.enabled") is True:
+        note = "rows are packed; NeMo-RL refuses to start with policy.sequence_packing and this both on"
+        result.entries.append(Entry(name, value, "changed", note))
+    else:
+        result.set("training.packing", False, name)
+        to("training.dynamic_batching")(result, name, value, leaves)
+
+
+def kept_checkpoints(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """The newest where no metric is named; else the best, by the one measure there is without validation."""
+    metric = leaves.get("checkpointing.metric_name")
+    if value is None or metric is None:
+        to("run.keep_last")(result, name, value, leaves)
+        return
+    result.set("run.keep_best", value, name)
+    note = f"run.keep_best: {value}, by the mean reward of training instead of {metric}; and the newest"
+    result.entries.append(Entry(name, value, "changed", note))
 
 
 def checkpoint_period(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:

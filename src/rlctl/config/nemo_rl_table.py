@@ -22,7 +22,9 @@ from rlctl.config.nemo_rl_rules import (
     dataset,
     decay_steps,
     differs,
+    dynamic_batching,
     expert_engines,
+    kept_checkpoints,
     only,
     passes,
     prompt_file,
@@ -124,7 +126,7 @@ _POLICY: dict[str, Rule] = {
     "policy.hf_config_overrides": only(None, why="the model's configuration is taken as it is"),
     "policy.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
     "policy.draft.*": without("speculative decoding is off"),
-    "policy.dynamic_batching.enabled": without("rows of training.micro_batch_tokens"),
+    "policy.dynamic_batching.enabled": dynamic_batching,
     "policy.dynamic_batching.train_mb_tokens": row_tokens("policy.dynamic_batching"),
     "policy.dynamic_batching.*": without("rows are those of training"),
     "policy.sequence_packing.enabled": to("training.packing"),
@@ -267,11 +269,17 @@ _REST: dict[str, Rule] = {
     "data.train.dataset_name": dataset,
     "data.prompt_file": prompt_file,
     "data.default.prompt_file": prompt_file,
+    "data.train.prompt_file": prompt_file,
+    "data.default.dataset_name": dataset,
     "data.default.*": without("read with the dataset"),
+    "data.train": only(None, why="there is one source of prompts, and this is a list of them"),
     "data.train.*": without("read with the dataset"),
     "data.validation": NO_VALIDATION,
     "data.validation.*": NO_VALIDATION,
     "data.system_prompt_file": only(None, why="write the text as data.system_prompt"),
+    "data.default.system_prompt_file": only(None, why="write the text as data.system_prompt"),
+    "data.train.system_prompt_file": only(None, why="write the text as data.system_prompt"),
+    "data.train.split": to("data.split"),
     "data.shuffle": to("data.shuffle"),
     "data.train_data_path": without("read with dataset_name"),
     "data.input_key": without("read with dataset_name"),
@@ -287,7 +295,8 @@ _REST: dict[str, Rule] = {
     "env.math.*": without("answers are compared by math-verify"),
     "checkpointing.enabled": checkpoints_on,
     "checkpointing.save_period": checkpoint_period,
-    "checkpointing.keep_top_k": to("run.keep_last"),
+    "checkpointing.keep_top_k": kept_checkpoints,
+    "checkpointing.metric_name": without("read with keep_top_k"),
     "checkpointing.*": without("checkpoints are in the run directory; the last ones are kept"),
     "logger.tensorboard_enabled": to("run.tensorboard"),
     "logger.wandb_enabled": to("run.wandb"),
@@ -316,8 +325,6 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
     if "training.micro_batch_tokens" not in result.values and length:
         rows = int(leaves.get("policy.train_micro_batch_size") or 1)
         result.set("training.micro_batch_tokens", rows * int(length), "policy.train_micro_batch_size")
-    if leaves.get("policy.dynamic_batching.enabled") is True:
-        result.set("training.packing", True, "policy.dynamic_batching.enabled")
     if any(key.startswith("env.math") for key in leaves):
         result.set("reward.terms", [{"name": "math-verify"}], "env.math")
         result.set("reward.extract", "boxed", "env.math")

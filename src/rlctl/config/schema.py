@@ -341,6 +341,15 @@ class ClusterConfig(Section):
     engine_restarts: NonNegative = 3
     """Generation engines that a run may lose: each is replaced and refitted; 0: the run ends with the first."""
 
+    @model_validator(mode="after")
+    def validate_gpus_or_none(self) -> ClusterConfig:
+        count = self.gpus_per_node
+        if count is not None and self.gpu != "auto" and (self.gpu == "cpu") != (count == 0):
+            raise ValueError(
+                f"cluster.gpu = {self.gpu}, but cluster.gpus_per_node = {count}: set both for GPUs, or neither"
+            )
+        return self
+
 
 class RunConfig(Section):
     goal: Literal["fast", "safe", "frugal"] = "fast"

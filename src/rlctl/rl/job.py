@@ -191,6 +191,8 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
     prompts.limit = resolved.config.model.max_length - config.generation.max_new_tokens
+    if max(prompt_tokens) > prompts.limit:
+        prompts.lengths()  # names the row before anything is started
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
     return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards)

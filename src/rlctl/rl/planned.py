@@ -66,16 +66,22 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
     return facts_from_hf_config(read_object(directory, "config.json", ""))
 
 
+def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
+    """Keys of the `megatron` section that do nothing in this model, and why."""
+    parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
+    found = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
+    return {key: why for key, why in found.items() if why}
+
+
 def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
     """Raises ConfigError for a field of the `megatron` section that does nothing in this model.
 
     Those of an imported recipe are let through: recipes of dense models carry the fields of experts, too.
     """
-    for name, value in resolved.config.megatron.passed.items():
-        key = f"megatron.{name}"
-        why = without_effect(name, experts=facts.moe is not None, latent_attention=facts.mla is not None)
-        if why and RECIPE not in resolved.origin.get(key, ""):
-            origin = resolved.origin.get(key, "")
+    for key, why in idle_fields(resolved.config, facts).items():
+        origin = resolved.origin.get(key, "")
+        if RECIPE not in origin:
+            value = resolved.config.megatron.passed[key.removeprefix("megatron.")]
             raise ConfigError(f"`{key}` = {value!r} ({origin}) has no effect: {why}.", "Remove it.")
 
 
