@@ -78,7 +78,9 @@ def test_absent_directory(name: str) -> None:
 
 
 def test_unknown_name_without_a_network(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not in the Hugging Face cache, and the hub cannot be reached"):
+    with pytest.raises(
+        InputError, match="no directory here, not in the Hugging Face cache, and the hub cannot be reached"
+    ):
         resolve_model("nobody/no-such-model")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_prompts_are_dealt_to_engines(capsys: pytest.CaptureFixture[str], tmp_pa
     assert generation["engines"] * generation["tp"] == 8
 
 
+def test_set_wins_over_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = rlctl(capsys, *REFIT_TEST, "--json", "--tp", "4", "--set", "training.tp=2")
+    assert code == 0, err
+    assert json.loads(out)["plan"]["training"]["tp"] == 2
+    code, out, err = rlctl(capsys, *GENERATE, "--json", "--temperature", "0.5", "--set", "generation.temperature=0.7")
+    assert code == 0, err
+    assert json.loads(out)["config"]["generation.temperature"]["value"] == 0.7
+
+
 def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = rlctl(capsys, *REFIT_TEST, "--json", "--tp", "4", "--set", "training.pp=2")
     assert code == 0, err
@@ -68,6 +78,14 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
         (REFIT_TEST, ["--tp", "3"], 2, "The nearest value that works is training.tp="),
         (REFIT_TEST, ["--model", "deepseek-ai/DeepSeek-V3"], 4, "The smallest machine of this kind that fits"),
         (REFIT_TEST, ["--synthetic", "deepseek-v3"], 2, "--synthetic"),
+        (["refit-test", "--model", "x"], ["--synthetic", "deepseek-v3"], 2, "not those of --model x"),
+        (["refit-test", "--receive", "loader"], ["--synthetic", "deepseek-v3"], 2, "no loader (--receive)"),
+        (GENERATE, ["--step", "3"], 2, "--step 3 is a checkpoint of a run"),
+        (GENERATE, ["--prompts-file", os.devnull], 2, f"--prompts-file {os.devnull} holds no prompt"),
+        (GENERATE, ["--run-dir", "absent"], 2, "absent is no run: it has no manifest.json"),
+        (GENERATE, ["--temperature", "-1"], 2, "(flag --temperature)"),
+        (["plan", "--run", "x"], ["--model", "y"], 2, "--model would do nothing"),
+        (["plan", "--model", "Qwen/Qwen3-8B"], ["--compare", "a", "1node"], 2, "--compare a: neither pins"),
     ],
 )
 def test_what_has_no_plan_is_refused_as_train_refuses_it(

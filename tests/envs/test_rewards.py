@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -203,6 +206,24 @@ def test_a_function_that_raises_in_the_run_names_the_row(tmp_path: Path) -> None
     plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
     with pytest.raises(InputError, match=r"AssertionError: cannot read this \(scoring .*line 2; mine\.py, line 2"):
         score(plan, source, "good", "bad", index=1)
+
+
+def test_a_child_whose_parent_has_heard_enough_ends_without_complaint(tmp_path: Path) -> None:
+    """After a user's error the rest of the batch is scored for nobody."""
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    plan = prepare_rewards(reward(user_file(tmp_path, "def score(completion):\n    return 1\n")), source)
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", scoring_process.CHILD, str(theirs.fileno()), scoring_process.PACKAGES]
+    child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    ours.send(plan)
+    assert ours.recv() is None
+    ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 60.0))
+    assert ours.poll(60)
+    ours.close()
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 0
+    assert err == ""
 
 
 # scorers that hang or die

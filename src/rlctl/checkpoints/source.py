@@ -55,8 +55,8 @@ def resolve_model(
     if local.is_dir():
         check_directory(local, weights=weights)
         return ModelSource(local.resolve(), name)
-    if local.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"--model {name}: there is no such directory.", "Give a Hugging Face directory or a hub name.")
+    if local.exists() or local.is_symlink() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"model {name}: there is no such directory.", "Give a Hugging Face directory or a hub name.")
     patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ()), *(("*.py",) if trust_remote_code else ())]
     directory = from_cache(name, revision, patterns, weights)
     if directory is None:
@@ -73,7 +73,7 @@ def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
     companions = checkpoint.huggingface()
     if companions is None:
         hint = f"Put the Hugging Face model's config.json and tokenizer into {checkpoint.root / HF_FOLDER}."
-        raise InputError(f"--model {name} is a Megatron checkpoint without config.json beside it.", hint)
+        raise InputError(f"model {name} is a Megatron checkpoint without config.json beside it.", hint)
     check_directory(companions, weights=False)
     return ModelSource(companions.resolve(), name, megatron=checkpoint.shards.resolve())
 
@@ -87,7 +87,7 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
         directory = snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True)
         check_directory(Path(directory), weights=weights)
     except HFValidationError as error:
-        raise InputError(f"--model {name}: neither a directory nor a hub name such as `owner/model`.") from error
+        raise InputError(f"model {name}: neither a directory nor a hub name such as `owner/model`.") from error
     except (LocalEntryNotFoundError, InputError):
         return None
     return Path(directory)
@@ -103,12 +103,12 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
         )
     except errors.GatedRepoError as error:
         hint = "Ask for access on its page of the hub, then log in with `hf auth login` or set HF_TOKEN."
-        raise InputError(f"--model {name} is gated: its owner grants access one by one.", hint) from error
+        raise InputError(f"model {name} is gated: its owner grants access one by one.", hint) from error
     except errors.RepositoryNotFoundError as error:
         hint = "Check the spelling; a private model needs `hf auth login` or HF_TOKEN."
-        raise InputError(f"--model {name}: the hub has no such model.", hint) from error
+        raise InputError(f"model {name}: the hub has no such model.", hint) from error
     except errors.RevisionNotFoundError as error:
-        raise InputError(f"--model {name} has no revision {revision!r}.", "Name a branch, tag or commit.") from error
+        raise InputError(f"model {name} has no revision {revision!r}.", "Name a branch, tag or commit.") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         return None
     except (errors.HTTPError, OSError) as error:
@@ -124,7 +124,8 @@ def unreachable(name: str, revision: str | None, tell: Callable[[str], None]) ->
     if name == laptop_model.HUB_NAME and revision is None:
         return ModelSource(laptop_model.fetch(tell), laptop_model.LABEL, laptop_model.NOTE)
     raise InputError(
-        f"--model {name}: not in the Hugging Face cache, and the hub cannot be reached (or HF_HUB_OFFLINE is set).",
+        f"model {name}: no directory here, not in the Hugging Face cache, and the hub cannot be reached (or HF_HUB_OFFLINE "
+        "is set).",
         "Give a local directory, or download the model where there is a network with `hf download`.",
     )
 

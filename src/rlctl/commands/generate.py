@@ -9,6 +9,7 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
+from rlctl.errors import InputError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
@@ -61,13 +62,15 @@ def generate(
     Prompts go through the model's chat template. How many engines of which size there are is planned; pin any of it
     with --set generation.<key>=<value>. With --json, one JSON object a prompt (JSON Lines).
     """
-    sets = [*(set_ or []), *([f"generation.temperature={temperature}"] if temperature is not None else [])]
+    if step is not None and run_dir is None:
+        raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
     flags: dict[str, Any] = {
         "model": model,
         "tokenizer": tokenizer,
         "chat_template": chat_template,
         "max_length": max_length,
         "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
         "seed": seed,
         "nodes": nodes,
         "gpus_per_node": gpus_per_node,
@@ -76,7 +79,7 @@ def generate(
     }
     from rlctl.rl.completions import of_run, read_prompts
 
-    resolved = options.resolve_config(preset=preset, config=config, set_=sets, **flags)
+    resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
     checkpoint = None
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)

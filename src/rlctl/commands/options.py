@@ -139,6 +139,14 @@ FLAGS: dict[str, tuple[str, str]] = {
     "lr": ("--lr", "optimizer.lr"),
     "seed": ("--seed", "run.seed"),
     "run_dir": ("--run-dir", "run.dir"),
+    "temperature": ("--temperature", "generation.temperature"),
+    "goal": ("--goal", "run.goal"),
+    "colocated": ("--colocated/--split", "generation.colocated"),
+    "tp": ("--tp", "training.tp"),
+    "dp": ("--dp", "training.dp"),
+    "generation_tp": ("--generation-tp", "generation.tp"),
+    "mover": ("--mover", "refit.mover"),
+    "sparse": ("--sparse", "refit.sparse"),
 }
 
 

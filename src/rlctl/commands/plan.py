@@ -70,18 +70,22 @@ def plan(
     the catalog. Exit 4: no plan fits.
     """
     if run is not None:
+        others = {"--model": model, "--preset": preset, "--config": config, "--set": set_, "--compare": compare}
+        for flag in (flag for flag, value in others.items() if value):
+            raise InputError(
+                f"--run {run} shows the plan that the run was made with; {flag} would do nothing.",
+                "Leave one of them out.",
+            )
         show_run(run, json_)
         return
-    pins = [f"generation.colocated={str(colocated).lower()}"] if colocated is not None else []
-    pins += [f"run.goal={goal}"] if goal is not None else []
 
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
         return options.resolve_config(
-            preset=over or preset, config=[*(config or []), *(files or [])], set_=[*(set_ or []), *pins, *extra],
+            preset=over or preset, config=[*(config or []), *(files or [])], set_=[*(set_ or []), *extra],
             model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
             max_length=length(max_length, max_new_tokens),
             max_new_tokens=new_tokens(max_length, max_new_tokens), mean_length=mean_length, prompts=prompts,
-            generations=generations, backend=backend,
+            generations=generations, backend=backend, goal=goal, colocated=colocated,
         )  # fmt: skip
 
     if compare is not None:
@@ -117,10 +121,17 @@ def new_tokens(max_length: int | None, max_new_tokens: int | None) -> int | None
 
 def side(text: str) -> tuple[list[str], str | None, list[str]]:
     """One side of --compare: pins, a preset, or a YAML file."""
+    from rlctl.config.presets import preset_names
+
     if "=" in text:
         return text.split(","), None, []
     if text.endswith((".yaml", ".yml")):
         return [], None, [text]
+    if text not in preset_names():
+        raise InputError(
+            f"--compare {text}: neither pins, nor a preset, nor a YAML file.",
+            f"Write section.key=value[,...], one of {', '.join(preset_names())}, or a file's name.",
+        )
     return [], text, []
 
 

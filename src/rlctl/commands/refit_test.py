@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 app = command_app()
 EXIT_MISMATCH = 5
+ONE_OF_THEM = "Leave one of them out."
 
 
 @app.command(
@@ -68,23 +69,19 @@ def refit_test(
     least twice with perturbed weights in between, reads every tensor back from what the engine computes with, and
     compares log-probs of greedy and sampled tokens. Exit code 5 names what differs.
     """
-    sizes = {
-        "training.tp": tp,
-        "training.dp": dp,
-        "generation.tp": generation_tp,
-        "refit.mover": mover,
-        "refit.sparse": sparse or None,
-    }
-    sets = [*(set_ or []), *(f"{key}={value}" for key, value in sizes.items() if value is not None)]
     resolved = options.resolve_config(
-        preset=preset, config=config, set_=sets, model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
-        ray_address=ray_address,
+        preset=preset, config=config, set_=set_, model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
+        ray_address=ray_address, tp=tp, dp=dp, generation_tp=generation_tp, mover=mover, sparse=sparse or None,
     )  # fmt: skip
     if synthetic is not None:
         from rlctl.rl.refit_synthetic import SyntheticJob, run_synthetic
 
         if dry_run:
-            raise InputError("--dry-run shows a plan, and --synthetic has none.", "Leave one of them out.")
+            raise InputError("--dry-run shows a plan, and --synthetic has none.", ONE_OF_THEM)
+        if model is not None:
+            raise InputError(f"--synthetic {synthetic} has its own tensors, not those of --model {model}.", ONE_OF_THEM)
+        if receive == "loader":
+            raise InputError(f"--synthetic {synthetic} has no engine, and so no loader (--receive).", ONE_OF_THEM)
         _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_)
     elif dry_run:
         from rlctl.rl.dry_run import dry_refit_test

@@ -58,11 +58,15 @@ def main() -> None:
     while True:
         try:
             batch: Batch = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         faulthandler.dump_traceback_later(batch.limit_s, exit=True)
         for work in batch.work:
-            connection.send(_score(plan.scorers[work.scorer], scorers[work.scorer], work))
+            answer = _score(plan.scorers[work.scorer], scorers[work.scorer], work)
+            try:
+                connection.send(answer)
+            except ConnectionError:
+                return  # the parent raised the first error that it was told, and is gone
         faulthandler.cancel_dump_traceback_later()
 
 

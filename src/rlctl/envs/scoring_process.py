@@ -133,9 +133,9 @@ class ScoringProcess:
 
     def close(self) -> None:
         """Ends the child; may be called twice."""
-        if self._connection is not None:
-            self._connection.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
         self._connection = self._process = None

@@ -60,6 +60,8 @@ def family_of_config(config: dict[str, Any]) -> Family:
     for found in families():
         if set(found.architectures) & set(architectures):
             return found
+    if not architectures and not config.get("model_type"):
+        raise InputError("config.json names no `architectures`.", "Take the model's own config.json.")
     name = architectures[0] if architectures else str(config.get("model_type"))
     known = [a for f in families() for a in f.architectures]
     near = difflib.get_close_matches(name, known, 1, 0.0)

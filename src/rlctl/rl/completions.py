@@ -149,6 +149,8 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
     found: list[tuple[str, Any]] = [(f"--prompt number {i + 1}", text) for i, text in enumerate(texts)]
     if file is not None:
         found += _file_prompts(Path(file), field)
+    if file is not None and len(found) == len(texts):
+        raise InputError(f"--prompts-file {file} holds no prompt.", "Write one on each line.")
     if not found:
         raise InputError("Nothing to complete.", "Give --prompt TEXT, or --prompts-file FILE.")
     return [PromptRow(index, where, prompt, None) for index, (where, prompt) in enumerate(found)]

@@ -157,6 +157,8 @@ class RunDirectory:
         path = self.path / MANIFEST
         try:
             found = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise InputError(f"--run-dir {self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
         if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
