@@ -124,8 +124,8 @@ def unreachable(name: str, revision: str | None, tell: Callable[[str], None]) ->
     if name == laptop_model.HUB_NAME and revision is None:
         return ModelSource(laptop_model.fetch(tell), laptop_model.LABEL, laptop_model.NOTE)
     raise InputError(
-        f"model {name}: no directory here, not in the Hugging Face cache, and the hub cannot be reached (or HF_HUB_OFFLINE "
-        "is set).",
+        f"model {name}: no directory here, not in the Hugging Face cache, "
+        "and the hub cannot be reached (or HF_HUB_OFFLINE is set).",
         "Give a local directory, or download the model where there is a network with `hf download`.",
     )
 
