@@ -6,6 +6,7 @@ used, so that `rlctl --help` stays fast and imports none of the engines.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -117,6 +118,11 @@ def run(argv: list[str] | None = None) -> int:
         known = error if isinstance(error, RlctlError) else missing_package(error)
         output.report_error(known)
         return known.exit_code
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        output.message("rlctl: the output cannot be written: no space left on its device")
+        return 1
 
 
 def missing_package(error: ModuleNotFoundError) -> RlctlError:

@@ -81,6 +81,16 @@ def test_wrong_input_exits_2_with_one_message(arguments: list[str], named: str) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_finds_no_space_is_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "rlctl", "presets", "ls", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "rlctl: the output cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     done = rlctl("config", "show", "--set", "a.b=1", RLCTL_DEBUG="1")
     assert "Traceback" in done.stderr

@@ -105,6 +105,21 @@ def test_names_and_plan_are_looked_at_before_data_and_tokenizer(files, tiny_llam
     assert said in capsys.readouterr().err
 
 
+def test_a_dry_run_looks_at_the_place_of_the_run(files, tiny_llama, capsys):
+    assert run(train(tiny_llama, "--run-dir", "sums.jsonl", "--dry-run")) == 2
+    assert "sums.jsonl is a file" in capsys.readouterr().err
+
+
+def test_a_dry_resume_shows_what_the_run_goes_on_with(files, tiny_llama, capsys):
+    begun(train(tiny_llama), files / "run")
+    again = ["train", "grpo", "--resume", "--run-dir", "run", "--dry-run", "--json"]
+    assert run([*again, "--steps", "9"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert [config[key]["value"] for key in ("grpo.steps", "grpo.prompts", "data.name")] == [9, 2, "sums.jsonl"]
+    assert run([*again, "--prompts", "4"]) == 2
+    assert "`grpo.prompts` = 4" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama):
     rlctl = str(Path(sys.executable).with_name("rlctl"))  # a process of its own: this one may be part of a Ray session
     for _ in range(2):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, print_json, show_dry_run
+from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
 from rlctl.errors import InputError
 
 app = command_app()
@@ -76,8 +76,10 @@ def grpo(
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     if dry_run:
         from rlctl.rl.dry_run import dry_train
+        from rlctl.rl.launch import dry_resume
 
-        show_dry_run(dry_train(resolved), json_)
+        report = dry_resume(resolved, message, allow_changes=allow_changes) if resume else dry_train(resolved)
+        show_dry_run(report, json_)
         return
     from rlctl.rl import launch
 

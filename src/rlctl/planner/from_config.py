@@ -140,7 +140,10 @@ def plan_from_config(
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
     if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
-        raise ConfigError("refit.mover = disk needs refit.directory.", "Name a directory that every node can write.")
+        raise ConfigError(
+            "refit.mover = disk needs refit.directory.",
+            "Name one of all nodes: --set refit.directory=DIR.",
+        )
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
         pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}

@@ -44,7 +44,10 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace
             "Use auto or collective.",
         )
     if asked == "disk" and directory is None:
-        raise ConfigError("refit.mover = disk needs refit.directory.", "Name a directory that every node can write.")
+        raise ConfigError(
+            "refit.mover = disk needs refit.directory.",
+            "Name one of all nodes: --set refit.directory=DIR.",
+        )
     return asked
 
 

@@ -21,6 +21,7 @@ from rlctl.rl.job import Job, planned_crew, prepare_job
 from rlctl.rl.planned import ASSUMED_GPU, NamedModel, published_facts, refuse_without_effect
 from rlctl.rl.refit_test import RefitTestJob
 from rlctl.runs.checkpoints import Checkpoint
+from rlctl.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class DryRun:
     plan: Plan
     arguments: EngineArguments
     notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, job: Job) -> DryRun:
+        """What a prepared job would be."""
+        return cls(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(about(job)))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +60,8 @@ def dry_train(resolved: Resolved) -> DryRun:
     """Configuration and plan with every check that needs no process, and notes on what could not be checked here."""
     model = resolved.config.model
     facts = lookup(model.name) if model.name else None
+    if resolved.config.run.dir:
+        RunDirectory(Path(resolved.config.run.dir)).require_place()
     try:
         job = prepare_job(resolved)
     except (InputError, MachineError) as error:
@@ -68,7 +76,7 @@ def dry_train(resolved: Resolved) -> DryRun:
         resolved = resolved.with_values(plan.config_values())
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
         return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
-    return DryRun(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(about(job)))
+    return DryRun.of(job)
 
 
 def dry_refit_test(resolved: Resolved) -> DryRun:

@@ -13,7 +13,7 @@ from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, Value, build
 from rlctl.errors import InputError
 from rlctl.planner.choice import TrainingChoice
-from rlctl.rl.dry_run import about
+from rlctl.rl.dry_run import DryRun, about
 from rlctl.rl.job import Job, content_changes, prepare_job
 from rlctl.rl.run import RunSummary, run_grpo
 from rlctl.runs.directory import RunDirectory, newest_run
@@ -56,8 +56,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummar
 
 
 def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool) -> RunSummary:
-    named = resolved.config.run.dir
-    run = RunDirectory(Path(named) if named else newest_run(RUNS))
+    run = run_to_resume(resolved)
     with _locked(run, run.reopen):
         job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
         display.steps = job.config.grpo.steps
@@ -67,14 +66,27 @@ def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_chang
         return run_grpo(job, run, display, stop, resume=True)
 
 
-def resumed_job(run: RunDirectory, resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool) -> Job:
+def run_to_resume(resolved: Resolved) -> RunDirectory:
+    """The run that `--run-dir` names, or the newest."""
+    named = resolved.config.run.dir
+    return RunDirectory(Path(named) if named else newest_run(RUNS))
+
+
+def dry_resume(resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool) -> DryRun:
+    """What `--resume` would go on with: the run's own configuration under what is newly set, checked as a resume is."""
+    return DryRun.of(resumed_job(run_to_resume(resolved), resolved, tell, allow_changes=allow_changes, starts=False))
+
+
+def resumed_job(
+    run: RunDirectory, resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, starts: bool = True
+) -> Job:
     """What the run in `run` goes on with: its stored configuration and what `resolved` newly sets.
 
     Raises InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` hears of it.
     """
     stored = run.manifest()
     merged, changes = continued(stored, resolved)
-    job = prepare_job(merged, tell, starts=True)
+    job = prepare_job(merged, tell, starts=starts)
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
             raise InputError(
