@@ -10,14 +10,15 @@ from rlctl.rl.crew import engine_bundles
 
 
 def on_nodes(**devices: int) -> tuple[Bundle, ...]:
-    places = [(node, gpu) for node, count in devices.items() for gpu in range(count)]
+    places = [(node, str(gpu)) for node, count in devices.items() for gpu in range(count)]
     return tuple(Bundle(index, node, gpu) for index, (node, gpu) in enumerate(places))
 
 
 def test_engines_take_devices_in_turn() -> None:
     shares = engine_bundles(on_nodes(one=4, two=4), 4, 2)
     assert [[(b.node, b.gpu) for b in share] for share in shares] == [
-        [("one", 0), ("one", 1)], [("one", 2), ("one", 3)], [("two", 0), ("two", 1)], [("two", 2), ("two", 3)],
+        [("one", "0"), ("one", "1")], [("one", "2"), ("one", "3")], [("two", "0"), ("two", "1")],
+        [("two", "2"), ("two", "3")],
     ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ class Bundle:
     index: int
     node: str
     """Node address; workers of one node share memory."""
-    gpu: int | None
-    """Index of the GPU on its node; None without one."""
+    gpu: str | None
+    """The GPU as its node's CUDA_VISIBLE_DEVICES names it: by index, or by UUID where that has UUIDs; None without."""
 
 
 class Placement:
@@ -55,7 +55,7 @@ class Placement:
         asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in range(count)]
         found = ray.get(asked, timeout=timeout_s)
         # Stable: Ray's own order within equal (node, GPU) keys.
-        order = sorted(range(count), key=lambda index: (found[index][0], found[index][1] or 0))
+        order = sorted(range(count), key=lambda index: place_order(*found[index]))
         return tuple(Bundle(index, *found[index]) for index in order)
 
     def strategy(self, index: int) -> Any:
@@ -71,8 +71,13 @@ class Placement:
         ray.util.remove_placement_group(self.group)
 
 
-def _where_am_i() -> tuple[str, int | None]:
+def place_order(node: str, gpu: str | None) -> tuple[str, int, str]:
+    """A key by which devices of one node are neighbours, in the order of their numbers."""
+    return node, int(gpu) if gpu and gpu.isdigit() else -1, gpu or ""
+
+
+def _where_am_i() -> tuple[str, str | None]:
     import ray
 
     gpu_ids = ray.get_gpu_ids()
-    return ray.util.get_node_ip_address(), int(gpu_ids[0]) if gpu_ids else None
+    return ray.util.get_node_ip_address(), str(gpu_ids[0]) if gpu_ids else None

@@ -38,7 +38,7 @@ class WorkerSpec:
 
     def environment(self) -> dict[str, str]:
         """The variables of the process, with the GPUs of the worker's bundles made visible."""
-        gpus = [str(bundle.gpu) for bundle in self.bundles if bundle.gpu is not None]
+        gpus = [bundle.gpu for bundle in self.bundles if bundle.gpu is not None]
         own = {
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             # Ray must not hide the devices of workers that ask it for none, also where it runs since before this run.
