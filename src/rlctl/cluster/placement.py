@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,12 @@ class Placement:
 def place_order(node: str, gpu: str | None) -> tuple[str, int, str]:
     """A key by which devices of one node are neighbours, in the order of their numbers."""
     return node, int(gpu) if gpu and gpu.isdigit() else -1, gpu or ""
+
+
+def node_address() -> str | None:
+    """The address under which the other nodes of the Ray cluster know this one; None outside of Ray."""
+    ray = sys.modules.get("ray")
+    return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 
 
 def _where_am_i() -> tuple[str, str | None]:

@@ -26,6 +26,7 @@ from rlctl.backends.vllm.group import Group, serve_store
 from rlctl.backends.vllm.segment import Segment, this_node
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import transformed
+from rlctl.cluster.placement import node_address
 from rlctl.errors import WorkerError
 from rlctl.refit import cuda_ipc, shared_memory
 from rlctl.refit.collective import CollectiveOutlet
@@ -343,8 +344,9 @@ def _finish_copies(device: torch.device) -> None:
 
 
 def _address() -> str:
-    """An address of this node that other nodes can reach (no packet is sent)."""
-    if name := os.environ.get("RLCTL_ADDRESS"):
+    """An address of this node that other nodes can reach: as the user says, else Ray's, else that of the way out of
+    this network (no packet is sent)."""
+    if name := os.environ.get("RLCTL_ADDRESS") or node_address():
         return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
