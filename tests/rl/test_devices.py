@@ -1,0 +1,82 @@
+"""Policy and engines take turns on devices that they share: none comes before the other has given its memory back."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.rl.devices import DeviceTurns, Turn
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Party:
+    """A process that keeps account of what it was asked for, by the machine's clock."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.asked = name, list[tuple[int, str]]()
+
+    def sleep(self, keep_weights: bool = False) -> int:
+        self.asked.append((time.monotonic_ns(), f"{self.name} sleeps" + (", weights kept" if keep_weights else "")))
+        return 7
+
+    def wake(self) -> None:
+        self.asked.append((time.monotonic_ns(), f"{self.name} wakes"))
+
+    def take(self) -> list[tuple[int, str]]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+@pytest.fixture(scope="module")
+def parties(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    logs = tmp_path_factory.mktemp("parties")
+    made = [
+        WorkerGroup(name, Party, [WorkerSpec({"name": name}, (placement.bundles[0],))], placement, logs,
+                    start_timeout_s=60, call_timeout_s=30)
+        for name in ("policy", "engine")
+    ]  # fmt: skip
+    yield made[0], made[1]
+    for group in made:
+        group.kill()
+
+
+def happened(parties: tuple[WorkerGroup, WorkerGroup]) -> list[str]:
+    return [what for _, what in sorted(entry for group in parties for entry in group.call("take")[0])]
+
+
+def test_a_step_on_shared_devices(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    turns = DeviceTurns(*parties, offload=True, engines_sleep=True)
+    turns.to_weights()
+    assert happened(parties) == ["policy sleeps, weights kept"]
+    with turns.generating() as freed:
+        assert (freed, turns.turn) == (7, Turn.ENGINES)
+        assert happened(parties) == ["policy sleeps", "engine wakes"]
+    assert turns.turn is Turn.POLICY
+    assert happened(parties) == ["engine sleeps", "policy wakes"]
+    turns.to_weights()
+    turns.to_policy()  # to save
+    assert happened(parties) == ["policy sleeps, weights kept", "engine sleeps", "policy wakes"]
+
+
+def test_weights_move_in_the_middle_of_a_generation(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """As they do when an engine was lost: caches are dropped before the policy comes back."""
+    turns = DeviceTurns(*parties, offload=True, engines_sleep=True)
+    turns.to_engines()
+    happened(parties)
+    turns.to_weights()
+    assert happened(parties) == ["engine sleeps", "policy wakes", "policy sleeps, weights kept"]
+
+
+def test_nothing_moves_where_nothing_is_shared(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    turns = DeviceTurns(*parties, offload=False, engines_sleep=False)
+    turns.to_weights()
+    with turns.generating() as freed:
+        assert freed == 0
+    assert happened(parties) == []
