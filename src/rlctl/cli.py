@@ -98,6 +98,8 @@ def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing
+            output.message("rlctl: interrupted")
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1

@@ -91,6 +91,15 @@ def test_output_that_finds_no_space_is_a_sentence() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlctl.config.presets.preset_names", interrupted)
+    assert cli.run(["presets", "ls"]) == 130
+    assert capsys.readouterr().err == "rlctl: interrupted\n"
+
+
 def test_debug_shows_the_traceback() -> None:
     done = rlctl("config", "show", "--set", "a.b=1", RLCTL_DEBUG="1")
     assert "Traceback" in done.stderr
