@@ -61,6 +61,7 @@ def train(model: Path, *more: str) -> list[str]:
         (["--reward", "broken.py:absent"], 2, "no function 'absent'"),
         (["--model", "noconfig"], 2, "noconfig has no config.json"),
         (["--max-length", "4"], 2, "--max-new-tokens 4 leaves no room"),
+        (["--max-length", "5"], 2, "tokens, and 4 leave room for a completion"),
         (["--lr", "0"], 2, "`optimizer.lr` = 0.0 (flag --lr)"),
         (["--preset", "1gpu"], 3, "no GPU"),
         (["--gpu", "h100", "--gpus-per-node", "8"], 3, "this machine has none"),

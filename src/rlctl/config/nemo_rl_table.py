@@ -334,12 +334,13 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
 
 
 def _leave_room_for_prompts(result: Import, length: Any, new: Any) -> None:
-    """NeMo-RL ends a rollout at the total length; rlctl takes prompts that leave room for `max_new_tokens`."""
+    """Both end a rollout at the total length; rlctl's most new tokens are fewer than that by a token of a prompt."""
     if not length or not new or int(new) < int(length):
         return
-    room = min(256, int(length) // 4)
-    result.set("generation.max_new_tokens", int(length) - room, "policy.generation.max_new_tokens")
-    note = f"generation.max_new_tokens: {int(length) - room}; prompts of up to {room} tokens fit before it"
+    result.set("generation.max_new_tokens", int(length) - 1, "policy.generation.max_new_tokens")
+    note = (
+        f"generation.max_new_tokens: {int(length) - 1}; a rollout ends at {int(length)} tokens, its prompt among them"
+    )
     name = "policy.generation.max_new_tokens"
     result.entries[:] = [entry for entry in result.entries if entry.key != name]
     result.entries.append(Entry(name, new, "changed", note))

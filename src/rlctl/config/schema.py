@@ -223,6 +223,7 @@ class GenerationConfig(Section):
     colocated: bool | None = None
     """Generate on the devices that train; off: on devices of their own."""
     max_new_tokens: Positive = 512
+    """Most tokens of a completion; fewer where the prompt leaves fewer of `model.max_length`."""
     mean_length: Positive | None = None
     """Mean generated tokens that the planner reckons with; unset: half of max_new_tokens."""
     temperature: float = Field(1.0, ge=0)

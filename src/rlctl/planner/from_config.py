@@ -85,17 +85,22 @@ def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     )
 
 
+def _room(length: int, new: int) -> int:
+    """Tokens that a prompt is reckoned to have: what completions leave, or a quarter where they may fill the rollout."""
+    return length - new if length - new >= 16 else max(1, length // 4)
+
+
 def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: int | None = None) -> Workload:
     """The workload of a step; `prompt_tokens` is the mean where the data is known."""
     new = config.generation.max_new_tokens
     length = config.model.max_length
-    prompt = prompt_tokens or (min(PROMPT_TOKENS, max(16, length - new)) if length else PROMPT_TOKENS)
+    prompt = prompt_tokens or (min(PROMPT_TOKENS, _room(length, new)) if length else PROMPT_TOKENS)
     length = length or min(facts.max_length, prompt + new)
     return Workload(
         prompts=config.grpo.prompts,
         generations=config.grpo.generations,
         max_length=length,
-        max_new_tokens=min(new, length),
+        max_new_tokens=min(new, max(1, length - min(prompt, length))),
         mean_new_tokens=config.generation.mean_length or new / 2,
         prompt_tokens=min(prompt, length),
         optimizer_steps=config.grpo.optimizer_steps,

@@ -190,9 +190,13 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     rewards = prepare_rewards(config.reward, prompts.source)
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
-    prompts.limit = resolved.config.model.max_length - config.generation.max_new_tokens
+    length, new = resolved.config.model.max_length, config.generation.max_new_tokens
+    prompts.limit = length - 1
     if max(prompt_tokens) > prompts.limit:
         prompts.lengths()  # names the row before anything is started
+    if tight := sum(tokens + new > length for tokens in prompt_tokens):
+        tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
+             f"it ends at --max-length {length}")  # fmt: skip
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
     return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards)

@@ -57,7 +57,7 @@ class StepPrompts:
         tokens = self.encoder.encode(row)
         if self.limit is not None and len(tokens) > self.limit:
             raise InputError(
-                f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} fit beside the completion.",
+                f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",
                 "Raise --max-length, or leave the row out.",
             )
         return tokens

@@ -98,6 +98,16 @@ def test_a_sample_depends_on_its_own_seed_alone(engine: HostedEngine) -> None:
     assert len({tuple(rows.tokens_T[rows.slice(g)]) for g in range(4)}) == 4
 
 
+def test_a_completion_ends_where_the_length_does(engine: HostedEngine) -> None:
+    """The engine takes 256 tokens in all."""
+    long = GroupRequest(0, tuple(PROMPTS[0][0] for _ in range(250)), (1, 2))
+    ((result, columns, _),) = generate(engine, Sampling(24, stop_token_ids=()), [long])
+    for row in range(columns.rollouts):
+        assert result.response_tokens[row] <= 6
+        assert result.truncated[row] == (result.response_tokens[row] == 6)
+    assert 6 in result.response_tokens
+
+
 def test_prompt_too_long_is_refused(engine: HostedEngine) -> None:
     with pytest.raises(InputError, match="300 tokens"):
         engine.call("generate", [GroupRequest(0, (5,) * 300, (1,))], Sampling(4), 60.0)
