@@ -434,3 +434,11 @@ def test_engines_on_devices_of_their_own_share_none_with_the_policy_in_a_refit()
     refit = made.memory["refit"].parts
     assert not {"weights", "engine weights"} <= set(refit)
     assert made.memory["refit"].total > refit["staging"] > 0
+
+
+def test_the_smallest_machine_whose_plan_runs_is_named_beside_the_smallest() -> None:
+    facts = model("Llama-3.1-70B")
+    with pytest.raises(NoPlanError, match=r"that fits is 1 x 8 H100.*not run yet.*with a plan that runs, 4 x 8 H100"):
+        make_plan(facts, make_cluster("h100", 1, 1), Workload())
+    assert not make_plan(facts, make_cluster("h100", 1), Workload()).runnable
+    assert make_plan(facts, make_cluster("h100", 4), Workload()).runnable

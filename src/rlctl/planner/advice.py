@@ -3,7 +3,7 @@ change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -159,12 +159,29 @@ def _cheapest_change(request: Request) -> str | None:
 
 
 def _smallest_machine(request: Request) -> str | None:
-    """More of the same nodes, by powers of two and then down to the first that fits; on a CPU more memory."""
+    """The smallest machine that fits; where rlctl cannot run its plan, also the smallest with one that it can."""
+    first = _smallest(request, fits)
+    if first is None:
+        return None
+    text = f"The smallest machine of this kind that fits is {first.describe()}"
+    if _runs(replace(request, cluster=first)):
+        return f"{text}."
+    because = fitting_plans(replace(request, cluster=first))[0][0].not_runnable_because[0]
+    able = _smallest(request, _runs)
+    return f"{text} ({because})" + (f"; with a plan that runs, {able.describe()}." if able is not None else ".")
+
+
+def _runs(request: Request) -> bool:
+    """Whether any plan fits that rlctl can run."""
+    return any(plan.runnable for plan in fitting_plans(request)[0])
+
+
+def _smallest(request: Request, good: Callable[[Request], bool]) -> ClusterFacts | None:
+    """More of the same nodes, by powers of two and then down to the first that is good; on a CPU more memory."""
     smaller = request.cluster
     for cluster in _larger(request.cluster):
-        if fits(replace(request, cluster=cluster)):
-            first = next((c for c in _between(smaller, cluster) if fits(replace(request, cluster=c))), cluster)
-            return f"The smallest machine of this kind that fits is {first.describe()}."
+        if good(replace(request, cluster=cluster)):
+            return next((c for c in _between(smaller, cluster) if good(replace(request, cluster=c))), cluster)
         smaller = cluster
     return None
 

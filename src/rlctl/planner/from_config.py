@@ -86,7 +86,7 @@ def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
 
 
 def _room(length: int, new: int) -> int:
-    """Tokens that a prompt is reckoned to have: what completions leave, or a quarter where they may fill the rollout."""
+    """Tokens that a prompt is reckoned to have: what completions leave, or a quarter where these may fill it all."""
     return length - new if length - new >= 16 else max(1, length // 4)
 
 
