@@ -206,6 +206,7 @@ def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -
     refit_twice(session)
     sent = policy.call("refit_sent")
     assert all(0 < one.exchanged < one.bytes for one in sent)
+    assert all(0 < one.exchange_s < one.seconds for one in sent)
     session.close()
 
 

@@ -104,6 +104,8 @@ class Sent:
     bytes: int
     exchanged: int = 0
     """Bytes sent to ranks of other nodes, which handed them over."""
+    exchange_s: float = 0.0
+    """Seconds in which it waited for boxes of other nodes, or for them to be gone."""
 
 
 @dataclass(frozen=True)

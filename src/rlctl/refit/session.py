@@ -184,9 +184,12 @@ class RefitSession:
         received: list[Received] = [one for of in self._wait("load", self.engines, "received") for one in of]
         waited = min(max(one.waited_s for one in received) + wrote_s + compared_s, moved - moving)
         reset = max(one["cache_reset"] for one in finished)
+        exchanged = min(max(one.exchange_s for one in sent), waited)
         seconds = {
-            RefitPhase.PACK if self.mover in ("shared-memory", "cuda-ipc") else RefitPhase.TRANSFER: waited,
-            RefitPhase.LOAD: moved - moving - waited + ended - moved - reset + moving - begun,
+            RefitPhase.WAKE: moving - begun,
+            **({RefitPhase.EXCHANGE: exchanged} if exchanged else {}),
+            RefitPhase.PACK if self.mover in ("shared-memory", "cuda-ipc") else RefitPhase.TRANSFER: waited - exchanged,
+            RefitPhase.LOAD: ended - moving - waited - reset,
             RefitPhase.CACHE_RESET: reset,
         }
         verified, verify_s = self._verified(version, verify)

@@ -183,7 +183,7 @@ class RefitSource(ABC):
     def refit_send(self, version: int, epoch: int) -> Sent:
         """Send this rank's boxes as `version`, from the live parameters; `epoch` numbers the session's attempts."""
         begun, state, parameters = time.perf_counter(), self._state(), self.parameters()
-        packing = count = 0
+        packing = exchanging = count = 0
         incoming = state.exchange.incoming if state.exchange else {}
         with contextlib.ExitStack() as stack, torch.no_grad():
             for outlet in state.outlets.values():
@@ -194,7 +194,9 @@ class RefitSource(ABC):
             for index in range(state.rounds):
                 # Every rank goes through rounds and channels in this order, so that none waits for one that waits.
                 if state.exchange:
+                    waiting = time.perf_counter()
                     state.exchange.round(index)
+                    exchanging += time.perf_counter() - waiting
                 for channel, outlet in sorted(state.outlets.items()):
                     if index < len(outlet.packer.rounds):
                         packing += self._send_round(outlet, index, incoming.get(channel))
@@ -202,7 +204,7 @@ class RefitSource(ABC):
             for packer in state.sparse.values():
                 packer.remember()
         exchanged = state.exchange.bytes if state.exchange else 0
-        state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count + exchanged, exchanged)
+        state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count + exchanged, exchanged, exchanging)
         return state.sent
 
     def _send_round(self, outlet: Outlet, index: int, incoming: Incoming | None) -> float:

@@ -7,13 +7,16 @@ brings all of them to the policy's weights. The trainers stay as they are.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import RefitSession
 from rlctl.rl.devices import DeviceTurns, Turn
+from rlctl.telemetry.phases import RefitPhase
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -38,11 +41,14 @@ class EngineKeeper:
 
     def refit(self, version: int) -> RefitReport:
         """Bring the policy's weights into every engine as `version`, also where an engine is lost on the way."""
+        begun = time.perf_counter()
         self.turns.to_weights()
+        offloaded_s = time.perf_counter() - begun
         try:
-            return self.session.refit(version)
+            report = self.session.refit(version)
         except (WorkerError, WaitTimeoutError) as error:
             return self.recover(error, version)
+        return replace(report, seconds={RefitPhase.OFFLOAD: offloaded_s} | report.seconds)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
         """After `error`: replace the engines that are lost, and bring all to `version`, which the policy holds.
