@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray import cloudpickle
 
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.errors import WorkerError
 from rlctl.rl.devices import DeviceTurns, Turn
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -20,13 +24,18 @@ class Party:
     """A process that keeps account of what it was asked for, by the machine's clock."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.asked = name, list[tuple[int, str]]()
+        self.name, self.asked, self.broken = name, list[tuple[int, str]](), False
 
     def sleep(self, keep_weights: bool = False) -> int:
         self.asked.append((time.monotonic_ns(), f"{self.name} sleeps" + (", weights kept" if keep_weights else "")))
         return 7
 
+    def break_down(self) -> None:
+        self.broken = True
+
     def wake(self) -> None:
+        if self.broken:
+            raise MemoryError("no memory")
         self.asked.append((time.monotonic_ns(), f"{self.name} wakes"))
 
     def take(self) -> list[tuple[int, str]]:
@@ -72,6 +81,22 @@ def test_weights_move_in_the_middle_of_a_generation(parties: tuple[WorkerGroup, 
     happened(parties)
     turns.to_weights()
     assert happened(parties) == ["engine sleeps", "policy wakes", "policy sleeps, weights kept"]
+
+
+def test_an_engine_that_is_gone_holds_nobody_up(placement: Any, parties: Any, tmp_path: Path) -> None:
+    specs = [WorkerSpec({"name": f"engine {rank}"}, (placement.bundles[0],)) for rank in range(2)]
+    engines = WorkerGroup("two", Party, specs, placement, tmp_path, start_timeout_s=60, call_timeout_s=30)
+    try:
+        turns = DeviceTurns(parties[0], engines, offload=True, engines_sleep=True)
+        os.kill(engines.pids[0], signal.SIGKILL)
+        with turns.generating():
+            assert happened((parties[0], engines.part([1]))) == ["policy sleeps", "engine 1 wakes"]
+        assert happened((parties[0], engines.part([1]))) == ["engine 1 sleeps", "policy wakes"]
+        engines.part([1]).call("break_down")
+        with pytest.raises(WorkerError, match="no memory"):
+            turns.to_engines()
+    finally:
+        engines.kill()
 
 
 def test_nothing_moves_where_nothing_is_shared(parties: tuple[WorkerGroup, WorkerGroup]) -> None:

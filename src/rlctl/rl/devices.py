@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 
-from rlctl.cluster.workers import WorkerGroup
+from rlctl.cluster.workers import WorkerDiedError, WorkerGroup
+from rlctl.errors import WorkerError
 
 
 class Turn(Enum):
@@ -45,15 +46,13 @@ class DeviceTurns:
     def to_engines(self) -> int:
         """The engines compute; the bytes that the policy's devices got back."""
         freed = self.make_room()
-        if self._engines_sleep:
-            self._engines.call("wake")
+        self._tell_engines("wake")
         self.turn = Turn.ENGINES
         return freed
 
     def to_policy(self) -> None:
         """The policy computes."""
-        if self._engines_sleep:
-            self._engines.call("sleep")
+        self._tell_engines("sleep")
         if self._offload:
             self._policy.call("wake")
         self.turn = Turn.POLICY
@@ -65,3 +64,11 @@ class DeviceTurns:
         if self._engines_sleep and self._offload:
             self._policy.call("sleep", keep_weights=True)
         self.turn = Turn.WEIGHTS
+
+    def _tell_engines(self, method: str) -> None:
+        """Engines that sleep do it. One whose process is gone holds no memory; it is missed, and replaced, where it
+        is to answer."""
+        if self._engines_sleep:
+            for outcome in self._engines.outcomes(method, self._engines.submit(method)):
+                if isinstance(outcome, WorkerError) and not isinstance(outcome, WorkerDiedError):
+                    raise outcome
