@@ -77,6 +77,18 @@ def test_two_plans_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = rlctl(capsys, *NODE, "--compare", "training.tp=1", "training.tp=4,generation.tp=4")
     assert code == 0
     assert any(line.startswith("* training.tp") for line in out.splitlines())
+    assert "B parameters" not in out
+
+
+def test_the_arithmetic_of_two_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = ["--compare", "training.tp=1", "training.tp=4", "--explain"]
+    code, out, _ = rlctl(capsys, *NODE, *sides)
+    assert code == 0
+    assert out.count("8.030B parameters") == 2
+    assert "a rank (TP 1)" in out
+    assert "a rank (TP 4)" in out
+    code, out, _ = rlctl(capsys, *NODE, *sides, "--json")
+    assert [any("8.030B" in line for line in lines) for lines in json.loads(out)["explain"]] == [True, True]
 
 
 def test_explain_shows_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 app = command_app()
 
+ALTERNATIVES = 3
+
 Colocated = Annotated[
     bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
 ]
 Goal = Annotated[str | None, typer.Option("--goal", metavar="fast|safe|frugal", help="What to aim for.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic, and the engines' exact arguments.")]
-Top = Annotated[int, typer.Option("--top", min=1, help="List this many alternatives.")]
+Top = Annotated[int | None, typer.Option("--top", min=1, help="List this many alternatives.  [default: 3]")]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(
@@ -57,7 +59,7 @@ def plan(
     colocated: Colocated = None,
     goal: Goal = None,
     explain: Explain = False,
-    top: Top = 3,
+    top: Top = None,
     compare: Compare = None,
     run: Run = None,
     config: options.Config = None,
@@ -70,12 +72,14 @@ def plan(
     the catalog. Exit 4: no plan fits.
     """
     if run is not None:
-        others = {"--model": model, "--preset": preset, "--config": config, "--set": set_, "--compare": compare}
-        for flag in (flag for flag, value in others.items() if value):
-            raise InputError(
-                f"--run {run} shows the plan that the run was made with; {flag} would do nothing.",
-                "Leave one of them out.",
-            )
+        others = {
+            "--model": model, "--preset": preset, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--gpu": gpu,
+            "--max-length": max_length, "--max-new-tokens": max_new_tokens, "--mean-length": mean_length,
+            "--prompts": prompts, "--generations": generations, "--backend": backend,
+            "--colocated or --split": colocated, "--goal": goal, "--explain": explain or None, "--top": top,
+            "--compare": compare, "--config": config or None, "--set": set_ or None,
+        }  # fmt: skip
+        refuse_beside(f"--run {run} shows the plan that the run was made with", others)
         show_run(run, json_)
         return
 
@@ -89,9 +93,11 @@ def plan(
         )  # fmt: skip
 
     if compare is not None:
-        plans = [planned(resolved_with(*side(text)), top)[0] for text in compare]
-        show_comparison(plans[0], plans[1], compare, json_)
+        refuse_beside("--compare shows two plans and no alternatives", {"--top": top})
+        plans = [planned(resolved_with(*side(text)), ALTERNATIVES)[0] for text in compare]
+        show_comparison(plans, compare, explain, json_)
         return
+    top = top or ALTERNATIVES
     resolved = resolved_with([])
     try:
         made, _ = planned(resolved, top)
@@ -100,6 +106,12 @@ def plan(
             print_json(no_plan_json(resolved.config.model.name, error))
         raise
     show(made, resolved, explain, top, json_)
+
+
+def refuse_beside(reason: str, flags: dict[str, object]) -> None:
+    """Raises InputError naming the first of `flags` that was given (is not None)."""
+    for flag in (flag for flag, value in flags.items() if value is not None):
+        raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
 
 
 def length(max_length: int | None, max_new_tokens: int | None) -> int | None:
@@ -188,13 +200,19 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
         typer.echo(line)
 
 
-def show_comparison(left: Plan, right: Plan, names: tuple[str, str], json_: bool) -> None:
+def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, json_: bool) -> None:
+    from rlctl.planner.explain import explain as arithmetic
     from rlctl.planner.render import compare_text, plan_json
 
     if json_:
-        print_json({"plans": [plan_json(left), plan_json(right)], "names": list(names)})
-    else:
-        typer.echo(compare_text(left, right, names))
+        data: dict[str, Any] = {"plans": [plan_json(plan) for plan in plans], "names": list(names)}
+        if explain:
+            data["explain"] = [arithmetic(plan).splitlines() for plan in plans]
+        print_json(data)
+        return
+    typer.echo(compare_text(plans[0], plans[1], names))
+    for plan, name in zip(plans, names, strict=True) if explain else ():
+        typer.echo(f"\n{name}\n\n{arithmetic(plan)}")
 
 
 def show_run(run: Path, json_: bool) -> None:
