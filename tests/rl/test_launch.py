@@ -88,6 +88,17 @@ def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, c
     assert not (files / "run").exists()
 
 
+def test_a_long_prompt_of_a_late_step_is_named_before_the_first_one(files, tiny_llama, capsys, monkeypatch):
+    monkeypatch.setattr("rlctl.rl.prompts.SCANNED_PROMPTS", 2)
+    prompts = ["1 + 1 ="] * 7 + ["1 + " * 100]
+    rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]
+    (files / "late.jsonl").write_text("".join(rows))
+    late = ["--data", "late.jsonl", "--set", "data.shuffle=false", "--max-length", "80", "--dry-run"]
+    assert run(train(tiny_llama, *late)) == 2
+    assert "late.jsonl, line 8: the prompt has" in capsys.readouterr().err
+    assert run(train(tiny_llama, *late, "--steps", "3")) == 0, "its step is not reached"
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -192,8 +192,7 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
     length, new = resolved.config.model.max_length, config.generation.max_new_tokens
     prompts.limit = length - 1
-    if max(prompt_tokens) > prompts.limit:
-        prompts.lengths()  # names the row before anything is started
+    prompts.require_fit()
     if tight := sum(tokens + new > length for tokens in prompt_tokens):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip

@@ -15,6 +15,8 @@ from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import InputError
 
 SCANNED_PROMPTS = 2048
+# What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
+TOKENS_AROUND = 2
 
 
 class StepPrompts:
@@ -64,5 +66,15 @@ class StepPrompts:
 
     def lengths(self) -> list[int]:
         """Tokens of each of the first prompts that the run will use."""
-        steps = min(self.steps, -(-min(SCANNED_PROMPTS, len(self.source)) // self.per_step))
-        return [len(tokens) for step in range(steps) for tokens in self.tokens(step)]
+        return [len(tokens) for step in self._steps(SCANNED_PROMPTS) for tokens in self.tokens(step)]
+
+    def require_fit(self) -> None:
+        """Raise InputError for a prompt of any step that is too long for the run: better now than at its step."""
+        for step in self._steps(len(self.source)):
+            for row in self._rows(step):
+                if self.limit is None or len(self.encoder.text(row).encode()) + TOKENS_AROUND > self.limit:
+                    self._encode(row)
+
+    def _steps(self, prompts: int) -> range:
+        """The steps that use the first `prompts` prompts, or all of them where there are fewer."""
+        return range(min(self.steps, -(-min(prompts, len(self.source)) // self.per_step)))
