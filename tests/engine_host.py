@@ -16,15 +16,15 @@ TESTS = Path(__file__).parent
 class SwappingEngine:
     """A worker that starts one engine after the other: their imports are paid for once."""
 
-    def __init__(self, put: Any = None) -> None:
-        self.put, self.engine = put, None
+    def __init__(self) -> None:
+        self.engine: Any = None
 
     def swap(self, spec: Any) -> Any:
         """End the engine and start another; returns what it says of itself."""
         from rlctl.backends.vllm.engine import VllmEngine
 
         self.close()
-        self.engine = VllmEngine(spec, 0, self.put)
+        self.engine = VllmEngine(spec)
         return self.engine.start()
 
     def call(self, method: str, *args: Any) -> Any:
@@ -95,11 +95,10 @@ class SwappingEngine:
 def hosted(placement: Any, logs: Path) -> Iterator[Any]:
     """A worker group of one process, for one engine after the other."""
     from rlctl.backends.vllm.args import engine_env
-    from rlctl.cluster.objects import put
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 
     env = engine_env("cpu", 1) | {"PYTHONPATH": str(TESTS)}
-    worker = WorkerSpec({"put": put}, (placement.bundles[0],), env)
+    worker = WorkerSpec({}, (placement.bundles[0],), env)
     group = WorkerGroup(
         "families", SwappingEngine, [worker], placement, logs, start_timeout_s=240.0, call_timeout_s=120.0
     )

@@ -119,10 +119,8 @@ def requests(samples: int = 4, base: int = 0) -> list[GroupRequest]:
 
 def generate(engine: Any, sampling: Sampling, wanted: list[GroupRequest] | None = None) -> list[Any]:
     """Groups as (result, columns, texts)."""
-    from rlctl.cluster.objects import fetch
-
     results = engine.call("generate", wanted or requests(), sampling, 60.0)
-    return [(result, fetch(result.columns), fetch(result.texts)) for result in results]
+    return [(result, result.columns, result.texts) for result in results]
 
 
 def largest_logprob_error(groups: list[Any], policy: WholeTensorPolicy, sampling: Sampling) -> float:

@@ -47,14 +47,13 @@ def start_engine(placement: Any, model: Path, logs: Path, *, tp: int = 1, name: 
     """A running engine for a tiny model of `tiny_models`."""
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.backends.vllm.engine import VllmEngine
-    from rlctl.cluster.objects import put
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
     from rlctl.config.schema import RlctlConfig
 
     config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
     facts = tiny_facts(tied="tied" in model.name)
     spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=tp)
-    worker = WorkerSpec({"spec": spec, "put": put}, (placement.bundles[0],), spec.environment)
+    worker = WorkerSpec({"spec": spec}, (placement.bundles[0],), spec.environment)
     group = WorkerGroup(
         name, VllmEngine, [worker], placement, logs, start_timeout_s=START_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
@@ -48,11 +48,11 @@ class Counter:
         if self.rank == rank:
             time.sleep(600)
 
-    def make(self) -> object:
-        return put(np.arange(5, dtype=np.int32) + self.rank)
+    def make(self, lengths: tuple[int, ...]) -> tuple[str, list[np.ndarray]]:
+        return f"made by {self.rank}", [np.arange(length, dtype=np.int32) + self.rank for length in lengths]
 
     def total(self, handle: object) -> int:
-        return int(fetch(handle).sum())
+        return int(fetch(handle).sum(dtype=np.int64))
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,23 @@ def test_the_memory_of_each_process_is_told(group):
     assert all(10e6 < peak["host"] < 10e9 for peak in peaks)
 
 
-def test_columns_pass_between_workers_by_handle(group):
-    handles = group.call("make")
-    assert group.call_each("total", [(handles[1],), (handles[0],)]) == [15, 10]
+def test_what_a_worker_made_passes_to_others_by_handle_and_outlives_it(group):
+    lengths = [(5, 10**6), ()]  # small ones travel with the answer, large ones stay in the store
+    asked, (handles, none) = group.submit_apart("make", [(part,) for part in lengths], [len(part) for part in lengths])
+    assert group.wait("make", asked) == ["made by 0", "made by 1"]
+    assert none == []
+    os.kill(group.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        group.call("rank_plus", 0)
+    survivor = group.part([1])
+    for length, handle in zip(lengths[0], handles, strict=True):
+        assert survivor.call("total", handle) == [length * (length - 1) // 2]
+        assert fetch(handle).shape == (length,)
+
+
+def test_what_a_dead_worker_was_to_make_is_an_error_like_its_result(group):
+    asked, _ = group.submit_apart("die", [()] * 2, [3, 3])
+    assert [type(found).__name__ for found in group.outcomes("die", asked)] == ["WorkerDiedError"] * 2
 
 
 def test_an_error_meant_for_the_user_arrives_as_it_was_raised(group):

@@ -207,9 +207,7 @@ def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_sour
     session = open_session(source, engine)
 
     def difference(results: list[Any]) -> selftest.LogprobDifference:
-        from rlctl.cluster.objects import fetch
-
-        groups = [(result, fetch(result.columns), None) for result in results]
+        groups = [(result, result.columns, None) for result in results]
         worst = largest_logprob_error(groups, whole_policy(source, engine.model), Sampling(8))
         return selftest.LogprobDifference(1, worst, worst, worst)
 

@@ -148,10 +148,11 @@ def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
 def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(uninterrupted, tiny_llama, tmp_path):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with started(command(tiny_llama, run_dir), log) as process:
-        wait_for_step(process, run_dir, 3, log)
+        wait_for_step(process, run_dir, 1, log)
         workers = [p for p in process.family() if _worker_name(p, run_dir)]
         assert {_worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
-        os.kill(process.pid, signal.SIGKILL)
+        wait_for_step(process, run_dir, 3, log)
+        os.kill(process.pid, signal.SIGKILL)  # before the checkpoint of step 4 is complete
         process.wait(30)
         wait_until_gone(workers)  # Ray's own agents take a minute more to notice
     done = finish(resume(run_dir))
@@ -194,7 +195,7 @@ def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
     """With tp 2 it is one of the two processes that an engine computes with that dies first."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     sizes = ("--set", f"generation.engines={engines}", "--set", f"generation.tp={tp}")
-    more = ("--steps", "40", "--set", "run.checkpoint_every=0", *sizes)
+    more = ("--steps", "400", "--set", "run.checkpoint_every=0", *sizes)
     with started(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"), log) as process:
         wait_for_step(process, run_dir, 1, log)
         first = [p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"]

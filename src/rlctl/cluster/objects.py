@@ -1,15 +1,8 @@
-"""The object store, as two functions that can be handed to code that knows nothing of Ray."""
+"""The object store, as a function that can be handed to code that knows nothing of Ray."""
 
 from __future__ import annotations
 
 from typing import Any
-
-
-def put(value: Any) -> Any:
-    """Store `value` and return a handle that any process of the session can fetch it by."""
-    import ray
-
-    return ray.put(value)
 
 
 def fetch(handle: Any) -> Any:

@@ -67,6 +67,11 @@ class _Host:
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return self._logged(lambda: getattr(self.worker, method)(*args, **kwargs))
 
+    def call_apart(self, method: str, args: tuple) -> Any:
+        """As `call` of a method that returns (result, values): each of them becomes an object of its own."""
+        result, values = self.call(method, args, {})
+        return (result, *values) if values else result
+
     def peak_memory(self) -> dict[str, int]:
         """Most bytes that the process has held so far: `host` resident, `device` reserved on its GPU by torch (absent
         without one)."""
@@ -222,6 +227,23 @@ class WorkerGroup:
         """Begin `method` with one tuple of arguments a rank; hand the result to `wait`."""
         pairs = zip(self.hosts, args_by_rank, strict=True)
         return [host.call.remote(method, args, {}) for host, args in pairs]
+
+    def submit_apart(
+        self, method: str, args_by_rank: Sequence[tuple], values: Sequence[int]
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Begin `method`, which returns (result, a list of `values[rank]` values), with one tuple of arguments a rank.
+
+        Returns what to hand to `wait` for the results, and the handles of each rank's values. Large values stay in the
+        object store of the worker's node, but they are this process's: they outlive the worker.
+        """
+        submitted: list[Any] = []
+        handles: list[list[Any]] = []
+        for host, args, count in zip(self.hosts, args_by_rank, values, strict=True):
+            refs = host.call_apart.options(num_returns=1 + count).remote(method, args)
+            result, *rest = refs if count else [refs]
+            submitted.append(result)
+            handles.append(rest)
+        return submitted, handles
 
     def outcomes(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
         """As `wait`, but the failure of a rank's process or work stands, as a WorkerError, where its result would be,

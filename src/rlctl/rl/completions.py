@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.vllm.args import EngineSpec, engine_spec
 from rlctl.backends.vllm.messages import GroupRequest, GroupResult, Sampling
-from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
@@ -246,7 +246,7 @@ def _plain(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGroup]:
     limits, spec = job.config.cluster, job.engine(plan)
     placement = Placement(plan.generation.gpus, gpus=spec.device == "cuda", timeout_s=limits.start_timeout_s)
     workers = [
-        WorkerSpec({"spec": spec, "put": put, "index": i}, bundles, spec.environment)
+        WorkerSpec({"spec": spec, "index": i}, bundles, spec.environment)
         for i, bundles in enumerate(engine_bundles(placement.bundles, plan.generation.engines, plan.generation.tp))
     ]
     try:

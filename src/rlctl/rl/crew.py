@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.vllm.args import EngineSpec
-from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.envs.plan import RewardPlan
@@ -108,7 +108,7 @@ def _policy(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[Wo
 
 def _engines(spec: CrewSpec, placement: Placement, log_dir: Path, groups: list[WorkerGroup]) -> WorkerGroup:
     specs = [
-        WorkerSpec({"spec": spec.engine, "index": index, "put": put}, bundles, spec.engine.environment)
+        WorkerSpec({"spec": spec.engine, "index": index}, bundles, spec.engine.environment)
         for index, bundles in enumerate(engine_bundles(placement.bundles, spec.engines, spec.engine_tp))
     ]
     calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS

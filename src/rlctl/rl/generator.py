@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlctl.backends.vllm.messages import GroupRequest, GroupResult, Sampling, rollouts_of
+from rlctl.backends.vllm.messages import (
+    VALUES_A_GROUP,
+    GroupRequest,
+    GroupResult,
+    Sampling,
+    joined,
+    rollouts_of,
+)
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.data.rollouts import Rollout
 from rlctl.errors import RlctlError, WorkerError
@@ -21,7 +28,8 @@ def generate_groups(
     timeout_s: float,
     recover: Callable[[RlctlError], object] | None = None,
 ) -> list[GroupResult]:
-    """The results of all requests in the order of their groups; the requests are dealt to the engines in turn.
+    """The results of all requests in the order of their groups, with handles of columns and texts; the requests are
+    dealt to the engines in turn.
 
     `recover(error)` brings the engines back after the failure of one, or raises; what that one had is asked for again.
     """
@@ -43,16 +51,20 @@ def _ask(
     """(what came back, what did not, and why) of requests dealt to all engines."""
     count = len(engines)
     shares = [requests[index::count] for index in range(count)]
-    asked = engines.submit_each("generate", [(share, sampling, timeout_s) for share in shares])
+    asked, handles = engines.submit_apart(
+        "generate_apart",
+        [(share, sampling, timeout_s) for share in shares],
+        [VALUES_A_GROUP * len(share) for share in shares],
+    )
     outcomes = engines.outcomes("generate", asked, timeout_s + MARGIN_S)
     answers: list[GroupResult] = []
     lost: list[GroupRequest] = []
     error: WorkerError | None = None
-    for share, outcome in zip(shares, outcomes, strict=True):
+    for share, outcome, values in zip(shares, outcomes, handles, strict=True):
         if isinstance(outcome, WorkerError):
             lost, error = lost + share, error or outcome
         else:
-            answers += outcome
+            answers += joined(outcome, values)
     return answers, lost, error
 
 

@@ -26,7 +26,6 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     """An engine that takes several calls at a time, started again for each way of treating samples in flight."""
     from engine_host import TESTS, SwappingEngine
     from rlctl.backends.vllm.args import engine_spec
-    from rlctl.cluster.objects import put
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
     from rlctl.config.schema import RlctlConfig
 
@@ -35,7 +34,7 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     group = WorkerGroup(
         "in-flight",
         SwappingEngine,
-        [WorkerSpec({"put": put}, (placement.bundles[0],), spec.environment | {"PYTHONPATH": str(TESTS)})],
+        [WorkerSpec({}, (placement.bundles[0],), spec.environment | {"PYTHONPATH": str(TESTS)})],
         placement,
         tmp_path_factory.mktemp("in-flight"),
         start_timeout_s=START_TIMEOUT_S,
@@ -83,10 +82,8 @@ def wait_until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
 
 
 def columns_of(results: list[GroupResult]) -> Iterator[tuple[GroupResult, Any, int, slice]]:
-    from rlctl.cluster.objects import fetch
-
     for result in results:
-        columns = fetch(result.columns)
+        columns = result.columns
         for row in range(columns.rollouts):
             yield result, columns, row, columns.slice(row)
 

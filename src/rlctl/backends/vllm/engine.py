@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,10 @@ from rlctl.backends.vllm.args import EngineSpec
 from rlctl.backends.vllm.columns import columns_of
 from rlctl.backends.vllm.inflight import ABORTED, Flight, Sample, Turns
 from rlctl.backends.vllm.memory import WEIGHTS, DeviceMemory
-from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling
+from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm.routed import assembled
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
 
-Put = Callable[[Any], Any]
 POISONED = -1
 """Stands for the version of weights that were spoiled on purpose."""
 
@@ -31,10 +30,8 @@ POISONED = -1
 class VllmEngine:
     """One engine, from any thread: one call of `generate` at a time, and other calls between its decode steps."""
 
-    def __init__(self, spec: EngineSpec, index: int = 0, put: Put | None = None) -> None:
-        """`put` stores columns and texts and returns their handle; by default they are returned themselves."""
+    def __init__(self, spec: EngineSpec, index: int = 0) -> None:
         self.spec, self.index = spec, index
-        self._put: Put = put or (lambda value: value)
         self._turns, self._one_call = Turns(), threading.Lock()
         self._flight: Flight | None = None
         self._draining = False
@@ -132,6 +129,12 @@ class VllmEngine:
             routed = self._routing(requests, flight)
             return [self._result(request, flight.of_row(row), routed) for row, request in enumerate(requests)]
 
+    def generate_apart(
+        self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+    ) -> tuple[list[GroupResult], list[Any]]:
+        """As `generate`, with what is token-sized apart, to be handed on by handle."""
+        return apart(self.generate(requests, sampling, timeout_s))
+
     def _begin(self, flight: Flight, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Hand every sample to vLLM."""
         self._calls += 1
@@ -188,8 +191,8 @@ class VllmEngine:
         completions = [sample.output for sample in samples]
         return GroupResult(
             group=request.group,
-            columns=self._put(columns),
-            texts=self._put([completion.text for completion in completions]),
+            columns=columns,
+            texts=[completion.text for completion in completions],
             prompt_tokens=len(request.prompt_tokens),
             response_tokens=tuple(sample.tokens for sample in samples),
             truncated=tuple(completion.finish_reason in ("length", ABORTED) for completion in completions),

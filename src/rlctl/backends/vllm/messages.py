@@ -5,7 +5,8 @@ Suffix G: the samples of one prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlctl.config.schema import GenerationConfig
@@ -53,13 +54,13 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """The samples of one prompt: handles of what is token-sized, and scalars."""
+    """The samples of one prompt: what is token-sized, or handles of it, and scalars."""
 
     group: int
     columns: Any
-    """What `put` returned for the `RolloutColumns`."""
+    """The `RolloutColumns`."""
     texts: Any
-    """What `put` returned for the completion texts, `list[str]` of length G."""
+    """The completion texts, `list[str]` of length G."""
     prompt_tokens: int
     response_tokens: tuple[int, ...]
     """Length of each completion, its end token included."""
@@ -70,6 +71,22 @@ class GroupResult:
     weight_versions: tuple[int, ...]
     """Oldest weights that chose a token of the completion."""
     logprob_sums: tuple[float, ...]
+
+
+VALUES_A_GROUP = 2
+"""Token-sized values of a result."""
+
+
+def apart(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[Any]]:
+    """Results that hold places in the list beside them where their token-sized values were; `joined` undoes it."""
+    values = [value for result in results for value in (result.columns, result.texts)]
+    places = range(0, len(values), VALUES_A_GROUP)
+    return [replace(r, columns=at, texts=at + 1) for at, r in zip(places, results, strict=True)], values
+
+
+def joined(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
+    """The results with `values`, or handles of them, in their places."""
+    return [replace(result, columns=values[result.columns], texts=values[result.texts]) for result in results]
 
 
 @dataclass(frozen=True)
