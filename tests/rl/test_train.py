@@ -211,6 +211,7 @@ def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
     text = log.read_text()
     assert "2 engines were lost in this run, more than cluster.engine_restarts = 1" in text
     assert "died during" in text
+    assert "(raylet)" not in text
     assert str(run_dir / "logs" / f"engine-{engines - 1}.log") in text
     assert "Traceback" not in text
     same_run(results(run_dir)[:STEPS], results(uninterrupted[0]))

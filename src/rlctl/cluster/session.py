@@ -35,6 +35,7 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is in the result that is waited for
     # We choose devices ourselves: two engines share each GPU, which Ray's own masking cannot express.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
@@ -51,12 +52,21 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
                 f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
             ) from error
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
+    _keep_stdout_clean()
     try:
         yield
     finally:
         ray.shutdown()
         if address is None:
             _end_children(children_before)
+
+
+def _keep_stdout_clean() -> None:
+    """Ray prints what its raylets report of dead workers to stdout, which belongs to results, whatever `log_to_driver`
+    says. The death is in the result that is waited for, and there it is told."""
+    from ray._private import worker
+
+    worker._worker_logs_enabled = False
 
 
 def _joining_hint() -> str:
