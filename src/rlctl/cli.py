@@ -22,6 +22,12 @@ from rlctl.errors import EXIT_INTERRUPTED, InputError, MachineError, RlctlError
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
+REFUSALS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
+    errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.ESTALE,
+})  # fmt: skip
+"""What a file system says to a user, and not to a programmer."""
+
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
@@ -121,10 +127,18 @@ def run(argv: list[str] | None = None) -> int:
         output.report_error(known)
         return known.exit_code
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno not in REFUSALS or os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):
             raise
-        output.message("rlctl: the output cannot be written: no space left on its device")
+        output.report_error(refused(error))
         return 1
+
+
+def refused(error: OSError) -> RlctlError:
+    """What the file system refuses and nobody closer to the cause has explained: the path says what it is about."""
+    if error.filename is None and error.errno == errno.ENOSPC:
+        return RlctlError("the output cannot be written: no space left on its device")
+    what = "the working directory" if error.filename is None else os.fsdecode(error.filename)
+    return RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met.")
 
 
 def missing_package(error: ModuleNotFoundError) -> RlctlError:

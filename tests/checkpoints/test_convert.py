@@ -242,6 +242,10 @@ def index_of_absent(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def index_text(directory: Path, text: str) -> None:
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
 def index_with(weight_map: Any) -> Callable[[Path], None]:
     return lambda directory: (directory / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": weight_map})
@@ -292,6 +296,20 @@ BAD = {
     "header with text": (edit_header(lambda h: h.update({"model.norm.weight": "text"})), "header is damaged"),
     "index with a path": (index_with({"model.norm.weight": "../model.safetensors"}), "index.json is damaged"),
     "index without a map": (index_with([]), "index.json is damaged"),
+    "index without a file": (index_with({"model.norm.weight": None}), "index.json is damaged"),
+    "index without end": (lambda d: index_text(d, "[" * 100_000), "index.json is damaged"),
+    "configuration without end": (lambda d: (d / "config.json").write_text("[" * 100_000), "is not JSON"),
+    "a directory for a file": (
+        lambda d: (d / "model.safetensors").rename(d / "aside") and (d / "model.safetensors").mkdir(),
+        "is a directory",
+    ),
+    "text for a flag": (set_config(tie_word_embeddings="false"), "is 'false'; expected true or false"),
+    "tied to another head": (set_config(tie_word_embeddings=True), r"lm_head\.weight differs from model\.embed_tokens"),
+    "another activation": (set_config(hidden_act="gelu"), "`hidden_act` is 'gelu', but rlctl computes a llama"),
+    "packed by a quantiser": (
+        lambda d: change(d, lambda h: h.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)})),
+        "its weights are quantised",
+    ),
     "rope": (set_config(rope_scaling={"rope_type": "made-up"}), "made-up"),
     "biases": (set_config(attention_bias=True), "attention_bias"),
 }

@@ -17,7 +17,7 @@ from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
 from rlctl.checkpoints.megatron import Blocks
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
-from rlctl.checkpoints.staging import locked, staged
+from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.stream import Progress, Source, Streamed, compare, plan_between, read_back, stream
 from rlctl.checkpoints.torch_dist import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError
@@ -105,7 +105,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         return _report(aside, destination, done, len(shapes), begun, options, dtype, wanted)
 
     needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
-    return _convert(destination, needed, options, wanted, write)
+    return _convert(destination, (source,), needed, options, wanted, write)
 
 
 def megatron_to_hf(
@@ -144,7 +144,7 @@ def megatron_to_hf(
         return _report(aside, destination, done, len(shapes), begun, options, dtype, wanted)
 
     needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
-    return _convert(destination, needed, options, wanted, write)
+    return _convert(destination, (found.root, found.shards, model.companions), needed, options, wanted, write)
 
 
 @dataclass(frozen=True)
@@ -209,20 +209,34 @@ class _Rows:
 
 
 def _convert(
-    destination: Path, needed: int, options: Options, wanted: dict[str, Any], write: Callable[[Path, float], Report]
+    destination: Path,
+    sources: tuple[Path, ...],
+    needed: int,
+    options: Options,
+    wanted: dict[str, Any],
+    write: Callable[[Path, float], Report],
 ) -> Report:
-    """Run `write` under the lock of the destination; reuse what another process has just made of the same source."""
-    destination = destination.absolute()
+    """Run `write` under the lock of the destination; reuse what another process has just made of the same source.
+
+    A destination that is a link is what it points to.
+    """
+    require_replaceable(destination, sources)
+    destination = destination.resolve()
     with locked(destination, options.tell) as waited:
         begun = time.perf_counter()
         if (
             (waited or options.reuse)
             and (made := _record(destination)) is not None
-            and made["wanted"] == json.loads(json.dumps(wanted))
+            and made.get("wanted") == json.loads(json.dumps(wanted))
         ):
             options.tell(f"reusing {destination}" + (", which another process has just finished" if waited else ""))
             values = {**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True}
             return Report(**values)
+        if options.reuse and not options.force and destination.exists() and any_content(destination):
+            raise InputError(
+                f"{destination} exists, but is not the complete conversion of {sources[0]} to {wanted['dtype']}.",
+                "Give --force to replace it, or another destination.",
+            )
         with staged(destination, needed, options.force) as aside:
             return write(aside, begun)
 
@@ -246,8 +260,14 @@ def _report(
 
 
 def _record(destination: Path) -> dict[str, Any] | None:
-    path = destination / RECORD
-    return json.loads(path.read_text()) if path.is_file() else None
+    """What a conversion wrote beside its result; None where there is none, or where files of the result are absent."""
+    try:
+        found = json.loads((destination / RECORD).read_text())
+        checkpoint = find(destination)
+        TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
 
 
 def _put(writer: TorchDistWriter, chunk: keys.Chunk, values: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise InputError(f"{directory} has no config.json.", "Name a Hugging Face model directory.")
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON ({error}).") from error
     if not isinstance(config, dict):
         raise InputError(f"{path} holds no JSON object.")
@@ -70,6 +70,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
     config = read_config(directory)
     facts = facts_from_hf_config(config)
     files = SafetensorsDirectory.open(directory)
+    _refuse_packed(directory, config, files)
     facts = without_absent_mtp(facts, files.tensors)
     wanted = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")
@@ -92,6 +93,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
         pieces.append(Piece(name, box, name, box, tuple(range(len(shape))), transforms))
     extra = tuple(sorted(set(files.tensors) - set(params) - read))
     _refuse_extra(directory, facts, extra)
+    _refuse_other_head(directory, facts, files)
     return HuggingFaceModel(
         directory, config, facts, files, PublishedFiles(files), Layout(0, params, tuple(pieces)), extra
     )
@@ -143,4 +145,26 @@ def _refuse_extra(directory: Path, facts: ModelFacts, extra: tuple[str, ...]) ->
         raise InputError(
             f"{directory}: {names} is no tensor of a {facts.family} with this config.json.",
             "The configuration contradicts the weights; converting would drop them.",
+        )
+
+
+def _refuse_other_head(directory: Path, facts: ModelFacts, files: SafetensorsDirectory) -> None:
+    """A head beside embeddings that are said to be it would be dropped: it has to be the same."""
+    head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get("model.embed_tokens.weight")
+    if not (facts.tied_embeddings and head and embedding) or files.same(head.name, embedding.name):
+        return
+    raise InputError(
+        f"{directory}: {head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true.",
+        "Set it to false where the head is the model's own, or remove the tensor.",
+    )
+
+
+def _refuse_packed(directory: Path, config: dict[str, Any], files: SafetensorsDirectory) -> None:
+    """Weights packed by a quantiser (GPTQ, AWQ, bitsandbytes) have names and shapes of their own."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    packed = next((n for n in files.tensors if n.endswith((".qweight", ".weight_packed", ".absmax"))), None)
+    if packed is not None:
+        raise InputError(
+            f"{directory}: its weights are quantised ({method or 'no quant_method'}; tensor {packed}), and not read.",
+            "Use the model's unquantised weights.",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,12 @@ def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDist
     if reader.shapes[key].shape != shape:
         found = list(reader.shapes[key].shape)
         raise InputError(f"{shards}: {key} has shape {found}, but the configuration implies {list(shape)}.")
+    held = sum(prod(span.count for span in chunk.box) for chunk in reader.chunks(key))
+    if held != prod(shape):
+        raise InputError(
+            f"{shards}: the blocks of {key} hold {held:,} of its {prod(shape):,} elements.",
+            "Copy the checkpoint again.",
+        )
 
 
 def _refuse_unknown(shards: Path, plain: Layout, reader: TorchDistReader, left_out: tuple[str, ...]) -> None:

@@ -60,7 +60,7 @@ def find(path: Path) -> MegatronDirectory | None:
 
 def _tracked(root: Path) -> MegatronDirectory:
     text = (root / LATEST).read_text(errors="replace").strip()[:40]
-    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else None
+    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else None
     if name is None:
         raise InputError(f"{root / LATEST} says `{text}`; expected `release` or a number.")
     if not (root / name).is_dir():

@@ -142,7 +142,10 @@ def load_common(directory: Path) -> dict[str, Any]:
                 raise InputError(f"{path} holds no data.")
             storages = _Storages(archive, name.removesuffix("data.pkl"))
             value = _load(RestrictedUnpickler(io.BytesIO(archive.read(name)), str(path), storages), path)
-    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
+    except InputError:
+        raise
+    # OSError: an offset before the beginning of the file.
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
         raise InputError(f"{path} is damaged ({error}).", "Copy the checkpoint again.") from error
     return value if isinstance(value, dict) else {"value": value}
 
@@ -180,6 +183,9 @@ def _load(unpickler: RestrictedUnpickler, path: Path) -> Any:
         KeyError,
         IndexError,
         ImportError,
+        OverflowError,
+        MemoryError,  # a length that is none
+        RecursionError,
     ) as error:
         raise InputError(f"{path} is damaged ({error}).", "Take another copy of the checkpoint.") from error
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
+COMPARED_BYTES = 16 << 20
+"""At a time, where two tensors are compared."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "BOOL": "bool",
@@ -49,6 +51,8 @@ class StoredTensor:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Tensors of one safetensors file; InputError for a file that is truncated or is none."""
+    if file.is_dir():
+        raise InputError(f"{file} is a directory, not a safetensors file.", "Download it again.")
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -57,7 +61,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise InputError(f"{file} is no safetensors file, or it is truncated.", "Download it again.")
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{file}: its header is damaged ({error}).", "Download it again.") from error
     if not isinstance(header, dict):
         raise InputError(f"{file}: its header is damaged (it holds no object).", "Download it again.")
@@ -140,6 +144,18 @@ class SafetensorsDirectory:
             )
         return flat.reshape(tensor.shape)
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes."""
+        first, second = self.tensors[one], self.tensors[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        for begin in range(0, first.bytes, COMPARED_BYTES):
+            end = min(begin + COMPARED_BYTES, first.bytes)
+            parts = (self._map(t.file)[t.offset + begin : t.offset + end] for t in (first, second))
+            if next(parts) != next(parts):
+                return False
+        return True
+
     def drop(self, name: str) -> None:
         """Let go of the pages of a tensor that has been read."""
         tensor = self.tensors[name]
@@ -182,7 +198,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
         if any(not isinstance(file, str) or Path(file).name != file for file in named.values()):
             raise TypeError("a file of its weight_map is no file name")
         return named
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{directory / INDEX} is damaged ({error}).", "Download it again.") from error
 
 

@@ -138,7 +138,7 @@ def check_directory(directory: Path, *, weights: bool = True) -> None:
     index = "model.safetensors.index.json"
     if (directory / index).exists():
         weight_map = read_object(directory, index, "").get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise InputError(f"{directory / index} has no `weight_map`.", "Download the file again.")
         missing = sorted(shard for shard in set(weight_map.values()) if not (directory / shard).exists())
         if missing:
@@ -157,7 +157,7 @@ def read_object(directory: Path, file: str, hint: str) -> dict:
         value = json.loads((directory / file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{directory} has no {file}.", hint or None) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{directory / file} cannot be read as JSON: {error}.", "Download the file again.") from error
     if not isinstance(value, dict):
         raise InputError(f"{directory / file} does not hold a JSON object.", "Download the file again.")

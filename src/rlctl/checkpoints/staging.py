@@ -6,23 +6,33 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from rlctl.errors import InputError, MachineError, RlctlError
 
 FREE_SPACE_MARGIN = 1.02
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Want of space: of the disk, of a quota, of a limit on the size of files."""
+MODEL_FILES = (
+    "config.json", "*.safetensors", "model.safetensors.index.json", "latest_checkpointed_iteration.txt", ".metadata",
+    "rlctl_conversion.json",
+)  # fmt: skip
+"""A directory that holds one of these is a model or a checkpoint, and not somebody's other files."""
 
 
 @contextmanager
 def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the lock of a destination; yields whether another process had it first. `waiting` is told before a wait."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
+    """Hold the lock of a destination; yields whether another process had it first. `waiting` is told before a wait.
+
+    Raises InputError where nothing can be written at the destination.
+    """
     path = destination.parent / f".{destination.name}.lock"
     waited = False
     while True:
-        with path.open("w") as stream:
+        with _lock_file(path, destination) as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -37,6 +47,26 @@ def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def _lock_file(path: Path, destination: Path) -> TextIOWrapper:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        raise unwritable(destination, error) from error
+
+
+def unwritable(destination: Path, error: OSError) -> RlctlError:
+    """What to say where the file system refuses a destination."""
+    if error.errno in FULL:
+        return MachineError(
+            f"{destination.parent} filled up while {destination.name} was written; nothing of it is left.",
+            "Free some space, or choose another destination.",
+        )
+    # A directory that is missing although it has just been made is one in which nothing can be made (/proc).
+    reason = "nothing can be made there" if error.errno == errno.ENOENT else error.strerror
+    return InputError(f"{destination} cannot be written: {reason}.", "Choose another destination.")
 
 
 def _is_current(path: Path, descriptor: int) -> bool:
@@ -60,35 +90,83 @@ def staged(destination: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
     if not force:
         require_absent(destination)
     aside = destination.parent / f".{destination.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     require_space(destination.parent, needed_bytes)
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         yield aside
         flush(aside)
         replace(aside, destination)
-    except (OSError, RuntimeError) as error:  # torch turns a failed write into a RuntimeError
-        if isinstance(error, RlctlError) or not is_full(destination.parent, error):
+    except (OSError, RuntimeError) as error:
+        refused = _refusal(error, destination.parent)
+        if isinstance(error, RlctlError) or refused is None:
             raise
-        raise MachineError(
-            f"{destination.parent} filled up while {destination.name} was written; nothing of it is left.",
-            "Free some space, or choose another destination.",
-        ) from error
+        raise unwritable(destination, refused) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
+
+
+def _refusal(error: BaseException, directory: Path) -> OSError | None:
+    """The file system's refusal behind a failed write below `directory`; None: it failed for another reason.
+
+    torch's writers raise a RuntimeError of their own: what they were told is the error that it was raised beside.
+    """
+    if is_full(directory, error):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    found = error if isinstance(error, OSError) else error.__cause__ or error.__context__
+    if not isinstance(found, OSError) or isinstance(found, RlctlError):
+        return None
+    elsewhere = found.filename is not None and not Path(os.fsdecode(found.filename)).is_relative_to(directory)
+    return None if elsewhere else found
 
 
 def is_full(directory: Path, error: BaseException) -> bool:
     """Whether a write to the file system of `directory` failed for want of space. torch's writers say only that they
     failed: what is free then tells."""
-    full = {errno.ENOSPC, errno.EDQUOT}
-    return getattr(error, "errno", None) in full or shutil.disk_usage(directory).free < 1 << 20
+    reasons = (error, error.__cause__, error.__context__)
+    if any(isinstance(reason, OSError) and reason.errno in FULL for reason in reasons):
+        return True
+    with suppress(FileNotFoundError):
+        return shutil.disk_usage(directory).free < 1 << 20
+    return False
 
 
 def require_absent(destination: Path) -> None:
     """Raise InputError where there is something at `destination` already."""
-    if destination.exists() and any_content(destination):
+    try:
+        taken = destination.exists() and any_content(destination)
+    except OSError as error:  # a name that is too long, a directory that may not be looked into
+        raise unwritable(destination, error) from error
+    if taken:
         raise InputError(f"{destination} exists.", "Give --force to replace it, or another destination.")
+
+
+def require_replaceable(destination: Path, sources: Collection[Path]) -> None:
+    """Raise InputError where replacing `destination` would take away what nobody asked to lose.
+
+    That is the directory one works in, a file, one of the `sources` that is read, and other files than a model's.
+    """
+    place = destination.resolve()
+    if Path.cwd().is_relative_to(place):
+        raise InputError(f"{destination} is the directory that rlctl runs in.", "Name a directory inside of it.")
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise InputError(f"{destination} is a file.", "Name a directory.")
+    if not any(place.iterdir()):
+        return
+    for source in (source.resolve() for source in sources):
+        if source.is_relative_to(place) or place.is_relative_to(source):
+            raise InputError(
+                f"{destination} cannot be replaced: what is converted is read from {source}.",
+                "Name another destination.",
+            )
+    if not any(any(place.glob(pattern)) for pattern in MODEL_FILES):
+        held = ", ".join(sorted(entry.name for entry in place.iterdir())[:3])
+        raise InputError(
+            f"{destination} holds no model but other files ({held}): --force does not replace them.",
+            "Name another destination, or remove them yourself.",
+        )
 
 
 def any_content(directory: Path) -> bool:
@@ -101,7 +179,7 @@ def require_space(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed_bytes * FREE_SPACE_MARGIN:
         raise MachineError(
-            f"{directory} has {free / 1e9:.1f} GB free, but {needed_bytes / 1e9:.1f} GB are needed.",
+            f"{directory} has {free / 1e9:.3g} GB free, but {needed_bytes / 1e9:.3g} GB are needed.",
             "Free some space, or choose another destination.",
         )
 
@@ -119,8 +197,16 @@ def flush(directory: Path) -> None:
 def replace(aside: Path, destination: Path) -> None:
     """Rename `aside` to `destination`; an existing one is moved away first and removed afterwards."""
     old = destination.parent / f".{destination.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
     if destination.exists():
         os.rename(destination, old)
     os.rename(aside, destination)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or what stands in its place."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -13,7 +13,7 @@ import torch
 
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
-from rlctl.errors import VerificationError
+from rlctl.errors import InputError, VerificationError
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.layout import ParamSpec, Shape
 from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
@@ -74,7 +74,9 @@ def stream(
             fill([f for f in plan.fills if f.param == name], {name: values}, plan.layout.params)
         for copy in by_param[name]:
             target = strided(values, copy.destination_view)
-            target.copy_(transformed(strided(source.read(copy.source_param), copy.source_view), copy, source.read))
+            values_read = transformed(strided(source.read(copy.source_param), copy.source_view), copy, source.read)
+            target.copy_(values_read)
+            _refuse_overflow(copy.tensor, values_read, target)
             source.drop(copy.source_param)
             if check and copy.primary:
                 _add(result.fingerprints, copy, target, shapes)
@@ -132,6 +134,18 @@ def compare(expected: Mapping[str, int], found: Mapping[str, int]) -> int:
 def _add(into: dict[str, int], copy: Copy, values: torch.Tensor, shapes: Mapping[str, Shape]) -> None:
     starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
     into[copy.tensor] = combine([into.get(copy.tensor, 0), fingerprint(values, shapes[copy.tensor], starts, steps)])
+
+
+def _refuse_overflow(tensor: str, values: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise InputError where float16, whose range is narrower than that of every other dtype, made values infinite."""
+    if target.dtype != torch.float16 or values.dtype == torch.float16 or not target.isinf().any():
+        return
+    if bool((target.isinf() & ~values.isinf()).any()):
+        largest = float(values[values.isfinite()].abs().amax())
+        raise InputError(
+            f"tensor {tensor} holds {largest:.3g}, which float16 cannot represent.",
+            "Choose --dtype bfloat16 or float32.",
+        )
 
 
 def _has_nan(values: torch.Tensor) -> bool:

@@ -45,7 +45,10 @@ BACKEND = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30
-DAMAGE = (zipfile.BadZipFile, struct.error, KeyError, StopIteration, pickle.UnpicklingError, EOFError, ValueError)
+DAMAGE = (
+    zipfile.BadZipFile, struct.error, LookupError, StopIteration, pickle.UnpicklingError, EOFError, ValueError,
+    TypeError, AttributeError, ImportError, OverflowError, MemoryError, RecursionError, NotImplementedError,
+)  # fmt: skip
 """What reading the archive of an item raises where its bytes are not those that were written."""
 CACHE_BYTES = 128 << 20
 
@@ -149,11 +152,16 @@ class TorchDistReader:
         metadata = load_metadata(directory)
         if not isinstance(metadata, Metadata):
             raise InputError(f"{directory / '.metadata'} holds no checkpoint metadata.")
-        tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-        shapes = {
-            k: ParamSpec(tuple(m.size), str(m.properties.dtype).removeprefix("torch.")) for k, m in tensors.items()
-        }
-        _check_items(directory, metadata)
+        try:
+            shapes = {
+                key: ParamSpec(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata) and _is_regular(entry)
+            }
+            _check_items(directory, metadata)
+        except (AttributeError, TypeError) as error:  # an object that lacks what its class has
+            hint = "Take another copy of the checkpoint."
+            raise InputError(f"{directory / '.metadata'} is damaged ({error}).", hint) from error
         return TorchDistReader(directory, metadata, load_common(directory), shapes)
 
     def chunks(self, key: str) -> list[Chunk]:
@@ -199,11 +207,21 @@ def _check_backend(directory: Path) -> None:
         raise InputError(f"{directory} is no torch_dist checkpoint: metadata.json or .metadata is missing.")
     try:
         backend = json.loads(path.read_text())["sharded_backend"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} names no backend ({error}).", "Copy the checkpoint again.") from error
     if backend != "torch_dist":
         hint = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."
         raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", hint)
+
+
+def _is_regular(entry: TensorStorageMetadata) -> bool:
+    """True where blocks have as many axes as their tensor and a dtype is one; TypeError says what is not so."""
+    axes = len(entry.size)
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise TypeError(f"{entry.properties.dtype!r} is no dtype")
+    if any(len(chunk.offsets) != axes or len(chunk.sizes) != axes for chunk in entry.chunks):
+        raise TypeError(f"a block of a tensor of {axes} axes has another number of them")
+    return True
 
 
 def _check_items(directory: Path, metadata: Metadata) -> None:
@@ -232,6 +250,8 @@ def _load_item(path: Path, offset: int, length: int) -> torch.Tensor:
         with path.open("rb") as stream:
             record = tensor_record(stream, offset, length, str(path))
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except InputError:  # it is a ValueError too
+        raise
     except DAMAGE as error:
         raise InputError(f"{path}: the item at byte {offset} is damaged ({error}).") from error
     dtype = dtype_of(record.dtype)

@@ -66,6 +66,9 @@ def hf_to_megatron(
     """
     if not (force or reuse):
         require_absent(destination)
+    if (revision or trust_remote_code) and Path(source).expanduser().is_dir():
+        flag = "--revision" if revision else "--trust-remote-code"
+        raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
     from rlctl.checkpoints import convert as conversion
     from rlctl.checkpoints.source import resolve_model
 
@@ -143,7 +146,7 @@ def inspect(
 
 def parse_size(text: str) -> int:
     """Bytes of `5GB`, `500MiB` or a plain number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]I?)?B?", text.strip().upper())
     size = int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
     if size <= 0:
         raise InputError(f"--shard-size {text}: expected a size such as 5GB or 500MB.")

@@ -23,6 +23,14 @@ NUMBERS = frozenset({
     "query_pre_attn_scalar",
 })  # fmt: skip
 OBJECTS = frozenset({"rope_scaling", "rope_parameters", "quantization_config"})
+FLAGS = frozenset({"tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window"})
+TEXTS = frozenset({"hidden_act", "hidden_activation", "model_type"})
+# Those of our activations; transformers' gpt-oss says silu and computes a sigmoid of 1.702 x.
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "quick_gelu": ("silu", "quick_gelu"),
+}
 LISTS = frozenset({"architectures", "layer_types", "mlp_only_layers"})
 LARGEST, MOST = 1 << 31, 1 << 14
 ENUMERATED = frozenset({"num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"})
@@ -45,6 +53,10 @@ def _expected(key: str, value: Any) -> str | None:
         return "a whole number"
     if key in NUMBERS and not ((whole or isinstance(value, float)) and value > 0):
         return "a positive number"
+    if key in FLAGS and not isinstance(value, bool):
+        return "true or false"
+    if key in TEXTS and not isinstance(value, str):
+        return "a name"
     if key in OBJECTS and not isinstance(value, dict):
         return "an object"
     if key in LISTS and not isinstance(value, list):
@@ -85,6 +97,17 @@ def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
     return RopeFacts(theta=theta, kind=kind, scaling=scaling if kind != "default" else {})
 
 
+def _require_activation(config: dict[str, Any], facts: ModelFacts) -> None:
+    """Raise InputError where a configuration names another activation than the family's, which would be computed."""
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    known = ACTIVATIONS[facts.activation]
+    if (config.get(key) or known[0]) not in known:
+        raise InputError(
+            f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}.",
+            "Take the model's own file.",
+        )
+
+
 def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
     """Facts from the keys that decoder-only models share; `more` overrides and adds."""
     heads, hidden = required(config, "num_attention_heads"), required(config, "hidden_size")
@@ -102,6 +125,7 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         "rope": rope_facts(config),
     }
     facts = ModelFacts(family, **(values | more))
+    _require_activation(config, facts)
     if facts.heads % facts.kv_heads:
         raise InputError(
             f"config.json: num_attention_heads {facts.heads} is no multiple of num_key_value_heads {facts.kv_heads}."
