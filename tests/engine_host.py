@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,16 @@ class SwappingEngine:
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.engine, method)(*args)
+
+    def when_in_flight(self, tokens: int, method: str, *args: Any, limit_s: float = 100.0) -> Any:
+        """Call `method` once more than `tokens` are in flight. Waited for here, and not in the test's process: what
+        that one would have to hear of may be over by then."""
+        deadline = time.monotonic() + limit_s
+        while self.engine.tokens_in_flight() <= tokens:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {tokens} tokens in flight within {limit_s:.0f} s")
+            time.sleep(0.001)
+        return self.call(method, *args)
 
     def share_device(self) -> None:
         """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""

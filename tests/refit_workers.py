@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from typing import Any
 
@@ -19,6 +18,10 @@ class FaultySource(SyntheticSource):
 
     fault = ""
 
+    def be_impatient(self, seconds: float) -> None:
+        for outlet in self._state().outlets.values():
+            be_impatient(outlet, seconds)
+
     def _send_round(self, outlet: Any, index: int, incoming: Any) -> float:
         if index == 1:
             break_down(self.fault)
@@ -30,9 +33,17 @@ class FaultyEngine(SyntheticEngine):
 
     fault = ""
 
+    def be_impatient(self, seconds: float) -> None:
+        be_impatient(self.inlet, seconds)
+
     def _targets(self) -> Any:
         break_down(self.fault)
         return super()._targets()
+
+
+def be_impatient(end: Any, seconds: float) -> None:
+    """From now on an end of a channel waits so long for the other: opening it may have taken a busy machine longer."""
+    (getattr(end, "ring", None) or end.group).timeout_s = seconds
 
 
 def break_down(fault: str) -> None:
@@ -42,12 +53,6 @@ def break_down(fault: str) -> None:
         time.sleep(600)
     if fault == "raise":
         raise ValueError("asked for")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Slot:
@@ -88,7 +93,8 @@ class Slot:
 
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
     def set_fault(self, fault: str) -> None:
         self.inner.fault = fault

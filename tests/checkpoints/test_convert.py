@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import pickle
 import shutil
-import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -457,32 +458,37 @@ def test_too_little_space_is_said_before_writing(model: Path, tmp_path: Path, mo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
-SLOW = """
-import sys, time, pathlib
+HELD = """
+import sys, pathlib
 from rlctl.checkpoints import convert
 put = convert._put
-def slow(writer, chunk, values):
+def held(writer, chunk, values):
     put(writer, chunk, values)
+    convert._put = put
     print('writing', flush=True)
-    time.sleep({delay})
-convert._put = slow
+    sys.stdin.readline()
+convert._put = held
 report = convert.hf_to_megatron(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
 print('done', report.reused, flush=True)
 """
 
 
-def start(model: Path, destination: Path, delay: float) -> subprocess.Popen:
-    command = [sys.executable, "-c", SLOW.format(delay=delay), str(model), str(destination)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    return process
+@contextlib.contextmanager
+def held_up(model: Path, destination: Path) -> Iterator[subprocess.Popen]:
+    """A conversion in the middle of its writing, which goes on when its input is closed; killed at the end."""
+    command = [sys.executable, "-c", HELD, str(model), str(destination)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_killed_conversion_leaves_nothing_that_looks_complete(model: Path, tmp_path: Path) -> None:
-    process = start(model, tmp_path / "megatron", 5)
-    process.send_signal(signal.SIGKILL)
-    process.wait(20)
+    with held_up(model, tmp_path / "megatron"):
+        pass  # killed
     assert not (tmp_path / "megatron").exists()
     with pytest.raises(InputError):
         inspect(tmp_path / "megatron")
@@ -491,10 +497,22 @@ def test_a_killed_conversion_leaves_nothing_that_looks_complete(model: Path, tmp
 
 
 def test_of_two_conversions_one_works_and_the_other_reuses(model: Path, tmp_path: Path) -> None:
-    process = start(model, tmp_path / "megatron", 0.1)
     told: list[str] = []
-    report = hf_to_megatron(model, tmp_path / "megatron", Options(tell=told.append))
-    assert process.communicate(timeout=30)[0].endswith("done False\n")
+    with held_up(model, tmp_path / "megatron") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        too_long = threading.Timer(120, process.kill)  # else a wait that nobody was told of would never end
+        too_long.start()
+
+        def tell(text: str) -> None:
+            told.append(text)
+            if "waiting" in text:
+                process.stdin.close()
+
+        report = hf_to_megatron(model, tmp_path / "megatron", Options(tell=tell))
+        said = process.stdout.read()
+        too_long.cancel()
+    assert said.endswith("done False\n")
     assert report.reused
     assert "waiting" in told[0]
 

@@ -101,6 +101,13 @@ def test_what_a_dead_worker_was_to_make_is_an_error_like_its_result(group):
     assert [type(found).__name__ for found in group.outcomes("die", asked)] == ["WorkerDiedError"] * 2
 
 
+def test_a_worker_that_does_not_answer_takes_no_result_of_the_others_along(group):
+    answered, late = group.outcomes("hang", group.submit("hang", 1), timeout_s=5)
+    assert answered is None
+    assert isinstance(late, WaitTimeoutError)
+    assert "counter rank 1 did not finish `hang` in 5 s" in late.message
+
+
 def test_an_error_meant_for_the_user_arrives_as_it_was_raised(group):
     with pytest.raises(InputError, match="the file `x` is empty") as caught:
         group.call("refuse")
@@ -119,8 +126,8 @@ def test_a_worker_that_dies_is_named_with_its_last_lines(group):
 
 
 def test_a_wait_that_runs_out_names_the_rank(group):
-    with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `hang` in 2 s"):
-        group.call("hang", 1, timeout_s=2)
+    with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `hang` in 5 s"):
+        group.call("hang", 1, timeout_s=5)
 
 
 def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_for(group):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import socket
+import datetime
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 START_TIMEOUT_S = 180.0
 CASE_TIMEOUT_S = 120.0
 CASES_A_LIFE = 12
 """Megatron's groups cannot all be freed in a process that rebuilds them, and each leaves polling threads behind."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Pool:
@@ -31,7 +26,10 @@ class Pool:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        port, world_size = free_port(), self.world_size
+        # Served from here: a port looked for and given back could be another's by the time rank 0 opens it.
+        limit = datetime.timedelta(seconds=START_TIMEOUT_S)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        port, world_size = self._store.port, self.world_size
         self.cases = 0
         self.connections: list[Connection] = []
         self.processes = []
@@ -75,8 +73,6 @@ class Pool:
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
-    import datetime
-
     import torch
 
     torch.set_num_threads(1)
@@ -85,10 +81,10 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
     cpu.install()
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=START_TIMEOUT_S)),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S),
     )
     connection.send((True, None))
     while (message := connection.recv()) is not None:

@@ -12,6 +12,7 @@ import pytest
 from ray import cloudpickle
 
 import refit_workers
+from rlctl.backends.vllm.group import serve_store
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig
@@ -106,7 +107,7 @@ def open_session(
 ) -> RefitSession:
     session = RefitSession(
         policy, engines, facts, parallel=parallel, dtype="float32", members=members,
-        settings=RefitConfig(**{"timeout_s": 30, "staging_mb": 1, **settings}),
+        settings=RefitConfig(**{"timeout_s": 60, "staging_mb": 1, **settings}),
     )  # fmt: skip
     session.open()
     return session
@@ -197,8 +198,8 @@ def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -
     """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
     facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), MegatronParallel(tp=2), VllmParallel(tp=2)
     policy = stage.policy(facts, parallel, {0: "one", 1: "two"})
-    port = refit_workers.free_port()
-    policy.call_each("meet", [(rank, 2, port) for rank in range(2)])
+    store = serve_store("127.0.0.1", 60.0)
+    policy.call_each("meet", [(rank, 2, store.port) for rank in range(2)])
     engines = stage.engines(facts, target, {0: "two", 1: "one"})
     session = open_session(policy, engines, facts, parallel, members=2)
     assert session.mover == "shared-memory"
@@ -256,7 +257,8 @@ def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(mover: str, side
 @pytest.mark.parametrize("mover", ["shared-memory", "collective"])
 @pytest.mark.parametrize("side", ["policy", "engine"])
 def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side: str, stage: Stage) -> None:
-    session, victim = open_with_fault(stage, mover, side, "hang", timeout_s=4)
+    session, victim = open_with_fault(stage, mover, side, "hang", timeout_s=60)
+    (session.engines if side == "policy" else session.policy).call("be_impatient", 3.0)
     late = "policy rank 0 did not (pack|send) round 2" if side == "policy" else "engine 0 worker 0 did not (load|take)"
     with pytest.raises(WaitTimeoutError, match=rf"phase transfer: {late}"):
         session.refit(2)

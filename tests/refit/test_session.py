@@ -167,9 +167,15 @@ def test_killed_sender_is_reported_and_the_engine_refuses(engine: HostedEngine, 
     again.close()
 
 
+def be_impatient(worker: Any, seconds: float) -> None:
+    """Have the engine's end wait so long for the policy, once it is open: that may take a busy machine longer."""
+    worker.weight_transfer_engine.inlet.ring.timeout_s = seconds
+
+
 def test_sender_that_hangs_is_a_timeout_with_rank_and_phase(engine: HostedEngine, make_source: MakeSource) -> None:
     source = make_source(engine.model, tp=2)
-    session = open_session(source, engine, timeout_s=3)
+    session = open_session(source, engine)
+    engine.call("_rpc", be_impatient, 3.0)
     source.call_each("break_from_now_on", [("",), ("hang",)])
     with pytest.raises(WaitTimeoutError, match=r"phase transfer: .*policy rank 1 did not pack round 1"):
         session.refit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,8 +28,16 @@ TASK = (
     "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
     "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
 )  # fmt: skip
-# A reward that a random model earns: answers with an even number of characters.
-REWARD = "def even(completion, answer, prompt, **row):\n    return float(len(completion) % 2 == 0)\n"
+ROLLOUTS = 8  # of a step
+# A reward that a random model earns: answers with an even number of characters. A run may be held up in it.
+REWARD = """
+import itertools, os, time
+scored = itertools.count(1)
+def even(completion, answer, prompt, **row):
+    if next(scored) > int(os.environ.get("HOLD_AFTER", 1 << 40)):
+        time.sleep(200)
+    return float(len(completion) % 2 == 0)
+"""
 
 
 def command(model: Path, run_dir: Path, *more: str) -> list[str]:
@@ -145,19 +154,24 @@ def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
     assert all(line["groups_without_signal"] < 1 for line in lines)
 
 
-def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(uninterrupted, tiny_llama, tmp_path):
+def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
+    uninterrupted, tiny_llama, tmp_path, monkeypatch
+):
+    """In its fourth step, and so with one checkpoint complete and another one begun."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(command(tiny_llama, run_dir), log) as process:
+    monkeypatch.setenv("HOLD_AFTER", str(3 * ROLLOUTS))
+    with started(command(tiny_llama, run_dir, "--set", "run.checkpoint_every=1"), log) as process:
         wait_for_step(process, run_dir, 1, log)
         workers = [p for p in process.family() if _worker_name(p, run_dir)]
         assert {_worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
         wait_for_step(process, run_dir, 3, log)
-        os.kill(process.pid, signal.SIGKILL)  # before the checkpoint of step 4 is complete
+        os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
         wait_until_gone(workers)  # Ray's own agents take a minute more to notice
+    monkeypatch.delenv("HOLD_AFTER")
     done = finish(resume(run_dir))
     assert done.returncode == 0, done.stderr
-    assert "resuming after step 2" in done.stderr
+    assert re.search("resuming after step [23]", done.stderr)  # the third may have been written at once
     assert results(run_dir) == results(uninterrupted[0])
 
 

@@ -246,8 +246,8 @@ class WorkerGroup:
         return submitted, handles
 
     def outcomes(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """As `wait`, but the failure of a rank's process or work stands, as a WorkerError, where its result would be,
-        and the others are waited for. Raises any other error at once, and WaitTimeoutError."""
+        """As `wait`, but what became of a rank whose process or work failed (a WorkerError), or that did not answer in
+        time (a WaitTimeoutError), stands where its result would be. Raises what a worker raised on purpose at once."""
         import ray
 
         limit = timeout_s or self.call_timeout_s
@@ -256,7 +256,9 @@ class WorkerGroup:
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                raise _late([(self, method, submitted)], [(0, rank_of[ref]) for ref in pending], limit)
+                for rank in map(rank_of.__getitem__, pending):
+                    results[rank] = _late([(self, method, submitted)], [(0, rank)], limit)
+                break
             for ref in done:
                 try:
                     results[rank_of[ref]] = self._result(ref, rank_of[ref], method)

@@ -30,8 +30,9 @@ class DiskOutlet:
     def begin(self, version: int, epoch: int) -> Iterator[None]:
         link = self.channel.connection
         self._file = WriteFile(link.directory, version, self.channel.index, self.name, self._header)
-        yield
-        self._file.finish()
+        with self._file.file:
+            yield
+            self._file.finish()
 
     def wait(self, index: int) -> torch.Tensor:
         return self._buffer

@@ -173,11 +173,12 @@ def run(
     new_tokens: int = 16,
     tell: Callable[[str], None] = lambda _: None,
     generating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    to_weights: Callable[[], object] = lambda: None,
 ) -> SelfTest:
     """Refit `repeat` times (at least twice) and compare everything each time.
 
-    `compare_logprobs` gives the policy's opinion of what the engine generated; the engine generates in a context of
-    `generating`, which gives it the devices where the policy has them too.
+    `compare_logprobs` gives the policy's opinion of what the engine generated. Where both have the same devices, the
+    engine generates in a context of `generating`, and `to_weights` makes room for the weights of both.
     """
 
     def generate(version: int) -> list[GroupResult]:
@@ -192,6 +193,7 @@ def run(
             session.policy.call("refit_perturb", version, PERTURBATION, _share(session), timeout_s=timeout_s)
             # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
             test.stale = compare_logprobs(generate(version))
+        to_weights()
         before = _held(session) if version > 1 else {}
         if version == 1:  # what the first refit leaves out shows as not-a-number
             session.engines.call("poison", timeout_s=timeout_s)

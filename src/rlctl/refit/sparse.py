@@ -63,7 +63,8 @@ class SparsePacker:
         """Bytes of what `compare` found."""
 
     def remember(self) -> None:
-        """Keep what a full refit has just sent."""
+        """Keep what a full refit has just sent; what `compare` found before it is in that."""
+        self.forget()
         if self._sent is None:
             self._sent = [self._values(copy).clone() for copy, _ in self._chunks]
         else:

@@ -289,11 +289,13 @@ def _refitted(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGrou
             settings=job.config.refit,
             dtype=spec.engine.arguments["dtype"],
         )
+        sleeps = spec.engine.sleeps
+        turns = DeviceTurns(crew.policy, crew.engines, offload=sleeps, engines_sleep=sleeps)
+        turns.to_weights()
         session.open()
         try:
             session.refit(job.checkpoint.step if job.checkpoint else 0)
-            sleeps = spec.engine.sleeps
-            with DeviceTurns(crew.policy, crew.engines, offload=sleeps, engines_sleep=sleeps).generating():
+            with turns.generating():
                 yield crew.engines
         finally:
             session.close()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from rlctl.cluster.workers import WorkerDiedError, WorkerGroup
-from rlctl.errors import WorkerError
+from rlctl.errors import RlctlError
 
 
 class Turn(Enum):
@@ -70,5 +70,5 @@ class DeviceTurns:
         is to answer."""
         if self._engines_sleep:
             for outcome in self._engines.outcomes(method, self._engines.submit(method)):
-                if isinstance(outcome, WorkerError) and not isinstance(outcome, WorkerDiedError):
+                if isinstance(outcome, RlctlError) and not isinstance(outcome, WorkerDiedError):
                     raise outcome

@@ -14,7 +14,7 @@ from rlctl.backends.vllm.messages import (
 )
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.data.rollouts import Rollout
-from rlctl.errors import RlctlError, WorkerError
+from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.rl.batch import sample_seed
 
 # The driver waits longer than the engine's own limit, so that the engine's error, which knows more, comes first.
@@ -47,7 +47,7 @@ def generate_groups(
 
 def _ask(
     engines: WorkerGroup, requests: list[GroupRequest], sampling: Sampling, timeout_s: float
-) -> tuple[list[GroupResult], list[GroupRequest], WorkerError | None]:
+) -> tuple[list[GroupResult], list[GroupRequest], RlctlError | None]:
     """(what came back, what did not, and why) of requests dealt to all engines."""
     count = len(engines)
     shares = [requests[index::count] for index in range(count)]
@@ -59,9 +59,9 @@ def _ask(
     outcomes = engines.outcomes("generate", asked, timeout_s + MARGIN_S)
     answers: list[GroupResult] = []
     lost: list[GroupRequest] = []
-    error: WorkerError | None = None
+    error: RlctlError | None = None
     for share, outcome, values in zip(shares, outcomes, handles, strict=True):
-        if isinstance(outcome, WorkerError):
+        if isinstance(outcome, WorkerError | WaitTimeoutError):  # it failed, is gone, or does not answer
             lost, error = lost + share, error or outcome
         else:
             answers += joined(outcome, values)

@@ -111,6 +111,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                 dtype=job.dtype,
                 receive=job.receive,
             )
+            turns.to_weights()
             session.open()
             try:
                 return selftest.run(
@@ -124,6 +125,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                     new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
                     tell=tell,
                     generating=turns.generating,
+                    to_weights=turns.to_weights,
                 )
             finally:
                 session.close()

@@ -145,6 +145,11 @@ def resume(llm_engine: Any) -> None:
         core.resume_scheduler()
 
 
+def asleep(llm_engine: Any) -> frozenset[str]:
+    """What of the engine's memory is not on its device, by vLLM's names: `weights`, `kv_cache`."""
+    return frozenset(llm_engine.engine_core.engine_core.model_executor.sleeping_tags)
+
+
 def shut_down(llm: Any) -> None:
     """End the engine's worker processes, in versions where the object does not do it by itself."""
     core = getattr(llm.llm_engine, "engine_core", None)

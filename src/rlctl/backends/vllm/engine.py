@@ -122,10 +122,10 @@ class VllmEngine:
                 self._fly(flight, deadline, timeout_s)
             finally:
                 with self._turns.ask():
+                    self._flight = None  # also where vLLM is broken, and cannot abort
+                    self._turns.tell()
                     if not flight.done:
                         flight.abort(self._version)
-                    self._flight = None
-                    self._turns.tell()
             routed = self._routing(requests, flight)
             return [self._result(request, flight.of_row(row), routed) for row, request in enumerate(requests)]
 

@@ -67,6 +67,8 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{CORE}.is_scheduler_paused"),
     Interface(f"{CORE}.batch_queue"),
     Interface(f"{CORE}.shutdown"),
+    Interface(f"{CORE}.model_executor"),
+    Interface("vllm.v1.executor.abstract:Executor.sleeping_tags"),
     # Weight transfer (transfer.py)
     Interface(f"{TRANSFER}.base:WeightTransferEngine.parse_update_info", ("update_dict",)),
     Interface(f"{TRANSFER}.base:WeightTransferEngine.start_weight_update"),

@@ -112,7 +112,7 @@ class DirectReceiver:
     def _assembled(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:
         """Memory for a packed matrix that does not fit a buffer; it stays, as the next refit needs it again."""
         if name not in self._scratch:
-            self._scratch[name] = torch.empty(rows, *like.shape[1:], dtype=like.dtype)
+            self._scratch[name] = like.new_empty(rows, *like.shape[1:])
         return self._scratch[name]
 
 
