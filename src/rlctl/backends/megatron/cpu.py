@@ -1,5 +1,5 @@
-"""Everything that lets Megatron-Core run without CUDA. Inactive where CUDA is available; for megatron-core 0.16 to
-0.19.
+"""Everything that lets Megatron-Core run without CUDA. Where CUDA is available only the `gaps` that it has without
+TransformerEngine are filled. For megatron-core 0.16 to 0.19.
 
 Megatron-Core calls the CUDA runtime by name (streams, devices, random state) in some sixty places. Each of its
 modules gets a stand-in for its module-global `torch`, which differs from the real one in `torch.cuda` and in factory
@@ -15,10 +15,12 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from rlctl.backends.megatron import gaps
 from rlctl.backends.megatron.cpu_patches import PATCHES
 from rlctl.backends.megatron.cpu_torch import TORCH
 
@@ -26,8 +28,11 @@ from rlctl.backends.megatron.cpu_torch import TORCH
 def install() -> None:
     """Patches Megatron-Core for this process if there is no CUDA. Cheap to repeat: covers modules imported since."""
     if torch.cuda.is_available():
+        if find_spec("transformer_engine") is None:
+            gaps.fill()
         return
     _import_megatron()
+    gaps.fill()
     if not getattr(install, "patched", False):
         for patch in PATCHES:
             patch()
