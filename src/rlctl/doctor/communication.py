@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,11 +14,11 @@ RANKS = 2
 LIMIT_S = 120.0
 RANK = """
 import datetime, sys, torch
-rank, world, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+rank, world, meeting, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if backend == "nccl":
     torch.cuda.set_device(rank)
 torch.distributed.init_process_group(
-    backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world,
+    backend, init_method=f"file://{meeting}", rank=rank, world_size=world,
     timeout=datetime.timedelta(seconds=float(sys.argv[5])),
 )
 values = torch.full((1 << 16,), float(rank + 1), device="cuda" if backend == "nccl" else "cpu")
@@ -58,12 +57,10 @@ def check_ranks(gpus: int, *, python: str = sys.executable, limit_s: float = LIM
 
 def run_ranks(backend: str, python: str, limit_s: float, code: str, logs: Path) -> list[int | None]:
     """Exit codes of the ranks; None: it was still running at the limit, and was ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     processes = []
+    meeting = logs / "store"  # a port looked for beforehand may be another's by then
     for rank in range(RANKS):
-        arguments = [python, "-c", code, str(rank), str(RANKS), str(port), backend, str(limit_s)]
+        arguments = [python, "-c", code, str(rank), str(RANKS), str(meeting), backend, str(limit_s)]
         with (logs / f"{rank}").open("wb") as log:
             processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
     deadline = time.monotonic() + limit_s
