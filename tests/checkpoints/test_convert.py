@@ -311,6 +311,8 @@ BAD = {
         lambda d: change(d, lambda h: h.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)})),
         "its weights are quantised",
     ),
+    "rope without its factor": (set_config(rope_scaling={"rope_type": "yarn"}), "`yarn` lacks `factor`"),
+    "odd head": (set_config(head_dim=33), "a head has 33 dimensions"),
     "rope": (set_config(rope_scaling={"rope_type": "made-up"}), "made-up"),
     "biases": (set_config(attention_bias=True), "attention_bias"),
 }

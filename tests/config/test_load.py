@@ -98,6 +98,7 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
         (["generation.stop=x"], ["`generation.stop` = 'x'", "a valid list"]),
         (["reward.terms=[{nam: x}]"], ["`reward.terms`", "there is no such key", "`0.name`"]),
         (["grpo.optimizer_steps=3"], ["do not split"]),
+        (["optimizer.lr=inf"], ["`optimizer.lr`", "finite"]),
         (["optimizer.lr=-1", "grpo.clip_low=2"], ["`optimizer.lr` = -1", "`grpo.clip_low` = 2"]),
     ],
 )
@@ -120,6 +121,8 @@ def test_unknown_section_in_the_environment_is_refused() -> None:
         ("- a\n", "sections of keys"),
         ("extend: laptop\n", "unknown key `extend`"),
         ("grpo: 3\n", "is a section"),
+        ("[" * 50_000, "nested too deeply"),
+        ("grpo: {steps: " + "9" * 5000 + "}", "a number of 5000 digits"),
     ],
 )
 def test_wrong_files_are_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:

@@ -56,6 +56,40 @@ def test_a_prompt_is_what_the_tokenizer_s_template_makes(tiny_llama: Path) -> No
     assert (made.stop, made.note) == ((), None)
 
 
+def test_half_a_character_is_named_with_its_line(tiny_llama: Path) -> None:
+    with pytest.raises(InputError, match=r"d\.jsonl, line 1: the prompt holds '\\ud800'"):
+        encoder(tiny_llama).encode(row("a \ud800"))
+
+
+def test_a_template_that_fails_or_cannot_be_read_is_named(tiny_llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    for content, words in ((b"{{ 1 / 0 }}", "division by zero"), (b"\xff\xfe{{", "not a UTF-8 text")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=words):
+            encoder(tiny_llama, ModelConfig(chat_template=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("tokenizer.json", "[" * 100_000, "no tokenizer that can be loaded"),
+        ("tokenizer_config.json", "[]", "no tokenizer that can be loaded"),
+        ("generation_config.json", "[]", "generation_config.json is no JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "expected token ids"),
+        ("config.json", None, "transformers refuses its config.json"),
+    ],
+)
+def test_damaged_files_beside_a_tokenizer_are_named(
+    tiny_llama: Path, tmp_path: Path, file: str, text: str | None, words: str
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_llama, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / file).write_text(text if text is not None else json.dumps(config | {"num_attention_heads": 3}))
+    with pytest.raises(InputError, match=words):
+        encoder(directory)
+
+
 def test_system_prompt_and_suffix(tiny_llama: Path) -> None:
     made = encoder(tiny_llama, system_prompt="Be brief.", prompt_suffix=" Answer with a number.")
     assert made.text(row()) == (

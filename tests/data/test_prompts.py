@@ -126,6 +126,7 @@ def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
         (['{"promt": "a"}'], ["line 1", "'prompt'", "Did you mean promt"]),
         (['{"prompt": "a"}', '{"prompt": "b"'], ["line 2", "not JSON"]),
         (['["prompt"]'], ["line 1", "not a JSON object"]),
+        (["[" * 100_000], ["line 1", "not JSON"]),
         (['{"prompt": "  "}'], ["line 1", "'prompt'", "empty"]),
         (['{"prompt": null}'], ["line 1", "'prompt'", "empty"]),
         (['{"prompt": 7}'], ["line 1", "'prompt'", "a int"]),

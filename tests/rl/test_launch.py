@@ -73,6 +73,8 @@ def train(model: Path, *more: str) -> list[str]:
         (["--model", "./no-such-model"], 2, "no-such-model"),
         (["--set", "generation.temperature=0"], 2, "generation.temperature"),
         (["--max-length", "100000"], 2, "--max-length"),
+        (["--set", "refit.directory=there"], 2, "refit.directory = there has no effect"),
+        (["--set", "refit.mover=disk", "--set", "refit.directory=sums.jsonl"], 2, "sums.jsonl cannot be written to"),
     ],
 )
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):

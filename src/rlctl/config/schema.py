@@ -16,7 +16,9 @@ NonNegative = Annotated[int, Field(ge=0)]
 class Section(BaseModel):
     """A part of the configuration: immutable, and no key that nobody reads."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class PassThrough(Section):

@@ -36,7 +36,11 @@ def construct_float(loader: Loader, node: yaml.ScalarNode) -> float:
 
 def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node).replace("_", "")
-    return int(text, 16 if text.startswith("0x") else 8 if text.startswith("0o") else 10)
+    try:
+        return int(text, 16 if text.startswith("0x") else 8 if text.startswith("0o") else 10)
+    except ValueError as error:  # more digits than Python reads
+        mark = node.start_mark
+        raise yaml.constructor.ConstructorError(None, None, f"a number of {len(text)} digits", mark) from error
 
 
 RESOLVERS = {
@@ -59,7 +63,7 @@ def parse_value(text: str) -> Any:
     """What `text` spells in YAML (`8`, `1e-5`, `true`, `[a, b]`, `{k: v}`), or `text` itself where it is not YAML."""
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
 
 
@@ -77,6 +81,8 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
         value = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what} {path} is nested too deeply to be a configuration.") from error
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -67,8 +67,16 @@ class PromptEncoder:
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
         """Token ids of the prompt."""
+        text = self.text(row)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{row.where}: the prompt holds {text[error.start]!r}, which is half of a character.",
+                "Write the file's text as UTF-8, with both halves of each surrogate pair.",
+            ) from error
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
-        return tuple(self.tokenizer.encode(self.text(row), add_special_tokens=self.template is None))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
 
     def _messages(self, row: PromptRow) -> Messages:
         """The row's messages with the suffix on the last one, and the system prompt where the row has none."""
@@ -88,7 +96,8 @@ class PromptEncoder:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=self.template, tokenize=False, add_generation_prompt=not answered
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        # A template is a program: what it computes with may be missing or zero.
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InputError(
                 f"The chat template cannot write {where} ({', '.join(m['role'] for m in messages)}): {error}",
                 "Give another with --chat-template; a template may also refuse a system prompt (data.system_prompt).",
@@ -134,4 +143,8 @@ def read_template(template: str) -> str:
         raise InputError(
             f"--chat-template {template}: no such file, and not a template itself.", "A template contains {{ or {%."
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
+        raise InputError(f"--chat-template {template} cannot be read: {reason}.") from error

@@ -50,7 +50,7 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """The object on one line."""
     try:
         record = json.loads(line)
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise InputError(f"{path}, line {number}: not JSON ({error}).", "Each line must be one JSON object.") from error
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}: not a JSON object.", "Each line must be one JSON object.")

@@ -19,13 +19,19 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
     Raises InputError where there is none that transformers can load.
     """
     # transformers takes seconds to import, and only runs need it
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     name = model.tokenizer or str(model_directory)
     origin = f"--tokenizer {name}" if model.tokenizer else f"The model directory {name}"
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except StrictDataclassError as error:  # it reads the model's configuration for the tokenizer's class
+        raise InputError(
+            f"{origin}: transformers refuses its config.json: {str(error).strip().splitlines()[-1].strip()}",
+            "Take the model's own file.",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
         first = str(error).strip().splitlines()[:1]
         raise InputError(
@@ -47,7 +53,10 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | st
     if path.is_file():
         try:
             listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
-            raise InputError(f"{path} is not JSON: {error}") from error
-        ids |= set(listed) if isinstance(listed, list) else {listed}
+        except (ValueError, RecursionError, AttributeError) as error:
+            raise InputError(f"{path} is no JSON object: {error}.", "Take the model's own file.") from error
+        found = listed if isinstance(listed, list) else [listed]
+        if any(token is not None and type(token) is not int for token in found):
+            raise InputError(f"{path}: `eos_token_id` is {listed!r}; expected token ids.", "Take the model's own file.")
+        ids |= set(found)
     return tuple(sorted(token for token in ids if token is not None))

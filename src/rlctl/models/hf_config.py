@@ -8,6 +8,11 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts, RopeFacts
 
 ROPE_KINDS = {"default", "llama3", "yarn", "linear"}
+ROPE_NEEDS = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
 
 
@@ -94,6 +99,8 @@ def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
         raise InputError(f"config.json: `rope_theta` is {given['rope_theta']!r}; expected a positive number.")
     theta = float(given.get("rope_theta") or theta or 10_000.0)
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
+    if lacking := [key for key in ROPE_NEEDS.get(kind, ()) if key not in scaling]:
+        raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", "Take the model's own file.")
     return RopeFacts(theta=theta, kind=kind, scaling=scaling if kind != "default" else {})
 
 
@@ -124,6 +131,10 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope": rope_facts(config),
     }
+    if values["head_dim"] % 2 and "qk_rope_head_dim" not in config:
+        raise InputError(
+            f"config.json: a head has {values['head_dim']} dimensions, which rotary embedding cannot pair."
+        )
     facts = ModelFacts(family, **(values | more))
     _require_activation(config, facts)
     if facts.heads % facts.kv_heads:

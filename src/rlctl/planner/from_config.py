@@ -149,6 +149,11 @@ def plan_from_config(
             "refit.mover = disk needs refit.directory.",
             "Name one of all nodes: --set refit.directory=DIR.",
         )
+    if config.refit.directory is not None and pins.get("refit.mover") != "disk":
+        raise ConfigError(
+            f"refit.directory = {config.refit.directory} has no effect: only refit.mover = disk uses one.",
+            "Remove it, or add --set refit.mover=disk.",
+        )
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
         pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}

@@ -131,7 +131,7 @@ class RefitSession:
         group = None if port is None else Rendezvous(host, port, f"refit-{secrets.token_hex(4)}", names)
         directory = None
         if self.mover == "disk":
-            directory = str(Path(self.settings.directory or ".") / f"rlctl-refit-{secrets.token_hex(4)}")
+            directory = str(Path(self.settings.directory or ".").absolute() / f"rlctl-refit-{secrets.token_hex(4)}")
         links = [
             replace(
                 c.connection,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -184,6 +185,7 @@ def prepare_job(resolved: Resolved, tell: Callable[[str], None] = lambda _: None
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
         require_devices(early, config)
+        _require_refit_directory(config.refit.directory)
     model = open_model(config.model, tell)
     source, facts = model.source, model.facts
     prompts = StepPrompts.open(config, source.directory)
@@ -220,6 +222,19 @@ def _require_places(config: RlctlConfig) -> None:
     if config.model.chat_template:
         read_template(config.model.chat_template)
     require_known(config.reward)
+
+
+def _require_refit_directory(directory: str | None) -> None:
+    """Raises InputError where the disk mover could write nothing; it makes the directory itself."""
+    if directory is None:
+        return
+    place = Path(directory).absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(
+            f"refit.directory = {directory} cannot be written to: {there} is no directory that takes files.",
+            "Name another: --set refit.directory=DIR.",
+        )
 
 
 def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
