@@ -34,7 +34,7 @@ def placement() -> Iterator[Any]:
     from rlctl.cluster.session import ray_session
 
     with ray_session():
-        yield Placement(4, gpus=False, timeout_s=60)
+        yield Placement(4, gpus=False, timeout_s=START_TIMEOUT_S)
 
 
 def tiny_facts(*, tied: bool) -> Any:

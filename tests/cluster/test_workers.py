@@ -58,7 +58,7 @@ class Counter:
 @pytest.fixture(scope="module")
 def placement():
     with ray_session():
-        yield Placement(2, gpus=False, timeout_s=60)
+        yield Placement(2, gpus=False, timeout_s=240)
 
 
 @pytest.fixture

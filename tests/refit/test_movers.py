@@ -13,6 +13,7 @@ from ray import cloudpickle
 
 import refit_workers
 from rlctl.backends.vllm.group import serve_store
+from rlctl.cluster import workers
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig
@@ -241,7 +242,10 @@ def open_with_fault(
 
 @pytest.mark.parametrize("mover", ["shared-memory", "collective"])
 @pytest.mark.parametrize("side", ["policy", "engine"])
-def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(mover: str, side: str, stage: Stage) -> None:
+def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(
+    mover: str, side: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SAME_CAUSE_S", 60.0)  # a busy Ray may be slow to tell of a death
     session, victim = open_with_fault(stage, mover, side, "die")
     with pytest.raises(WorkerError, match=rf"phase transfer: {side} rank 0 \(process \d+\) died"):
         session.refit(2)

@@ -8,7 +8,9 @@ import torch
 
 from rlctl.backends.vllm.channel import chunk_world, cut_rounds, whole_tensors
 from rlctl.refit.packing import Packer
-from rlctl.weights.plan import SingleWorld, receive_plan
+from rlctl.refit.records import SourceSetup
+from rlctl.refit.source import RefitSource
+from rlctl.weights.plan import SingleWorld, World, receive_plan
 
 ROWS = [(f"layer.{number}", "float32", (8, 8)) for number in range(4)]
 
@@ -32,6 +34,27 @@ class Merged(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(ROWS)
+
+
+class Gathering(RefitSource):
+    """A rank that must gather its parameters together with all others."""
+
+    rank, gathered = 0, 0
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        self.gathered += 1
+        return {"weight": torch.zeros(4)}
+
+    def refit_world(self, setup: SourceSetup) -> World:
+        raise NotImplementedError
+
+
+def test_what_some_ranks_ask_of_themselves_does_not_gather_parameters() -> None:
+    source = Gathering()
+    assert source.refit_place().device == "cpu"
+    gathered = source.gathered
+    assert source.refit_copy_gb_per_s(1 << 20) > 0  # of rank 0 alone
+    assert source.gathered == gathered
 
 
 def test_computed_parameters_are_asked_for_at_every_refit() -> None:

@@ -14,6 +14,7 @@ import refit_sources
 from engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import HostedEngine, tiny_facts
 from rlctl.backends.vllm.messages import Sampling
+from rlctl.cluster import workers
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
@@ -151,7 +152,10 @@ def test_stale_engine_is_caught(engine: HostedEngine, make_source: MakeSource) -
     session.close()
 
 
-def test_killed_sender_is_reported_and_the_engine_refuses(engine: HostedEngine, make_source: MakeSource) -> None:
+def test_killed_sender_is_reported_and_the_engine_refuses(
+    engine: HostedEngine, make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SAME_CAUSE_S", 60.0)  # a busy Ray may be slow to tell of a death
     source = make_source(engine.model, tp=2)
     session = open_session(source, engine)
     session.refit(1)

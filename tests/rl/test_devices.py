@@ -48,7 +48,7 @@ def parties(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     logs = tmp_path_factory.mktemp("parties")
     made = [
         WorkerGroup(name, Party, [WorkerSpec({"name": name}, (placement.bundles[0],))], placement, logs,
-                    start_timeout_s=60, call_timeout_s=30)
+                    start_timeout_s=240, call_timeout_s=60)
         for name in ("policy", "engine")
     ]  # fmt: skip
     yield made[0], made[1]
@@ -56,7 +56,7 @@ def parties(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         group.kill()
 
 
-def happened(parties: tuple[WorkerGroup, WorkerGroup]) -> list[str]:
+def happened(parties: tuple[WorkerGroup, ...]) -> list[str]:
     return [what for _, what in sorted(entry for group in parties for entry in group.call("take")[0])]
 
 
@@ -85,7 +85,7 @@ def test_weights_move_in_the_middle_of_a_generation(parties: tuple[WorkerGroup, 
 
 def test_an_engine_that_is_gone_holds_nobody_up(placement: Any, parties: Any, tmp_path: Path) -> None:
     specs = [WorkerSpec({"name": f"engine {rank}"}, (placement.bundles[0],)) for rank in range(2)]
-    engines = WorkerGroup("two", Party, specs, placement, tmp_path, start_timeout_s=60, call_timeout_s=30)
+    engines = WorkerGroup("two", Party, specs, placement, tmp_path, start_timeout_s=240, call_timeout_s=60)
     try:
         turns = DeviceTurns(parties[0], engines, offload=True, engines_sleep=True)
         os.kill(engines.pids[0], signal.SIGKILL)
@@ -95,6 +95,7 @@ def test_an_engine_that_is_gone_holds_nobody_up(placement: Any, parties: Any, tm
         engines.part([1]).call("break_down")
         with pytest.raises(WorkerError, match="no memory"):
             turns.to_engines()
+        assert happened((parties[0],)) == ["policy sleeps"]
     finally:
         engines.kill()
 

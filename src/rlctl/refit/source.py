@@ -87,6 +87,7 @@ class RefitSource(ABC):
     """Staging memory that this rank made, by channel."""
     _refit_buffers: dict[int, list[torch.Tensor]] | None = None
     _refit_store: Any = None
+    _refit_device: torch.device | None = None
 
     @abstractmethod
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -101,7 +102,11 @@ class RefitSource(ABC):
         return SourcePlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), _address())
 
     def _device(self) -> torch.device:
-        return next(iter(self.parameters().values())).device
+        """Of the weights. Looked up once, by all ranks in `refit_place`: for `parameters` they may have to gather them
+        together, and not every rank comes by here equally often."""
+        if self._refit_device is None:
+            self._refit_device = next(iter(self.parameters().values())).device
+        return self._refit_device
 
     def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
         """Make what others connect to: staging memory (the first sender of a channel), a store at `host` (rank 0)."""

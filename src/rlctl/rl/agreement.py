@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import GenerationConfig, GrpoConfig
 from rlctl.errors import DivergenceError
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
@@ -23,13 +24,25 @@ class Agreement:
     dtype: str
     warning: float
     error: float
+    note: str = ""
+    """What there is to say of them before the first step."""
 
     @classmethod
-    def from_config(cls, grpo: GrpoConfig, dtype: str) -> Agreement:
-        """The limits set, those of the precision where none is."""
-        warning, error = LIMITS[dtype]
+    def from_config(cls, grpo: GrpoConfig, generation: GenerationConfig, dtype: str) -> Agreement:
+        """The limits set, those of the precision where none is.
+
+        None by itself where top-p or top-k cut the distribution that is sampled: the engine's log-probs are of what is
+        left of it and the trainer's of all of it, which differ by more than rounding (the importance correction is for
+        such a difference).
+        """
+        cut = generation.top_p < 1 or generation.top_k > 0
+        warning, error = (math.inf, math.inf) if cut else LIMITS[dtype]
         error = grpo.logprob_diff_error or error
-        return cls(dtype, grpo.logprob_diff_warning or min(warning, error), error)
+        note = (
+            "generation.top_p or top_k cut what is sampled: log-probs of engine and trainer differ by that, and are "
+            "held to no limit but grpo.logprob_diff_error"
+        )
+        return cls(dtype, grpo.logprob_diff_warning or min(warning, error), error, note if cut else "")
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """What to warn of after `step` (counted from 0); None: nothing.

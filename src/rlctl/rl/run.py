@@ -213,11 +213,13 @@ class _Loop:
         """`first` is the step to begin with, counted from 0."""
         self.job, self.run_directory, self.display, self.parts = job, run, display, parts
         self.loggers, self.saver, self.first = loggers, saver, first
-        self.agreement = Agreement.from_config(job.config.grpo, job.dtype)
+        self.agreement = Agreement.from_config(job.config.grpo, job.config.generation, job.dtype)
 
     def run(self, stop: StopRequest) -> bool:
         """Every step up to the last one or a stop request; whether it was stopped."""
         steps = self.job.config.grpo.steps
+        if self.agreement.note:
+            self.display.say(self.agreement.note)
         self.display.doing("first refit, every tensor compared")
         report = self.parts.refit(self.first)
         self.display.say(
