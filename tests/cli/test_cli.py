@@ -85,7 +85,7 @@ def test_wrong_input_exits_2_with_one_message(arguments: list[str], named: str) 
 def test_output_that_finds_no_space_is_a_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "rlctl", "presets", "ls", "--json"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == 1
     assert "rlctl: the output cannot be written" in done.stderr
     assert "Traceback" not in done.stderr

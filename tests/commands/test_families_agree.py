@@ -49,6 +49,6 @@ def refit_test(model: Path, *more: str) -> dict:
         "refit-test", "--model", str(model), "--gpu", "cpu", "--json", "--set", "training.threads=1",
         "--set", "generation.threads=1", *more,
     ]  # fmt: skip
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -25,7 +25,7 @@ def test_refit_test_of_a_megatron_checkpoint(tiny_llama: Path, tmp_path: Path) -
     hf_to_megatron(tiny_llama, tmp_path / "ckpt")
     command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
     arguments = ["refit-test", "--model", str(tmp_path / "ckpt"), "--gpu", "cpu", "--json"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"] is True
 
@@ -36,7 +36,7 @@ def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:
         "refit-test", "--model", str(tiny_llama_tied), "--tp", "2", "--repeat", "3", "--gpu", "cpu", "--json",
         "--set", "training.threads=1", "--set", "generation.threads=1",
     ]  # fmt: skip
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) >= KEYS
@@ -57,7 +57,7 @@ def test_changed_elements_alone_reach_an_engine(tiny_llama: Path) -> None:
             "refit-test", "--model", str(tiny_llama), "--repeat", "3", "--gpu", "cpu", "--json", "--sparse",
             "--set", f"generation.plain_parameters={plain}", "--set", "generation.threads=1",
         ]  # fmt: skip
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=os.environ)
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["passed"] is True

@@ -221,7 +221,7 @@ def test_a_child_whose_parent_has_heard_enough_ends_without_complaint(tmp_path: 
     ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 60.0))
     assert ours.poll(60)
     ours.close()
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=300)
     assert child.returncode == 0
     assert err == ""
 

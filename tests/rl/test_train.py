@@ -23,7 +23,7 @@ from rlctl.telemetry.phases import Phase
 from tiny_models import write_tiny_llama
 
 STEPS = 4
-LIMIT_S = 400
+LIMIT_S = 900
 TASK = (
     "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
     "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
@@ -91,7 +91,7 @@ def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=120)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
 
 

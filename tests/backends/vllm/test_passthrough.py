@@ -54,7 +54,7 @@ def built(spec: EngineSpec, code: str) -> dict[str, Any]:
         env=os.environ | spec.environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
