@@ -253,7 +253,7 @@ def test_a_completion_that_a_parser_gets_lost_in_counts_as_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """countdown's own scorer evaluates the expression; this one does not end within the age of the universe."""
-    monkeypatch.setattr(scoring_process, "BUILT_IN_LIMIT_S", 3.0)
+    monkeypatch.setattr(scoring_process, "BUILT_IN_LIMIT_S", 8.0)
     source = gym("countdown")
     plan = prepare_rewards(RewardConfig(), source)
     right = source[0].answer

@@ -75,6 +75,8 @@ class ScoringProcess:
         (names scorer and row) at the time limit, InputError where a user's function errs, WorkerError where it takes
         the process down.
         """
+        if self._connection is None:
+            self.start()  # has a limit of its own
         deadline = time.monotonic() + self._plan.timeout_s
         scores: list[Score] = []
         while len(scores) < len(work):
