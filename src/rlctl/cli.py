@@ -10,6 +10,7 @@ import errno
 import importlib
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -97,6 +98,9 @@ def root(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit the process with the code that DESIGN.md lists for the outcome."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(argv))
 
 

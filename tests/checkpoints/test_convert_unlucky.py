@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import resource
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints import convert
 from rlctl.checkpoints.convert import Options, hf_to_megatron, megatron_to_hf
+from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspect import inspect
 from rlctl.errors import InputError, MachineError
 from tiny_models import write_tiny_llama
@@ -135,3 +137,20 @@ def test_random_damage_to_pickles_is_refused_or_harmless(model: Path, tmp_path: 
             path.write_bytes(whole[:at] + rng.randbytes(rng.randrange(8)) + whole[at + count :])
             inspect(tmp_path / "megatron")  # lists problems; whatever else it raises fails this test
         path.write_bytes(whole)
+
+
+def test_a_wrong_byte_in_a_run_s_checkpoint_is_found(model: Path, tmp_path: Path) -> None:
+    hf_to_megatron(model, tmp_path / "megatron")
+    step = tmp_path / "run" / "checkpoints" / "step_2"
+    step.mkdir(parents=True)
+    (tmp_path / "megatron" / "release").rename(step / "policy")
+    files = {path.name: file_digest(path) for path in (step / "policy").iterdir()}
+    (step / "state.json").write_text(json.dumps({"step": 2, "files": files}))
+    megatron_to_hf(tmp_path / "run", tmp_path / "good", model)
+    shard = step / "policy" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match=r"step_2 is damaged: __0_0\.distcp is not what was written"):
+        megatron_to_hf(tmp_path / "run", tmp_path / "back", model)
+    assert not (tmp_path / "back").exists()

@@ -163,6 +163,41 @@ def test_json_is_printed_once_when_a_check_fails() -> None:
     assert set(checks["python"]) == {"name", "status", "detail", "fix"}
 
 
+@pytest.mark.parametrize(("kind", "code", "words"), [("h100", 3, "no NVIDIA GPU; 1"), ("h10", 2, "no such device")])
+def test_a_gpu_that_is_named_is_looked_for(kind: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlctl.commands.doctor import wanted
+    from rlctl.config.load import resolve
+    from rlctl.doctor.hardware import check_gpus
+    from rlctl.errors import InputError
+
+    config = resolve(sets=[f"cluster.gpu={kind}"], environment={}).config
+    if code == 2:
+        with pytest.raises(InputError, match=words):
+            wanted(config)
+        return
+    asked = wanted(config)
+    found = check_gpus(asked.gpus_per_node, asked.gpu, ())
+    assert (found.status, words in found.detail) == ("fail", True)
+
+
+def test_output_of_any_encoding_and_none() -> None:
+    shown = rlctl("config", "schema", "gr\u00fcn", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 2
+    assert "there is no section `gr\\xfcn`" in shown.stderr
+    closed = subprocess.run(["sh", "-c", f"{sys.executable} -m rlctl config schema grop 2>&-"], timeout=60, check=False)
+    assert closed.returncode == 2
+
+
+def test_what_a_file_system_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def read_a_directory(name: str) -> None:
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights").read_text()
+
+    monkeypatch.setattr(cli, "load_command", read_a_directory)
+    assert cli.run(["doctor"]) == 1
+    assert f"rlctl: {tmp_path / 'weights'}: Is a directory." in capsys.readouterr().err
+
+
 def test_presets_are_listed_shown_and_copied(tmp_path: Path) -> None:
     listed = json.loads(rlctl("presets", "ls", "--json").stdout)["presets"]
     assert [preset["name"] for preset in listed][:3] == ["laptop", "1gpu", "1node"]

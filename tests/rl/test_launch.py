@@ -180,7 +180,7 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
         (["--lr", "0.5"], "`optimizer.lr` = 0.5 (flag --lr), but the run was begun with 1e-06"),
         (["--seed", "7"], "`run.seed` = 7"),
         (["--prompts", "4"], "`grpo.prompts` = 4 (flag --prompts), but the run was begun with 2"),
-        (["--steps", "2"], "has finished its 2 steps"),
+        (["--steps", "2"], "has finished 2 steps"),
         (["--set", "grpo.clip_low=0.3"], "`grpo.clip_low` = 0.3 (--set)"),
     ):
         assert run([*resume, *more]) == 2

@@ -180,3 +180,25 @@ def test_a_file_that_is_no_manifest_is_refused(run):
     write_json(run.path / MANIFEST, [1])
     with pytest.raises(InputError, match="is not the manifest of a run"):
         run.manifest()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"config": {"grpo.steps": 3}}',
+        '{"config": {}, "plan": 5}',
+        '{"config": {}, "model": "x"}',
+    ],
+    ids=["too deep", "no origin", "no plan", "no model"],
+)
+def test_a_damaged_manifest_is_named(run, text):
+    (run.path / MANIFEST).write_text(text)
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        run.manifest()
+
+
+def test_a_run_directory_that_is_removed_is_said_to_be_gone(run):
+    shutil.rmtree(run.path)
+    with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
+        run.write_rollouts(0, [])

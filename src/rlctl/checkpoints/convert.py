@@ -14,6 +14,7 @@ import torch
 from rlctl.checkpoints import huggingface, megatron
 from rlctl.checkpoints.adapters import adapter_keys, base_of, read_adapters
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
+from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.megatron import Blocks
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
@@ -124,6 +125,8 @@ def megatron_to_hf(
             f"{source} is no Megatron checkpoint.",
             "Name a directory with latest_checkpointed_iteration.txt or .metadata.",
         )
+    if options.verify:
+        _require_undamaged(found)
     model = _weights_of(found, config_from)
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
@@ -145,6 +148,22 @@ def megatron_to_hf(
 
     needed = sum(_bytes(shape, dtype) for shape in weights_of(model.facts).tensors.values())
     return _convert(destination, (found.root, found.shards, model.companions), needed, options, wanted, write)
+
+
+def _require_undamaged(found: MegatronDirectory) -> None:
+    """Raise InputError where files of a run's checkpoint have other digests than its `state.json` says."""
+    state = found.shards.parent / "state.json"
+    if found.shards.name != "policy" or not state.is_file():
+        return
+    try:
+        digests = json.loads(state.read_text()).get("files", {})
+        damaged = damaged_files(found.shards, digests)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        damaged = [f"{state} is not the state of a run ({error})"]
+    if damaged:
+        raise InputError(
+            f"{found.shards.parent} is damaged: {damaged[0]}.", "Convert another: name RUN/checkpoints/step_N."
+        )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class MegatronDirectory:
             return None
         try:
             directory = Path(json.loads(manifest.read_text())["model"]["directory"])
-        except (ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return directory if (directory / "config.json").is_file() else None
 

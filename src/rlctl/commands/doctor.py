@@ -107,12 +107,18 @@ def show(check: Check) -> None:
 
 
 def wanted(config: RlctlConfig) -> Wanted:
-    """What this configuration asks of the machine."""
-    from rlctl.doctor.examine import Wanted
+    """What this configuration asks of the machine. A named type of GPU asks for one at least.
 
+    Raises InputError for a type of GPU that is none.
+    """
+    from rlctl.doctor.examine import Wanted
+    from rlctl.planner.cluster import device_named
+
+    kind = config.cluster.gpu
+    named = kind not in ("auto", "cpu")
     return Wanted(
-        gpus_per_node=0 if config.cluster.gpu == "cpu" else config.cluster.gpus_per_node or 0,
-        gpu=config.cluster.gpu,
+        gpus_per_node=0 if kind == "cpu" else config.cluster.gpus_per_node or int(named),
+        gpu=device_named(kind).name if named else kind,
         parameters=parameters(config.model.name, config.model.revision),
         run_directory=Path(config.run.dir or "runs"),
         ray_address=config.cluster.ray_address,

@@ -55,6 +55,8 @@ def show_dry_run(report: DryRun, json_: bool) -> None:
 
 def message(text: str) -> None:
     """Print a message for the person at the terminal (stderr)."""
+    if sys.stderr is None:  # closed by whoever started this process
+        return
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 

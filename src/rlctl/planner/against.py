@@ -44,8 +44,11 @@ def measured_seconds(run: Path) -> dict[str, float]:
     path = run / "metrics.jsonl"
     if not path.exists():
         raise InputError(f"--run {run}: there is no metrics.jsonl.", "Give the directory of a run that took a step.")
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    steps = [line["seconds"] for line in lines if "seconds" in line]
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        steps = [line["seconds"] for line in lines if "seconds" in line]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"--run {run}: metrics.jsonl cannot be read: {error}.") from error
     if not steps:
         raise InputError(f"--run {run}: no step has finished.", "Give the directory of a run that took a step.")
     steady = steps[1:] or steps
@@ -57,7 +60,10 @@ def recorded_plan(run: Path) -> dict[str, Any]:
     path = run / "manifest.json"
     if not path.exists():
         raise InputError(f"--run {run}: there is no manifest.json.", "Give the directory of a run.")
-    plan = json.loads(path.read_text()).get("plan")
+    try:
+        plan = json.loads(path.read_text()).get("plan")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"--run {run}: manifest.json cannot be read: {error}.") from error
     if not isinstance(plan, dict) or "seconds" not in plan:
         raise InputError(f"--run {run}: its manifest holds no plan with predicted seconds.")
     return plan

@@ -96,9 +96,10 @@ def resumed_job(
     if change := _layout_change(stored, job):
         tell(change)
     checkpoints = run.checkpoints()
-    if checkpoints and checkpoints[-1].step >= job.config.grpo.steps:
+    if checkpoints and (done := checkpoints[-1].step) >= job.config.grpo.steps:
         raise InputError(
-            f"--resume: {run.path} has finished its {job.config.grpo.steps} steps.", "Give more with --steps."
+            f"--resume: {run.path} has finished {done} steps, and {job.config.grpo.steps} are asked for.",
+            "Give more with --steps.",
         )
     return job
 

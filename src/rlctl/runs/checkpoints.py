@@ -38,7 +38,7 @@ class Checkpoint:
         """What the loop saved besides the policy."""
         try:
             found = json.loads((self.path / STATE).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before."
             ) from error

@@ -141,7 +141,14 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            if isinstance(error, RlctlError) or error.errno not in DISK_ERRORS:
+            if isinstance(error, RlctlError):
+                raise
+            if not self.path.exists():
+                raise RlctlError(
+                    f"The run directory {self.path} is gone: it was removed or renamed while the run wrote to it.",
+                    "What was not saved elsewhere is lost; start again with another --run-dir.",
+                ) from error
+            if error.errno not in DISK_ERRORS:
                 raise
             raise RlctlError(
                 f"The run directory {self.path} cannot be written to: {os.strerror(error.errno)}.",
@@ -159,10 +166,16 @@ class RunDirectory:
             found = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise InputError(f"--run-dir {self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
         if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
             raise InputError(f"{path} is not the manifest of a run: it has no `config`.", "Start a new run.")
+        odd = [part for part in ("plan", "model", "data") if not isinstance(found.get(part, {}), dict)]
+        odd += [key for key, value in found["config"].items() if not {"value", "origin"} <= set(_keys(value))]
+        if odd:
+            raise InputError(
+                f"{path} is not the manifest of a run: its `{odd[0]}` is no such thing.", "Start a new run."
+            )
         return found
 
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -193,6 +206,10 @@ class RunDirectory:
     def clear_partial(self) -> None:
         """Remove what killed saves left behind."""
         clear_partial(self.path / CHECKPOINTS)
+
+
+def _keys(value: Any) -> tuple[str, ...]:
+    return tuple(value) if isinstance(value, dict) else ()
 
 
 def newest_run(root: Path) -> Path:

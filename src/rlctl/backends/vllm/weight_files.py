@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
@@ -35,22 +37,31 @@ def file_name(channel: int, sender: str) -> str:
     return f"channel-{channel}-{sender.replace(' ', '-')}"
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What the file system refuses in the block names the key of the configuration."""
+    try:
+        yield
+    except OSError as error:
+        hint = "Choose a directory that every node can write, with room for two versions of the weights."
+        raise WorkerError(f"refit.directory: {error}.", hint) from None
+
+
 class WriteFile:
     """A sender's file for one channel, being written."""
 
     def __init__(self, directory: str | None, version: int, channel: int, sender: str, header: bytes) -> None:
         folder = version_directory(directory, version, whole=False)
-        try:
+        with _explained():
             folder.mkdir(parents=True, exist_ok=True)
             self.file: BinaryIO = (folder / file_name(channel, sender)).open("wb", buffering=0)
-        except OSError as error:
-            raise WorkerError(f"refit.directory: {error}.", "Choose a directory that every node can write.") from None
-        self.file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+            self.file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
 
     def write(self, memory: torch.Tensor) -> None:
         data = memoryview(memory.numpy())
-        while data:
-            data = data[self.file.write(data) :]
+        with _explained():
+            while data:
+                data = data[self.file.write(data) :]
 
     def finish(self) -> None:
         """On disk, not only in memory."""
