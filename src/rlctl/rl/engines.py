@@ -83,13 +83,8 @@ class EngineKeeper:
     def _lost(self) -> list[int]:
         """Ranks of the engines that do not answer."""
         asked = self.engines.submit("require_alive")
-        lost = []
-        for rank, ref in enumerate(asked):
-            try:
-                self.engines.part([rank]).wait("require_alive", [ref], ANSWER_TIMEOUT_S)
-            except (WorkerError, WaitTimeoutError):
-                lost.append(rank)
-        return lost
+        outcomes = self.engines.outcomes("require_alive", asked, ANSWER_TIMEOUT_S)
+        return [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, WorkerError | WaitTimeoutError)]
 
     def _count(self, error: RlctlError, lost: list[int]) -> None:
         """Say which engines are lost. Raises WorkerError when these are too many."""

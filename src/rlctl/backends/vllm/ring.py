@@ -2,6 +2,7 @@
 
 Round k is in buffer k % 2. A sender fills it once every receiver has read round k - 2; a receiver reads it once every
 sender has filled its part. Each side counts in a cell of its own, so no lock is needed and nothing is sent a round.
+That a count is seen after the bytes it speaks of needs a processor that keeps stores and loads in order (x86-64 does).
 Whoever fails says so in its cell, and whoever waits looks after the processes waited for, so that an end that broke is
 an error at the other ends at once.
 """
