@@ -24,8 +24,10 @@ from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerEr
 
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
-# How long a failure waits for the death that may have caused it. Only where several ranks were waited for.
+# How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
+# that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
+PEER_CAUSE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,8 @@ def wait_together(waits: Sequence[tuple[WorkerGroup, str, list[Any]]], timeout_s
                 raise
             except RlctlError as error:
                 if first is None:
-                    deadline = min(deadline, time.monotonic() + SAME_CAUSE_S)
+                    follows = isinstance(error, PeerFailedError)
+                    deadline = min(deadline, time.monotonic() + (PEER_CAUSE_S if follows else SAME_CAUSE_S))
                 if first is None or isinstance(first, PeerFailedError):
                     first = error
     if first is not None:

@@ -53,11 +53,18 @@ class Group:
 
     def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send; `memory` must stay as it is until that is finished."""
-        return Pending(self._group.send([memory], to, tag), self.names[to], "take", self.timeout_s)
+        return self._begin(self._group.send, memory, to, tag, "take")
 
     def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
         """Begin to receive into `memory`."""
-        return Pending(self._group.recv([memory], source, tag), self.names[source], "send", self.timeout_s)
+        return self._begin(self._group.recv, memory, source, tag, "send")
+
+    def _begin(self, begin: Any, memory: torch.Tensor, peer: int, tag: int, verb: str) -> Pending:
+        """Raises PeerFailedError where the other member has left already."""
+        try:
+            return Pending(begin([memory], peer, tag), self.names[peer], verb, self.timeout_s)
+        except RuntimeError as error:
+            raise _left(self.names[peer], verb, "the next message", error) from None
 
     def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
         """Begin to send and to receive several messages of which none waits for another.
@@ -115,10 +122,14 @@ class Pending:
         except RuntimeError as error:
             if "imed out" in str(error) or "imeout" in str(error):
                 raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.") from None
-            text = str(error).strip().splitlines()[0]
-            raise PeerFailedError(f"{name} is gone or broke off: it did not {self._verb} {what} ({text}).") from None
+            raise _left(name, self._verb, what, error) from None
         if done is False:
             raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.")
+
+
+def _left(name: str, verb: str, what: str, error: RuntimeError) -> PeerFailedError:
+    text = str(error).strip().splitlines()[0]
+    return PeerFailedError(f"{name} is gone or broke off: it did not {verb} {what} ({text}).")
 
 
 def _backend(store: dist.Store, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
