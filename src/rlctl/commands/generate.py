@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 app = command_app()
 
+Prompt = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeat it for several.")]
+PromptsFile = Annotated[
+    str | None,
+    typer.Option("--prompts-file", metavar="FILE", help="One prompt a line, or a .jsonl file with `prompt`."),
+]
+Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Completions a prompt.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the most likely token each time.")]
+Step = Annotated[int | None, typer.Option("--step", help="Checkpoint of --run-dir; by default the last.")]
+
 
 @app.command(
     "generate",
@@ -28,22 +37,15 @@ app = command_app()
     ),
 )
 def generate(
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeat it for several.")
-    ] = None,
-    prompts_file: Annotated[
-        str | None,
-        typer.Option("--prompts-file", metavar="FILE", help="One prompt a line, or a .jsonl file with `prompt`."),
-    ] = None,
-    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Completions a prompt.")] = 1,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", help="0 takes the most likely token each time.")
-    ] = None,
+    prompt: Prompt = None,
+    prompts_file: PromptsFile = None,
+    n: Samples = 1,
+    temperature: Temperature = None,
     max_new_tokens: options.MaxNewTokens = None,
     seed: options.Seed = None,
     model: options.Model = None,
     run_dir: options.RunDir = None,
-    step: Annotated[int | None, typer.Option("--step", help="Checkpoint of --run-dir; by default the last.")] = None,
+    step: Step = None,
     tokenizer: options.Tokenizer = None,
     chat_template: options.ChatTemplate = None,
     max_length: options.MaxLength = None,

@@ -71,41 +71,33 @@ def plan(
     Any value can be pinned with --set; the rest is planned around it. Needs neither GPU nor download for the models of
     the catalog. Exit 4: no plan fits.
     """
+    flags = {
+        "model": model, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "max_length": max_length,
+        "max_new_tokens": max_new_tokens, "mean_length": mean_length, "prompts": prompts, "generations": generations,
+        "backend": backend, "goal": goal, "colocated": colocated,
+    }  # fmt: skip
     if run is not None:
-        others = {
-            "--model": model, "--preset": preset, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--gpu": gpu,
-            "--max-length": max_length, "--max-new-tokens": max_new_tokens, "--mean-length": mean_length,
-            "--prompts": prompts, "--generations": generations, "--backend": backend,
-            "--colocated or --split": colocated, "--goal": goal, "--explain": explain or None, "--top": top,
-            "--compare": compare, "--config": config or None, "--set": set_ or None,
-        }  # fmt: skip
+        others = {options.FLAGS[name][0]: value for name, value in flags.items()}
+        others |= {"--preset": preset, "--config": config, "--set": set_, "--compare": compare, "--top": top}
+        others["--explain"] = explain or None
         refuse_beside(f"--run {run} shows the plan that the run was made with", others)
         show_run(run, json_)
         return
 
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
-        return options.resolve_config(
-            preset=over or preset, config=[*(config or []), *(files or [])], set_=[*(set_ or []), *extra],
-            model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
-            max_length=length(max_length, max_new_tokens),
-            max_new_tokens=new_tokens(max_length, max_new_tokens), mean_length=mean_length, prompts=prompts,
-            generations=generations, backend=backend, goal=goal, colocated=colocated,
-        )  # fmt: skip
+        lengths = {
+            "max_length": length(max_length, max_new_tokens),
+            "max_new_tokens": new_tokens(max_length, max_new_tokens),
+        }
+        pins, paths = [*(set_ or []), *extra], [*(config or []), *(files or [])]
+        return options.resolve_config(preset=over or preset, config=paths, set_=pins, **flags | lengths)
 
     if compare is not None:
         refuse_beside("--compare shows two plans and no alternatives", {"--top": top})
         plans = [planned(resolved_with(*side(text)), ALTERNATIVES)[0] for text in compare]
         show_comparison(plans, compare, explain, json_)
         return
-    top = top or ALTERNATIVES
-    resolved = resolved_with([])
-    try:
-        made, _ = planned(resolved, top)
-    except NoPlanError as error:
-        if json_:
-            print_json(no_plan_json(resolved.config.model.name, error))
-        raise
-    show(made, resolved, explain, top, json_)
+    show_plan(resolved_with([]), explain, top or ALTERNATIVES, json_)
 
 
 def refuse_beside(reason: str, flags: dict[str, object]) -> None:
@@ -173,6 +165,17 @@ def no_plan_json(model: str | None, error: NoPlanError) -> dict[str, Any]:
 
     detail = {"kind": "NoPlanError", "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
     return {"model": model} | no_plan_values(error) | {"error": detail}
+
+
+def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
+    """Plan and show it; with --json also what there is to say where nothing fits."""
+    try:
+        made, _ = planned(resolved, top)
+    except NoPlanError as error:
+        if json_:
+            print_json(no_plan_json(resolved.config.model.name, error))
+        raise
+    show(made, resolved, explain, top, json_)
 
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:

@@ -17,6 +17,29 @@ app = command_app()
 EXIT_MISMATCH = 5
 ONE_OF_THEM = "Leave one of them out."
 
+TP = Annotated[int | None, typer.Option("--tp", help="Tensor parallel size of training.")]
+DP = Annotated[int | None, typer.Option("--dp", help="Data parallel size of training.")]
+GenerationTP = Annotated[int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")]
+Mover = Annotated[
+    Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] | None,
+    typer.Option("--mover", help="What carries the bytes; auto: by where the engines are."),
+]
+Receive = Annotated[
+    Literal["auto", "loader", "direct"],
+    typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
+]
+Sparse = Annotated[
+    bool, typer.Option("--sparse", help="Send changed elements alone; few of them change between the refits.")
+]
+Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")]
+Synthetic = Annotated[
+    str | None,
+    typer.Option(
+        "--synthetic",
+        help="All tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without an engine.",
+    ),
+]
+
 
 @app.command(
     "refit-test",
@@ -32,30 +55,14 @@ def refit_test(
     preset: options.Preset = None,
     config: options.Config = None,
     set_: options.Set = None,
-    tp: Annotated[int | None, typer.Option("--tp", help="Tensor parallel size of training.")] = None,
-    dp: Annotated[int | None, typer.Option("--dp", help="Data parallel size of training.")] = None,
-    generation_tp: Annotated[
-        int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")
-    ] = None,
-    mover: Annotated[
-        Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] | None,
-        typer.Option("--mover", help="What carries the bytes; auto: by where the engines are."),
-    ] = None,
-    receive: Annotated[
-        Literal["auto", "loader", "direct"],
-        typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
-    ] = "auto",
-    sparse: Annotated[
-        bool, typer.Option("--sparse", help="Send changed elements alone; few of them change between the refits.")
-    ] = False,
-    repeat: Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")] = 2,
-    synthetic: Annotated[
-        str | None,
-        typer.Option(
-            "--synthetic",
-            help="All tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without an engine.",
-        ),
-    ] = None,
+    tp: TP = None,
+    dp: DP = None,
+    generation_tp: GenerationTP = None,
+    mover: Mover = None,
+    receive: Receive = "auto",
+    sparse: Sparse = False,
+    repeat: Repeat = 2,
+    synthetic: Synthetic = None,
     nodes: options.Nodes = None,
     gpus_per_node: options.GpusPerNode = None,
     gpu: options.Gpu = None,

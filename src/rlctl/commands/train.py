@@ -13,6 +13,12 @@ from rlctl.errors import InputError
 
 app = command_app()
 
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")]
+AllowChanges = Annotated[
+    bool,
+    typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed."),
+]
+
 
 @app.callback(epilog=examples("rlctl train grpo --preset laptop"))
 def train() -> None:
@@ -42,13 +48,8 @@ def grpo(
     lr: options.LearningRate = None,
     seed: options.Seed = None,
     run_dir: options.RunDir = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")
-    ] = False,
-    allow_changes: Annotated[
-        bool,
-        typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed."),
-    ] = False,
+    resume: Resume = False,
+    allow_changes: AllowChanges = False,
     tokenizer: options.Tokenizer = None,
     chat_template: options.ChatTemplate = None,
     backend: options.Backend = None,
