@@ -18,6 +18,7 @@ import pytest
 
 from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
 from rlctl.planner.against import compare_memory, compare_run
+from rlctl.rl.agreement import LIMITS
 from rlctl.telemetry.metrics import read_metrics, without_timing
 from rlctl.telemetry.phases import Phase
 from tiny_models import write_tiny_llama
@@ -327,6 +328,25 @@ def test_a_run_resumed_under_other_layouts_computes_the_same_run(uninterrupted, 
         assert f"training was laid out as {before} and goes on as {after}" in said
         assert f"resuming after step {steps - 1}" in said
     same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_nemo_rl_recipe_trains_as_it_is_written(tiny_llama, tmp_path):
+    """But for machine and model: TP 2 with sequence parallelism, recomputation, bfloat16 and an engine on two ranks."""
+    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    (tmp_path / "reward.py").write_text(REWARD)
+    done = finish([
+        str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--config", str(recipe), *TASK,
+        "--model", str(tiny_llama), "--gpu", "cpu", "--steps", "2", "--prompts", "2", "--generations", "4",
+        "--max-new-tokens", "6", "--run-dir", str(tmp_path / "run"), "--reward", f"{tmp_path / 'reward.py'}:even",
+    ])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "plan: training TP2 DP1, full recompute; generation 1 engine TP2" in " ".join(done.stderr.split())
+    lines = results(tmp_path / "run")
+    assert len(lines) == 2
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert all(0 < line["logprob_diff"]["mean"] < LIMITS["bfloat16"][0] for line in lines)  # the recipe's precision
 
 
 @pytest.mark.slow

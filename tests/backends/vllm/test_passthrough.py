@@ -14,6 +14,7 @@ import pytest
 from engines import tiny_facts
 from rlctl.backends.vllm.args import EngineSpec, engine_spec
 from rlctl.config.load import resolve
+from rlctl.errors import ConfigError
 
 ARGUMENTS = """
 import json, sys
@@ -78,6 +79,11 @@ def test_fields_reach_the_engines_own_objects(tiny_llama: Path, code: str) -> No
         "max_logprobs": 7, "enable_prefix_caching": False, "max_num_seqs": 3, "max_num_batched_tokens": 300,
         "hf_overrides": {"max_window_layers": 5},
     }  # fmt: skip
+
+
+def test_an_engine_on_a_cpu_is_not_asked_to_compile(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.enforce_eager = False: engines on a CPU"):
+        spec_with(tiny_llama, "vllm.enforce_eager=false")
 
 
 def test_a_field_takes_the_place_of_what_rlctl_would_give(tiny_llama: Path) -> None:

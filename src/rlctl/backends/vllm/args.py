@@ -109,6 +109,8 @@ def engine_spec(
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
+    if device == "cpu" and passed.get("enforce_eager") is False:
+        raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
     replaced = {key: value for key, value in arguments.items() if key in passed}
     environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters or generation.plain_parameters)
     return EngineSpec(
