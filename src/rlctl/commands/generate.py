@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 app = command_app()
 
+TRAINING_SECTIONS = ("grpo", "optimizer", "scheduler", "reward", "ddp")
+
 Prompt = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeat it for several.")]
 PromptsFile = Annotated[
     str | None,
@@ -82,6 +84,7 @@ def generate(
     from rlctl.rl.completions import of_run, read_prompts
 
     resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
+    refuse_training_keys(resolved)
     checkpoint = None
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)
@@ -92,6 +95,13 @@ def generate(
         show_dry_run(dry_generate(resolved, n, checkpoint, len(rows)), json_)
     else:
         sample(resolved, checkpoint, rows, n, json_)
+
+
+def refuse_training_keys(resolved: Resolved) -> None:
+    """Raises InputError for a --set that only a training run reads. Presets and files are shared between commands."""
+    for key, value in resolved.leaves():
+        if resolved.origin[key] == "--set" and key.partition(".")[0] in TRAINING_SECTIONS:
+            raise InputError(f"--set {key}={value} has no effect on completions.", "Leave it out.")
 
 
 def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:

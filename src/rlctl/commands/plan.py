@@ -108,6 +108,8 @@ def refuse_beside(reason: str, flags: dict[str, object]) -> None:
 
 def length(max_length: int | None, max_new_tokens: int | None) -> int | None:
     """`--max-length` counts prompt and completion."""
+    if max_length is not None and max_length < 2:
+        raise InputError(f"--max-length {max_length} leaves no room for a prompt and a completion.", "Raise it.")
     if max_length is not None and max_new_tokens is not None and max_new_tokens >= max_length:
         raise InputError(
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in --max-length {max_length}.",
