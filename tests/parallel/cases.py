@@ -35,6 +35,7 @@ class Case:
     temperature: float = 1.0
     chunk: int = 1024
     recompute: str = "none"
+    optimizer_offload: bool = False
     freeze_router: bool = False
     replay: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -76,6 +77,7 @@ def spec_of(case: Case) -> PolicySpec:
         threads=1,
         logprob_chunk_tokens=case.chunk,
         recompute=case.recompute,
+        optimizer_offload=case.optimizer_offload,
         freeze_router=case.freeze_router,
         router_replay=case.replay,
         lora=case.lora,
@@ -195,6 +197,8 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
     worker._gather_parameters()
     for chunk in worker.chunks:
         model = chunk.module
+        while hasattr(model, "module"):  # in bfloat16 there is one more wrapper
+            model = model.module
         named = list(model.named_parameters())
         if what != "grad":
             named += [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]

@@ -95,6 +95,8 @@ class PolicySpec:
     timeout_s: float = 600.0
     """Limit for each collective."""
     recompute: Literal["none", "selective", "full"] = "none"
+    optimizer_offload: bool = False
+    """The optimizer's states wait in host memory between its steps."""
     freeze_router: bool = False
     """Routers of experts keep their weights."""
     router_replay: bool = False

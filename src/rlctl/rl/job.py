@@ -142,6 +142,7 @@ def planned_crew(
         seed=config.run.seed,
         timeout_s=config.cluster.step_timeout_s,
         recompute=plan.training.recompute,
+        optimizer_offload=plan.training.optimizer_offload,
         freeze_router=config.training.freeze_router,
         router_replay=config.grpo.router_replay,
         lora=config.training.lora,

@@ -3,6 +3,7 @@ parallelism. A save takes a snapshot, then writes it in the background while tra
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from rlctl.backends.megatron.compat import call_known
+from rlctl.backends.megatron.host_states import HostedOptimizer
 from rlctl.backends.megatron.lora import is_adapter
 from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
+from rlctl.backends.megatron.storages import without_gradients
 from rlctl.checkpoints import pickles
 from rlctl.checkpoints.identity import file_digest
 from rlctl.errors import InputError
@@ -25,7 +28,8 @@ class Save:
 
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
-        state = _sharded_state(chunks, optimizer, is_loading=False)
+        with _room_for_states(chunks, optimizer):
+            state = _sharded_state(chunks, optimizer, is_loading=False)
         if not torch.cuda.is_available():  # from a device everything is copied to the host below
             for key, _ in _chunk_keys(chunks):
                 _detach_from_live_weights(state[key])
@@ -70,6 +74,13 @@ class Save:
             index = [path for path in self._directory.iterdir() if path.suffix != ".distcp"]
             self._digests |= {path.name: file_digest(path) for path in index}
         return self._digests
+
+
+def _room_for_states(chunks: list[Any], optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """Megatron gathers a state of all data-parallel ranks on the device, where states that wait in host memory may find
+    no room but that of the gradients."""
+    hosted = any(isinstance(inner, HostedOptimizer) for inner in inner_optimizers(optimizer))
+    return without_gradients(chunks) if hosted else contextlib.nullcontext()
 
 
 def _detach_from_live_weights(state: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.args import ddp_values, optimizer_values
 from rlctl.backends.megatron.compat import make_config
+from rlctl.backends.megatron.host_states import HostMemory, keep_on_host
+from rlctl.backends.megatron.storages import without_gradients
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,14 @@ def build_optimizer(spec: PolicySpec, chunks: list[DistributedDataParallel]) -> 
     """Megatron's AdamW with its weight-decay exclusions (biases and norms). The driver sets the learning rate of each
     step."""
     config = make_config(OptimizerConfig, optimizer_values(spec), spec.optimizer.passed, "optimizer")
-    optimizer = get_megatron_optimizer(config, chunks)
+    if not spec.optimizer_offload:
+        optimizer = get_megatron_optimizer(config, chunks)
+    else:
+        with without_gradients(chunks):  # the float32 weights need as much room before they leave as gradients do
+            optimizer = get_megatron_optimizer(config, chunks)
+            memory = HostMemory()
+            for inner in inner_optimizers(optimizer):
+                keep_on_host(inner, memory)
     fuse_adam(optimizer)
     return optimizer
 

@@ -1,0 +1,231 @@
+"""The optimizer's states in host memory between its steps (`training.optimizer_offload`).
+
+For a step they visit the device a part at a time: the states of some parameters are fetched, the ordinary kernel updates
+these parameters, and the states go back. What a device holds of them is one part, and what is computed is bit for bit
+what it would be with all of them there. The states are the two moments and, in bfloat16, the float32 weights; in float32
+the optimizer updates the weights themselves, which stay.
+
+Storages are emptied and refilled (`storages`), so every reference to a state stays what it is. On a CPU host memory
+is the same memory; there it only costs time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from rlctl.backends.megatron.storages import storage_bytes
+from rlctl.errors import ConfigError
+
+PART_BYTES = 256 * 1024**2
+"""Most bytes of states that are on the device at once; a single parameter's may be more."""
+SLAB_BYTES = 64 * 1024**2
+"""A power of two: the allocator of pinned memory rounds up to one."""
+
+
+class HostMemory:
+    """Bytes of host memory (pinned, where there is a GPU) that are taken once and never given back."""
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> list[Tensor]:
+        """`size` bytes, in one or several pieces."""
+        taken = []
+        while size:
+            if not self._slab.numel():
+                self._slab = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            taken.append(self._slab[:size])
+            self._slab = self._slab[size:]
+            size -= taken[-1].numel()
+        return taken
+
+
+def keep_on_host(inner: DistributedOptimizer, memory: HostMemory) -> None:
+    """Turns one of Megatron's optimizers into a `HostedOptimizer`; its float32 weights leave the device at once.
+
+    Raises:
+        ConfigError: its states are not those of Adam as Megatron shards them.
+    """
+    if type(inner) is not DistributedOptimizer:
+        raise ConfigError(
+            f"training.optimizer_offload does not go with optimizer.optimizer = {inner.config.optimizer}.",
+            "Remove one of the two.",
+        )
+    if inner.config.use_precision_aware_optimizer:
+        raise ConfigError(
+            "training.optimizer_offload does not go with optimizer.use_precision_aware_optimizer, whose states are "
+            "packed.",
+            "Remove one of the two.",
+        )
+    inner.__class__ = HostedOptimizer
+    inner.host_states = HostStates(inner, memory)
+
+
+class HostStates:
+    """Where the states of one optimizer are, and the parts in which they visit the device."""
+
+    def __init__(self, owner: DistributedOptimizer, memory: HostMemory) -> None:
+        self._owner, self._memory = owner, memory
+        self._masters = {id(param) for group in owner.shard_fp32_from_float16_groups for param in group}
+        self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By the identity of a state: it (so that it lives), and its bytes."""
+        self.parts = list(self._divide())
+        self._step = owner.optimizer.step
+        owner.optimizer.step = self.step
+        owner.optimizer.load_state_dict = self._load_groups
+        self._put_away([param for part in self.parts for param in part])
+
+    def _divide(self) -> Iterator[list[Tensor]]:
+        part: list[Tensor] = []
+        size = 0
+        for param in (param for group in self._owner.optimizer.param_groups for param in group["params"]):
+            needs = 4 * param.numel() * (3 if id(param) in self._masters else 2)
+            if part and size + needs > PART_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(param)
+            size += needs
+        if part:
+            yield part
+
+    def _states(self, params: Iterable[Tensor]) -> Iterator[Tensor]:
+        for param in params:
+            if id(param) in self._masters:
+                yield param
+            # torch's Adam keeps a count of steps beside the moments
+            found = self._owner.optimizer.state.get(param, {}).values()
+            yield from (value for value in found if isinstance(value, Tensor) and value.dim())
+
+    @contextlib.contextmanager
+    def on_device(self, params: list[Tensor], *, changed: bool) -> Iterator[None]:
+        """The states of `params` are where kernels find them; `changed`: they are written back to the host."""
+        for state in self._states(params):
+            storage, (_, host) = state.untyped_storage(), self._kept[id(state)]
+            storage.resize_(sum(piece.numel() for piece in host))
+            for piece, there in _pairs(host, storage):
+                there.copy_(piece, non_blocking=True)
+        yield
+        self._put_away(params, changed=changed)
+
+    def _put_away(self, params: list[Tensor], *, changed: bool = True) -> None:
+        """Copies run in the order of the stream that also frees and reuses the device's memory; the host reads none of
+        these bytes itself, so nothing is waited for."""
+        for state in self._states(params):
+            storage = state.untyped_storage()
+            if id(state) not in self._kept:
+                self._kept[id(state)] = state, self._memory.take(storage.nbytes())
+            for piece, there in _pairs(self._kept[id(state)][1], storage) if changed else ():
+                piece.copy_(there, non_blocking=True)
+            storage.resize_(0)
+
+    @contextlib.contextmanager
+    def visit(self, part: list[Tensor], *, changed: bool) -> Iterator[None]:
+        """The states of `part` are on the device, and the optimizer knows of no other parameters."""
+        with self.on_device(part, changed=changed), self._only({id(param) for param in part}):
+            yield
+
+    @contextlib.contextmanager
+    def _only(self, chosen: set[int]) -> Iterator[None]:
+        owner = self._owner
+        names = ("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups")
+        lists = {name: getattr(owner, name) for name in names}
+        params = [group["params"] for group in owner.optimizer.param_groups]
+        for models, shards in (names[:2], names[2:]):
+            pairs = [
+                [(model, shard) for model, shard in zip(*both, strict=True) if id(shard) in chosen]
+                for both in zip(lists[models], lists[shards], strict=True)
+            ]
+            setattr(owner, models, [[model for model, _ in group] for group in pairs])
+            setattr(owner, shards, [[shard for _, shard in group] for group in pairs])
+        for group in owner.optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in chosen]
+        try:
+            yield
+        finally:
+            for name, value in lists.items():
+                setattr(owner, name, value)
+            for group, own in zip(owner.optimizer.param_groups, params, strict=True):
+                group["params"] = own
+
+    def step(self) -> None:
+        """In place of the step of torch's or TransformerEngine's optimizer: theirs, and the new weights to the model, a
+        part at a time."""
+        counts = [group.get("step") for group in self._owner.optimizer.param_groups]
+        for part in self.parts:
+            with self.visit(part, changed=True):
+                self._step_once(counts)
+                DistributedOptimizer._copy_main_params_to_model_params(self._owner)
+
+    def _step_once(self, counts: list[Any]) -> None:
+        """TransformerEngine counts the steps of a param group, and must do so once for all its parts."""
+        for group, count in zip(self._owner.optimizer.param_groups, counts, strict=True):
+            if group["params"] and count is not None:
+                group["step"] = count
+            elif group["params"]:
+                group.pop("step", None)
+        self._step()
+
+    def make(self) -> None:
+        """States of every parameter, of no meaning yet: to be loaded."""
+        counts = [group.get("step") for group in self._owner.optimizer.param_groups]
+        for part in self.parts:
+            with self.visit(part, changed=True):
+                for param in part:
+                    param.grad = torch.zeros_like(param)
+                self._step_once(counts)
+                for param in part:
+                    param.grad = None
+
+    def _load_groups(self, state_dict: dict[str, Any]) -> None:
+        """In place of the `load_state_dict` of torch's or TransformerEngine's optimizer: hyperparameters and counts of
+        steps. The states themselves are here already, and TransformerEngine would make others on the device."""
+        optimizer = self._owner.optimizer
+        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            group |= {key: value for key, value in saved.items() if key != "params"}
+            for param, number in zip(group["params"], saved["params"], strict=True):
+                count = state_dict["state"].get(number, {}).get("step")
+                if count is not None:  # torch's
+                    optimizer.state[param]["step"] = count.to(param.device, torch.float32, copy=True)
+
+
+class HostedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer where it reads or writes states: `keep_on_host` makes one of an existing one."""
+
+    host_states: HostStates
+
+    def _copy_main_params_to_model_params(self) -> None:
+        """Every part of the step has done so."""
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        for part in self.host_states.parts:
+            with self.host_states.visit(part, changed=True):
+                super()._copy_model_params_to_main_params(state_dict)
+
+    def _init_optimizer_states_with_dummy_values(self) -> None:
+        self.host_states.make()
+
+    def _shard_of(self, model_param: Any) -> list[Tensor]:
+        group, order = self.model_param_group_index_map[model_param]
+        return [self.optimizer.param_groups[group]["params"][order]]
+
+    def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, Tensor]:
+        """For a checkpoint, which gathers them in host memory: copies there."""
+        with self.host_states.on_device(self._shard_of(model_param), changed=False):
+            found = super()._get_main_param_and_optimizer_states(model_param)
+            return {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
+
+    def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: dict[str, Tensor]) -> None:
+        with self.host_states.on_device(self._shard_of(model_param), changed=True):
+            super()._set_main_param_and_optimizer_states(model_param, tensors)
+
+
+def _pairs(host: list[Tensor], storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece of host memory with the bytes of the device's storage that belong to it."""
+    there = storage_bytes(storage).split([piece.numel() for piece in host])
+    return zip(host, there, strict=True)

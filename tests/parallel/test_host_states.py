@@ -1,0 +1,102 @@
+"""The optimizer's states in host memory between steps: bit for bit what they are on the device, and not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.cases import Case
+from parallel.host_states import run_resumed, run_steps
+from parallel.pool import Pool
+from parallel.reference import hf_model, make_batch, megatron_weights
+from rlctl.backends.base import ParallelSpec
+from rlctl.config.schema import LoraConfig
+
+Pools = Callable[[int], Pool]
+STEPS = {
+    "float32": Case(),
+    "bfloat16": Case(dtype="bfloat16"),
+    "experts-bfloat16-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2), "bfloat16"),
+    "dp2-bfloat16": Case(parallel=ParallelSpec(dp=2), dtype="bfloat16"),
+}
+MORE_STEPS = {
+    "experts-float32": Case("qwen3moe"),
+    "dp2-float32-overlap": Case(
+        parallel=ParallelSpec(dp=2), ddp={"overlap_param_gather": True, "overlap_grad_reduce": True}
+    ),
+    "tp2-bfloat16": Case("llama-tied", ParallelSpec(tp=2), "bfloat16"),
+    "pp2-bfloat16": Case("llama-tied", ParallelSpec(pp=2), "bfloat16"),
+    "vpp2-float32": Case(parallel=ParallelSpec(pp=2, vpp=2), packing=False),
+    "adapters": Case(dtype="bfloat16", lora=LoraConfig(rank=2)),
+    "frozen-router": Case("qwen3moe", ParallelSpec(dp=2, ep=2), freeze_router=True),
+}
+EVERY = [
+    *(pytest.param(case, id=name) for name, case in STEPS.items()),
+    *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MORE_STEPS.items()),
+]
+RESUMES = [
+    pytest.param(Case(dtype="bfloat16"), Case(dtype="bfloat16"), id="bfloat16"),
+    pytest.param(Case("llama-tied", ParallelSpec(tp=2)), Case("llama-tied", ParallelSpec(pp=2)), id="tp2-to-pp2"),
+    pytest.param(
+        Case("qwen3moe", ParallelSpec(dp=2, ep=2), "bfloat16"),
+        Case("qwen3moe", ParallelSpec(tp=2), "bfloat16"),
+        id="ep2-to-tp2",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Case(parallel=ParallelSpec(dp=2), dtype="bfloat16"),
+        Case(parallel=ParallelSpec(dp=2), dtype="bfloat16"),
+        id="dp2",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+def weights_of(kind: str) -> dict[str, torch.Tensor]:
+    return megatron_weights(kind, hf_model(kind).state_dict())
+
+
+@pytest.mark.parametrize("case", EVERY)
+def test_states_in_host_memory_change_no_bit(pools: Pools, case: Case) -> None:
+    arguments = weights_of(case.kind), make_batch(), 64 * 1024, True
+    for there, here in pools(case.parallel.world_size).run(run_steps, case, *arguments):
+        results, params, states, counts, unchanged, on_device, _ = there
+        assert on_device > 0
+        assert here[5] == 0
+        assert here[6] > 1  # parts
+        assert unchanged
+        assert here[4]
+        assert here[0] == results
+        assert here[3] == counts == {2.0}
+        assert [name for name, _ in params] == [name for name, _ in here[1]]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(params, here[1], strict=True))
+        for (number, one), (same, other) in zip(states, here[2], strict=True):
+            assert number == same
+            assert one.keys() == other.keys() == {"param", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMES)
+def test_checkpoints_are_the_same_and_either_goes_on_with_the_other(
+    pools: Pools, before: Case, after: Case, tmp_path: Path
+) -> None:
+    directories = [tmp_path / "device", tmp_path / "host"]
+    for directory in directories:
+        directory.mkdir()
+    pool = pools(before.parallel.world_size)
+    ranks = pool.run(run_resumed, before, after, weights_of(before.kind), make_batch(), directories)
+    written = [sorted(path.name for path in directory.iterdir()) for directory in directories]
+    assert written[0] == written[1]
+    for name in written[0]:
+        if name.endswith(".distcp"):
+            assert (directories[0] / name).read_bytes() == (directories[1] / name).read_bytes(), name
+    for usual, *others in ranks:
+        for result, params, states, left in others:
+            assert left == 0
+            assert result == usual[0]
+            assert all(torch.equal(one, other) for (_, one), (_, other) in zip(usual[1], params, strict=True))
+            for (_, one), (_, other) in zip(usual[2], states, strict=True):
+                assert all(torch.equal(one[name], other[name]) for name in one)
