@@ -194,6 +194,19 @@ def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert resolve(files=[result.path], environment={}).config.training.lora.rank == 0
 
 
+@pytest.mark.parametrize(
+    ("offload", "fraction", "expected", "said"),
+    [(True, 1.0, True, False), (True, 0.0, False, False), (True, 0.5, True, True), (False, 0.5, False, False)],
+)
+def test_optimizer_states_are_all_in_host_memory_or_none(
+    tmp_path: Path, offload: bool, fraction: float, expected: bool, said: bool
+) -> None:
+    optimizer = {"optimizer_cpu_offload": offload, "optimizer_offload_fraction": fraction}
+    result = recipe(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in optimizer.items()})
+    assert result.values["training.optimizer_offload"] is expected
+    assert any("optimizer_offload_fraction" in line for line in result.changed) == said
+
+
 def test_a_frozen_router_stays_frozen(tmp_path: Path) -> None:
     result = recipe(tmp_path, policy__megatron_cfg__expert_model_parallel_size=8)
     assert result.values["training.ep"] == 8

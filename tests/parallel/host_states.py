@@ -36,7 +36,10 @@ def on_device(worker: MegatronWorker) -> int:
 def content(worker: MegatronWorker) -> list[tuple[int, dict[str, Tensor]]]:
     """By number of the parameter its state, wherever that is."""
     return [
-        (number, {name: value.detach().clone() for name, value in inner._get_main_param_and_optimizer_states(param).items()})
+        (
+            number,
+            {name: value.detach().clone() for name, value in inner._get_main_param_and_optimizer_states(param).items()},
+        )
         for inner in inner_optimizers(worker.optimizer)
         for number, param in enumerate(inner.model_param_group_index_map)
     ]

@@ -41,7 +41,8 @@ def test_every_layout_equals_transformers_under_another_version(unpacked: tuple[
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert shown.stdout.split()[-1:] == [version], shown.stderr
-    cases = [str(HERE / name) for name in ("test_parity.py", "test_lora.py", "test_worker.py", "test_checkpoint.py")]
+    names = ("test_parity.py", "test_lora.py", "test_worker.py", "test_checkpoint.py", "test_host_states.py")
+    cases = [str(HERE / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", *cases],
         env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=HERE.parent.parent,

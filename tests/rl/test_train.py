@@ -331,6 +331,19 @@ def test_a_run_resumed_under_other_layouts_computes_the_same_run(uninterrupted, 
 
 
 @pytest.mark.slow
+def test_states_in_host_memory_train_the_same_run_and_either_goes_on_with_the_other(
+    uninterrupted, tiny_llama, tmp_path
+):
+    run_dir = tmp_path / "run"
+    done = finish(command(tiny_llama, run_dir, "--steps", "2", *layout("optimizer_offload=true", "offload=true")))
+    assert done.returncode == 0, done.stderr
+    for steps, offload in ((3, "false"), (4, "true")):
+        done = finish(resume(run_dir, "--steps", str(steps), *layout(f"optimizer_offload={offload}")))
+        assert done.returncode == 0, done.stderr
+    assert results(run_dir) == results(uninterrupted[0])
+
+
+@pytest.mark.slow
 @pytest.mark.guard
 def test_a_nemo_rl_recipe_trains_as_it_is_written(tiny_llama, tmp_path):
     """But for machine and model: TP 2 with sequence parallelism, recomputation, bfloat16 and an engine on two ranks."""

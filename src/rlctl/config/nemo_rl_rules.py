@@ -122,6 +122,22 @@ def with_adapters(rule: Rule) -> Rule:
     return chosen
 
 
+def states_on_host(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """Optimizer states in host memory: all of them, where a recipe may name a fraction; with a fraction of 0 none."""
+    fraction = leaves.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction")
+    on = value is True and fraction != 0
+    to("training.optimizer_offload", {True: on, False: False})(result, name, value, leaves)
+    if on and fraction not in (None, 1):
+        result.entries.append(
+            Entry(
+                f"{MEGATRON}.optimizer.optimizer_offload_fraction",
+                fraction,
+                "changed",
+                ("training.optimizer_offload has all states in host memory, or none"),
+            )
+        )
+
+
 ADAPTED = {"linear_qkv": "attention", "linear_proj": "attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
 """Layers that Megatron-Bridge's adapters are named after, and the group of `training.lora.targets` they are in."""
 

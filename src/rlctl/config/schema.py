@@ -187,7 +187,7 @@ class TrainingConfig(Section):
     `megatron.recompute_modules` names other parts of a layer (core_attn, layernorm, mla_up_proj, mlp, moe,
     shared_experts)."""
     optimizer_offload: bool | None = None
-    """Keep the optimizer's states in host memory and update there."""
+    """Keep the optimizer's states in host memory; they visit the device for the update, a part at a time."""
     micro_batch_tokens: Positive | None = None
     """Most tokens of one packed row (micro-batch) on one rank."""
     packing: bool = True

@@ -35,7 +35,7 @@ class TrainingChoice:
     """Tokens of one micro-batch over all context-parallel ranks."""
     recompute: Recompute = "none"
     optimizer_offload: bool = False
-    """Optimizer states live in host memory for good (and the update runs there)."""
+    """Optimizer states live in host memory, and visit the device for the update."""
     sharding: Literal["optimizer", "full"] = "optimizer"
     """`optimizer`: Megatron's DistributedOptimizer; `full`: FSDP2 shards weights and gradients too."""
     precision: Precision = "bf16"

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from rlctl.planner.cluster import GIB
 
+OPTIMIZER_PART_BYTES = 256 * 1024**2
+"""Most bytes of an optimizer's states that are on the device at once where they live in host memory
+(`training.optimizer_offload`); a single parameter's may be more."""
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -84,6 +88,8 @@ class Constants:
     """Through a file system that every node sees (a parallel file system gives one client 1 to 4 GB/s)."""
     pageable_copy: float = 0.25
     """Share of the host link that copies from and to pageable memory reach."""
+    pinned_copy: float = 0.8
+    """Share of the host link that copies from and to pinned memory reach while all devices of a node copy."""
     # Everything else
     reward_s: float = 1.0
     other_s: float = 1.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlctl.planner import memory as mem
 from rlctl.planner import time as timing
 from rlctl.planner.cluster import GIB
@@ -50,7 +52,7 @@ def _memory(plan: Plan, constants: Constants) -> list[str]:
     states_of = (
         "optimizer" if t.adapters is None else f"adapters {trained.total / 1e6:.1f}M parameters a rank; optimizer"
     )
-    states = mem.state_bytes(plan.facts, stage, t)
+    states = mem.state_bytes(plan.facts, stage, replace(t, optimizer_offload=False))
     per_token = mem.layer_activation_bytes(plan.facts, t, stage.moe_layers > 0, constants)
     element = mem.element_bytes(t)
     return [
@@ -61,7 +63,7 @@ def _memory(plan: Plan, constants: Constants) -> list[str]:
         f"{states['weights'] / params.total:.2f} bytes; "
         f"gradients {states['gradients'] / GIB:.2f}",
         f"  {states_of} {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
-        f"{t.dp * t.cp} ranks + experts / {t.expert_dp})",
+        f"{t.dp * t.cp} ranks + experts / {t.expert_dp})" + (", in host memory" if t.optimizer_offload else ""),
         f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, "
         f"{stage.layers} layers, "
         f"up to {min(stage.in_flight, plan.micro_batches)} micro-batches at once, recompute {t.recompute}",
@@ -88,6 +90,19 @@ def _training(plan: Plan, constants: Constants) -> list[str]:
         f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes{frozen}; bubble "
         f"{time.bubble:.2f} = (PP - 1) / VPP "
         f"micro-batches; data parallel {time.data:.2f}; update {time.optimizer:.2f}; onload {time.onload:.2f}",
+        *_streaming(plan, constants),
+    ]
+
+
+def _streaming(plan: Plan, constants: Constants) -> list[str]:
+    t = plan.training
+    if not t.optimizer_offload:
+        return []
+    rate = plan.cluster.device.host_link * constants.pinned_copy
+    room = max(mem.visiting_bytes(plan.facts, stage, t) for stage in stages(plan.facts, t))
+    return [
+        f"  of each update {timing.state_traffic(t)} bytes a parameter of a rank's share cross the host link, down and "
+        f"up, at {rate / 1e9:.1f} GB/s; {room / GIB:.2f} GiB of the device while they do"
     ]
 
 

@@ -6,12 +6,12 @@ flash attention: what the backward pass of each operation keeps, in the training
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
-from rlctl.planner.constants import DEFAULTS, Constants
+from rlctl.planner.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.stages import Stage, rank_parameters, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
@@ -37,8 +37,13 @@ def element_bytes(choice: TrainingChoice) -> int:
     return 4 if choice.precision == "float32" else 2
 
 
+def master_and_moments(choice: TrainingChoice) -> int:
+    """Bytes of optimizer states a parameter: the float32 weight beside one in bfloat16, and two moments."""
+    return 8 if choice.precision == "float32" else 12
+
+
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
-    """Weights, gradients and optimizer states of one rank.
+    """Weights, gradients and optimizer states of one rank; no states where they live in host memory.
 
     BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
     the ranks that hold the same parameter; float32 needs no master: 8. With adapters, gradients and states are theirs
@@ -53,8 +58,7 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         updated = trained.dense / dp + trained.experts / choice.expert_dp
         gathered = 2 * params.largest_layer * 2 * (1 if dp > 1 else 0)
         return {"weights": 4 * shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated}
-    states = 8 if choice.precision == "float32" else 12
-    shards = states * (trained.dense / dp + trained.experts / choice.expert_dp)
+    shards = master_and_moments(choice) * (trained.dense / dp + trained.experts / choice.expert_dp)
     # FP8 keeps a second, quantised copy of the matrices next to the BF16 ones.
     weights = element + (1 if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
     gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
@@ -64,6 +68,24 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         "gradients": gradients * trained.total,
         "optimizer": 0.0 if choice.optimizer_offload else shards,
     } | copy
+
+
+def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts) -> float:
+    """Optimizer states in host memory as far as they count against the device: on a CPU, where it is the same."""
+    if not cluster.is_cpu or not choice.optimizer_offload:
+        return 0.0
+    return state_bytes(facts, stage, replace(choice, optimizer_offload=False))["optimizer"]
+
+
+def visiting_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
+    """Device memory that the update itself takes where the states live in host memory: a part of them, or those of the
+    largest parameter; beside gradients in bfloat16, which Megatron widens for it."""
+    trained, states = trained_parameters(facts, stage, choice), master_and_moments(choice)
+    owned = trained.dense / (choice.dp * choice.cp) + trained.experts / choice.expert_dp
+    width = max(facts.intermediate, facts.vocab / 2 if stage.embedding or stage.head else 0.0)
+    largest = 2 * width * facts.hidden / choice.tp if choice.adapters is None else 0.0
+    widened = 4 * owned if choice.gradient_bytes == 2 and choice.precision != "float32" else 0.0
+    return min(states * owned, max(OPTIMIZER_PART_BYTES, states * largest)) + widened
 
 
 def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool, constants: Constants) -> float:
@@ -168,6 +190,9 @@ def training_memory(
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
         dynamic = parts["activations"] + parts["logits"]
+        if choice.optimizer_offload:  # the update has the room that activations had
+            parts["optimizer"] = max(0.0, visiting_bytes(facts, stage, choice) - dynamic)
+            parts["optimizer"] += hosted_bytes(facts, stage, choice, cluster)
         parts["fragmentation"] = constants.fragmentation * dynamic
         parts["runtime"] = runtime_bytes(cluster, choice, constants)
         parts["engine asleep"] = asleep
@@ -186,6 +211,7 @@ def logprobs_memory(
     stage = stages(facts, choice)[-1]
     tokens = choice.micro_batch_tokens / choice.cp
     states = state_bytes(facts, stage, choice)
+    states["optimizer"] += hosted_bytes(facts, stage, choice, cluster)
     layer = max(
         layer_activation_bytes(facts, choice, False, constants),
         layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0,
@@ -249,7 +275,7 @@ def host_memory(
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     dp = choice.dp * choice.cp
-    worst = max(12 * (p.dense / dp + p.experts / choice.expert_dp) for p in trained)
+    worst = max(master_and_moments(choice) * (p.dense / dp + p.experts / choice.expert_dp) for p in trained)
     copies = 2 if choice.reference and choice.adapters is None else 1
     weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2 * copies
     offloaded = worst if (colocated or choice.optimizer_offload) else 0.0

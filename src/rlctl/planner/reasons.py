@@ -50,6 +50,14 @@ def _why_not(rejected: list[Rejected], plan: Plan, size: str) -> str | None:
     return None
 
 
+def _offload_rule(plan: Plan) -> str:
+    t = plan.training
+    given = _given(plan, "training.optimizer_offload")
+    if given and t.optimizer_offload and plan.cluster.is_cpu:
+        return f"{given}; saves nothing: on a CPU host memory is the same memory"
+    return given or ("nothing fits otherwise" if t.optimizer_offload else "states fit on the devices")
+
+
 def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
     t = plan.training
     fastest = (
@@ -94,8 +102,7 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
     )
     yield Reason(
         f"training.optimizer_offload={str(t.optimizer_offload).lower()}",
-        _given(plan, "training.optimizer_offload")
-        or ("nothing fits otherwise" if t.optimizer_offload else "states fit on the devices"),
+        _offload_rule(plan),
     )
     yield Reason(f"precision={t.precision}", "float32 on a CPU" if t.precision == "float32" else "model.dtype")
     if t.threads:

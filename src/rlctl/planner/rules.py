@@ -211,8 +211,6 @@ def not_runnable(
     why = (
         [] if backend == "megatron" or training is None else [f"training.backend = {backend}: only megatron trains yet"]
     )
-    if training is not None and training.optimizer_offload:
-        why.append("training.optimizer_offload = True: not run yet; False is")
     if training is not None and training.precision in ("fp8", "fp4"):
         why.append(f"model.dtype = {training.precision}: `train` runs float32 and bfloat16")
     for key in ("pp", "dp", "ep") if generation is not None else ():

@@ -13,7 +13,7 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.cluster import ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import counted
-from rlctl.planner.memory import layer_activation_bytes
+from rlctl.planner.memory import layer_activation_bytes, master_and_moments
 from rlctl.planner.parameters import score_width
 from rlctl.planner.stages import Stage, layer_sizes, stages, trained_parameters
 from rlctl.planner.workload import Workload
@@ -293,14 +293,16 @@ def _data_seconds(
             gradient + element
         )
         exposed = (1 - constants.data_overlap) * moved / rate
-    if choice.optimizer_offload:
-        # gradients down, update on the host at about 5 GB/s a rank, new weights up
-        update = owned * (6 / (cluster.device.host_link * constants.pageable_copy) + 28 / 20e9)
-    else:
-        update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
+    update += owned * state_traffic(choice) / (cluster.device.host_link * constants.pinned_copy)
     if cluster.is_cpu:
         return exposed, update
     return exposed, update + constants.optimizer_step_s
+
+
+def state_traffic(choice: TrainingChoice) -> int:
+    """Bytes of a parameter's optimizer states that cross the host link in an update: to the device and back."""
+    return 2 * master_and_moments(choice) if choice.optimizer_offload else 0
 
 
 def offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:

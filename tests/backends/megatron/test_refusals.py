@@ -6,6 +6,7 @@ import pytest
 
 from rlctl.backends.base import ParallelSpec, PolicySpec
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.config.schema import OptimizerConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
 
@@ -57,3 +58,12 @@ def test_router_replay_is_refused_where_no_router_would_ask() -> None:
     for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
         with pytest.raises(ConfigError, match=rf"megatron\.{key} .*grpo\.router_replay"):
             refuse_wrong_numbers(PolicySpec(moe, router_replay=True, megatron={key: value}))
+
+
+@pytest.mark.parametrize("key", ["use_precision_aware_optimizer", "optimizer_cuda_graph"])
+def test_states_in_host_memory_are_adams_own(key: str) -> None:
+    assert FACTS is not None
+    passed = OptimizerConfig(**{key: True})
+    refuse_wrong_numbers(PolicySpec(FACTS, optimizer=passed))
+    with pytest.raises(ConfigError, match=rf"optimizer\.{key} .*training\.optimizer_offload"):
+        refuse_wrong_numbers(PolicySpec(FACTS, optimizer=passed, optimizer_offload=True))

@@ -1,9 +1,9 @@
 """The optimizer's states in host memory between its steps (`training.optimizer_offload`).
 
-For a step they visit the device a part at a time: the states of some parameters are fetched, the ordinary kernel updates
-these parameters, and the states go back. What a device holds of them is one part, and what is computed is bit for bit
-what it would be with all of them there. The states are the two moments and, in bfloat16, the float32 weights; in float32
-the optimizer updates the weights themselves, which stay.
+For a step they visit the device a part at a time: the states of some parameters are fetched, the ordinary kernel
+updates these parameters, and the states go back. What a device holds of them is one part, and what is computed is bit
+for bit what it would be with all of them there. The states are the two moments and, in bfloat16, the float32 weights;
+in float32 the optimizer updates the weights themselves, which stay.
 
 Storages are emptied and refilled (`storages`), so every reference to a state stays what it is. On a CPU host memory
 is the same memory; there it only costs time.
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from rlctl.backends.megatron.storages import storage_bytes
 from rlctl.errors import ConfigError
+from rlctl.planner.constants import OPTIMIZER_PART_BYTES
 
-PART_BYTES = 256 * 1024**2
-"""Most bytes of states that are on the device at once; a single parameter's may be more."""
+PART_BYTES = OPTIMIZER_PART_BYTES
 SLAB_BYTES = 64 * 1024**2
 """A power of two: the allocator of pinned memory rounds up to one."""
 
@@ -55,12 +55,6 @@ def keep_on_host(inner: DistributedOptimizer, memory: HostMemory) -> None:
     if type(inner) is not DistributedOptimizer:
         raise ConfigError(
             f"training.optimizer_offload does not go with optimizer.optimizer = {inner.config.optimizer}.",
-            "Remove one of the two.",
-        )
-    if inner.config.use_precision_aware_optimizer:
-        raise ConfigError(
-            "training.optimizer_offload does not go with optimizer.use_precision_aware_optimizer, whose states are "
-            "packed.",
             "Remove one of the two.",
         )
     inner.__class__ = HostedOptimizer

@@ -18,6 +18,8 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
     """Raises ConfigError for the first field of the `megatron` section that makes gradients wrong."""
     if spec.router_replay:
         _refuse_replay(spec)
+    if spec.optimizer_offload:
+        _refuse_other_states(spec)
     for key, reason in _wrong(spec):
         raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is not run: {reason}.", "Remove it.")
 
@@ -31,6 +33,18 @@ def _refuse_replay(spec: PolicySpec) -> None:
             raise ConfigError(
                 f"megatron.{key} = {value} chooses experts without regard to the engine's choice (grpo.router_replay).",
                 "Remove one of the two.",
+            )
+
+
+def _refuse_other_states(spec: PolicySpec) -> None:
+    """Raises ConfigError where the states that wait in host memory would not be Adam's own."""
+    for key, why in (
+        ("use_precision_aware_optimizer", "packs its states"),
+        ("optimizer_cuda_graph", "replays a step with the addresses that states had"),
+    ):
+        if spec.optimizer.passed.get(key):
+            raise ConfigError(
+                f"optimizer.{key} = True {why}, and training.optimizer_offload moves them.", "Remove one of the two."
             )
 
 
