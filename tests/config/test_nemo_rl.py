@@ -170,7 +170,10 @@ def test_pairs_that_megatron_refuses_are_resolved_and_shown() -> None:
         ("policy__generation__vllm_kwargs__worker_extension_cls", "a.B"),
         ("policy__megatron_cfg__distributed_data_parallel_config__bucket_size", "many"),
         ("policy__generation__colocated__resources__num_nodes", 2),
-        ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3"}),
+        ("policy__megatron_cfg__fp8_cfg", {"enabled": True}),
+        ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e5m2"}),
+        ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3", "fp8_param": True}),
+        ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3", "fp8_multi_head_attention": True}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "target_modules": ["linear_qkv"]}),
         ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "dropout": 0.1}),
         ("policy__precision", "float16"),
@@ -192,6 +195,17 @@ def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:
     assert not any("peft" in line for line in result.unsupported)
     result = recipe(tmp_path, policy__megatron_cfg__peft=peft | {"enabled": False})
     assert resolve(files=[result.path], environment={}).config.training.lora.rank == 0
+
+
+def test_float8_training_is_that_of_the_recipe(tmp_path: Path) -> None:
+    fp8 = {"enabled": True, "fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param": False, "fp8_amax_history_len": 4}
+    result = recipe(tmp_path, policy__megatron_cfg__fp8_cfg=fp8)
+    assert not any("fp8" in line for line in result.unsupported)
+    passed = resolve(files=[result.path], environment={}).config.megatron.passed
+    assert (passed["fp8"], passed["fp8_recipe"], passed["fp8_amax_history_len"]) == ("hybrid", "blockwise", 4)
+    result = recipe(tmp_path, policy__megatron_cfg__fp8_cfg=fp8 | {"enabled": False, "fp8_param": True})
+    assert not any("fp8" in line for line in result.unsupported)
+    assert "fp8" not in resolve(files=[result.path], environment={}).config.megatron.passed
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,37 @@ def test_a_change_that_is_named_really_helps() -> None:
     )
 
 
+def float8(gpu: str, **more: object) -> RlctlConfig:
+    values = {"model": {"name": "Llama-3.1-8B"}, "cluster": {"gpu": gpu, "nodes": 1}, "megatron": {"fp8": "hybrid"}}
+    return RlctlConfig.model_validate(values | more)
+
+
+def test_float8_training_is_planned_where_it_is_asked_for() -> None:
+    facts = model("Llama-3.1-8B")
+    usual = plan_from_config(float8("h100", megatron={}), facts)
+    made = plan_from_config(float8("h100"), facts)
+    assert (usual.training.precision, made.training.precision) == ("bf16", "fp8")
+    assert made.runnable
+    assert made.seconds[Phase.TRAINING] < usual.seconds[Phase.TRAINING]
+    assert any(reason.value == "precision=fp8" and "megatron.fp8" in reason.rule for reason in made.reasons)
+    assert made.generation.weight_bytes == 2.0  # engines hold what a refit gives them
+
+
+@pytest.mark.parametrize(
+    ("gpu", "more", "why"),
+    [
+        ("cpu", {}, "needs GPUs"),
+        ("a100", {}, "A100 has no units for it"),
+        ("h100", {"megatron": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}, "H100 has no units for its recipe mxfp8"),
+        ("h100", {"model": {"name": "Llama-3.1-8B", "dtype": "float32"}}, "model.dtype is float32"),
+        ("h100", {"training": {"lora": {"rank": 8}}}, "adapters"),
+    ],
+)
+def test_float8_is_refused_where_it_cannot_be_by_its_key(gpu: str, more: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"megatron\.fp8 = .*{why}"):
+        plan_from_config(float8(gpu, **more), model("Llama-3.1-8B"))
+
+
 def test_states_in_host_memory_cost_the_host_link_and_leave_the_device() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100", 1)
     pins = {"training.tp": 1, "training.pp": 1, "training.recompute": "full", "training.micro_batch_tokens": 4096}

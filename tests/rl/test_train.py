@@ -335,7 +335,7 @@ def test_states_in_host_memory_train_the_same_run_and_either_goes_on_with_the_ot
     uninterrupted, tiny_llama, tmp_path
 ):
     run_dir = tmp_path / "run"
-    done = finish(command(tiny_llama, run_dir, "--steps", "2", *layout("optimizer_offload=true", "offload=true")))
+    done = finish(command(tiny_llama, run_dir, "--steps", "2", *layout("optimizer_offload=true")))
     assert done.returncode == 0, done.stderr
     for steps, offload in ((3, "false"), (4, "true")):
         done = finish(resume(run_dir, "--steps", str(steps), *layout(f"optimizer_offload={offload}")))

@@ -111,10 +111,13 @@ class PolicySpec:
     @property
     def row_multiple(self) -> int:
         """Rows of tokens must divide by this: as the layout asks for it, and in float8 so that each rank's part of a
-        row does by what its products take (`get_fp8_align_size` of megatron/core/fp8_utils.py)."""
-        ranks = self.parallel.tp * self.parallel.cp
-        part = (32 if self.megatron.get("fp8_recipe") == "mxfp8" else 16) if self.megatron.get("fp8") else 1
-        return lcm(self.parallel.row_multiple, part * ranks if part > 1 else 1)
+        row does by what its products take (`get_fp8_align_size` of megatron/core/fp8_utils.py) or, in whole blocks,
+        what TransformerEngine gathers for sequence parallelism (`is_quantizable` of its block quantizers)."""
+        if not self.megatron.get("fp8"):
+            return self.parallel.row_multiple
+        blocks = {"mxfp8": 32, "blockwise": 128 if self.parallel.sequence_parallel else 16}
+        part = blocks.get(self.megatron.get("fp8_recipe", ""), 16)
+        return lcm(self.parallel.row_multiple, part * self.parallel.tp * self.parallel.cp)
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:

@@ -50,6 +50,11 @@ def to(key: str, convert: Mapping[Any, Any] | None = None) -> Rule:
     return rule
 
 
+def same(*values: Any) -> dict[Any, Any]:
+    """What `to` converts where these values, and no others, are known."""
+    return {value: value for value in values}
+
+
 def without(reason: str) -> Rule:
     """Has no counterpart, for `reason`."""
 
@@ -120,6 +125,26 @@ def with_adapters(rule: Rule) -> Rule:
         (rule if on else without("LoRA is off"))(result, name, value, leaves)
 
     return chosen
+
+
+def with_float8(rule: Rule) -> Rule:
+    """`rule` where the recipe trains in float8."""
+
+    def chosen(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+        on = leaves.get(f"{MEGATRON}.fp8_cfg.enabled") is True
+        (rule if on else without("float8 training is off"))(result, name, value, leaves)
+
+    return chosen
+
+
+def float8_on(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """`enabled` needs a format beside it, which is what turns float8 on."""
+    if value is True and not leaves.get(f"{MEGATRON}.fp8_cfg.fp8"):
+        result.entries.append(Entry(name, value, "not yet", "fp8_cfg.fp8 names no format (hybrid or e4m3)"))
+        return
+    without("fp8_cfg.fp8 is the format: megatron.fp8" if value else "float8 training is off")(
+        result, name, value, leaves
+    )
 
 
 def states_on_host(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:

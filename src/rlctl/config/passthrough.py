@@ -133,6 +133,8 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "megatron.account_for_loss_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
     "megatron.pipeline_model_parallel_layout": "set training.first_stage_layers and last_stage_layers",
     "megatron.moe_use_legacy_grouped_gemm": "refit and checkpoints know experts one by one",
+    "megatron.fp8_dot_product_attention": "attention is rlctl's own, in model.dtype",
+    "megatron.fp8_multi_head_attention": "attention is rlctl's own, in model.dtype",
     "megatron.mtp_num_layers": "multi-token prediction is not trained",
     "optimizer.params_dtype": "set model.dtype",
     "optimizer.bf16": "set model.dtype",

@@ -130,6 +130,30 @@ def adapters_from_config(lora: LoraConfig) -> Adapters | None:
     return Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
 
 
+def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> str | None:
+    """What linear layers multiply in: `fp8` where `megatron.fp8` is set, else model.dtype; None: the device's usual.
+
+    Raises:
+        ConfigError: float8 is asked for where the device, the weights or adapters do not go with it.
+    """
+    fp8, recipe = config.megatron.passed.get("fp8"), config.megatron.passed.get("fp8_recipe")
+    if not fp8:
+        return {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
+    device = cluster.device
+    for wrong, why, what in (
+        (device.is_cpu, "it needs GPUs", "Remove it, or plan for GPUs with --gpu."),
+        (device.fp8 <= device.bf16, f"{device.name.upper()} has no units for it", "Remove it."),
+        (recipe == "mxfp8" and not device.fp4, f"{device.name.upper()} has no units for its recipe mxfp8",
+         "Set megatron.fp8_recipe to blockwise or tensorwise."),
+        (config.model.dtype == "float32", "weights beside it are bfloat16, and model.dtype is float32",
+         "Set model.dtype to bfloat16 or auto."),
+        (config.training.lora.rank > 0, "adapters (training.lora) are on layers without it", "Remove one of the two."),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(f"megatron.fp8 = {fp8} is not run: {why}.", what)
+    return "fp8"
+
+
 def plan_from_config(
     config: RlctlConfig,
     facts: ModelFacts,
@@ -157,7 +181,7 @@ def plan_from_config(
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
         pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}
-    precision = {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
+    precision = precision_from_config(config, cluster)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4
     constants = DEFAULTS

@@ -9,6 +9,11 @@ from rlctl.planner.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search import HEADROOM, Request
 
+PRECISION_RULES = {
+    "float32": "float32 on a CPU",
+    "fp8": "megatron.fp8: linear layers multiply in float8; weights, gradients and refits are those of bfloat16",
+}
+
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
     """Reasons in the order of the plan's own values."""
@@ -104,7 +109,7 @@ def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) ->
         f"training.optimizer_offload={str(t.optimizer_offload).lower()}",
         _offload_rule(plan),
     )
-    yield Reason(f"precision={t.precision}", "float32 on a CPU" if t.precision == "float32" else "model.dtype")
+    yield Reason(f"precision={t.precision}", PRECISION_RULES.get(t.precision, "model.dtype"))
     if t.threads:
         yield Reason(
             f"training.threads={t.threads}", _given(plan, "training.threads") or "the cores by the ranks of a node"

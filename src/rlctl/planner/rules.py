@@ -58,7 +58,7 @@ def training_problems(
             )
         )
     if cluster.is_cpu and choice.precision in ("fp8", "fp4"):
-        found.append(Problem("model.dtype", f"{choice.precision} needs a GPU"))
+        found.append(Problem(f"megatron.{choice.precision}", f"{choice.precision} needs a GPU"))
     return found
 
 
@@ -211,8 +211,8 @@ def not_runnable(
     why = (
         [] if backend == "megatron" or training is None else [f"training.backend = {backend}: only megatron trains yet"]
     )
-    if training is not None and training.precision in ("fp8", "fp4"):
-        why.append(f"model.dtype = {training.precision}: `train` runs float32 and bfloat16")
+    if training is not None and training.precision == "fp4":
+        why.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
     for key in ("pp", "dp", "ep") if generation is not None else ():
         if getattr(generation, key) != 1:
             why.append(f"generation.{key} = {getattr(generation, key)}: not run yet; 1 is")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from rlctl.backends.megatron.args import (
@@ -120,4 +121,9 @@ def _plain(value: Any) -> Any:
 def differences(resolved: Resolved) -> list[str]:
     """What of an imported recipe runs otherwise than it says, and what could not be checked here, a line each."""
     changed = [f"runs differently: {line}" for line in resolved.changed]
-    return changed + [f"note: {line}." for line in not_checked(list(resolved.origin))]
+    notes = not_checked(list(resolved.origin))
+    if resolved.config.megatron.passed.get("fp8") and find_spec("transformer_engine") is None:
+        notes.append(
+            "megatron.fp8 needs TransformerEngine, which is not installed here: taken to be where the GPUs are"
+        )
+    return changed + [f"note: {line}." for line in notes]

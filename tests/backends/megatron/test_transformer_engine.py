@@ -70,6 +70,9 @@ def test_float8_is_taken_with_it_in_bfloat16_and_rows_are_whole_blocks(installed
     assert (parallel.row_multiple, policy.row_multiple) == (8, 64)  # 16 tokens of a row on each rank
     microscaled = dataclasses.replace(policy, megatron={"fp8": "e4m3", "fp8_recipe": "mxfp8"})
     assert microscaled.row_multiple == 128
+    blocks = dataclasses.replace(policy, megatron={"fp8": "hybrid", "fp8_recipe": "blockwise"})
+    assert blocks.row_multiple == 512  # sequence parallel parts are gathered in blocks of 128 tokens
+    assert dataclasses.replace(blocks, parallel=ParallelSpec(cp=2)).row_multiple == 32
     assert spec("Qwen/Qwen3-8B", parallel=parallel).row_multiple == parallel.row_multiple
     for other, said in (
         (dataclasses.replace(policy, dtype="float32"), "need model.dtype bfloat16"),
@@ -78,3 +81,28 @@ def test_float8_is_taken_with_it_in_bfloat16_and_rows_are_whole_blocks(installed
     ):
         with pytest.raises(ConfigError, match=said):
             refuse_wrong_numbers(other)
+
+
+def test_norms_are_not_computed_again_under_delayed_scaling(installed: None) -> None:
+    policy = spec("Qwen/Qwen3-8B", recompute="selective", megatron={"fp8": "hybrid"})
+    assert args.transformer_values(policy, te=True)["recompute_modules"] == ["core_attn"]
+    current = dataclasses.replace(policy, megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"})
+    assert args.transformer_values(current, te=True)["recompute_modules"] == ["core_attn", "layernorm"]
+    usual = dataclasses.replace(policy, megatron={})
+    assert args.transformer_values(usual, te=True)["recompute_modules"] == ["core_attn", "layernorm"]
+
+
+@pytest.mark.parametrize("gpus_here", [True, False])
+def test_float8_is_refused_without_it_unless_the_gpus_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, gpus_here: bool
+) -> None:
+    monkeypatch.setattr(args, "find_spec", lambda name: None)
+    monkeypatch.setattr(args.shutil, "which", lambda name: "/usr/bin/nvidia-smi" if gpus_here else None)
+    policy = spec("Qwen/Qwen3-8B", megatron={"fp8": "hybrid"})
+    assert args.has_transformer_engine(policy) is not gpus_here
+    assert not args.has_transformer_engine(dataclasses.replace(policy, megatron={}))
+    if not gpus_here:
+        refuse_wrong_numbers(policy)
+        return
+    with pytest.raises(ConfigError, match="TransformerEngine"):
+        refuse_wrong_numbers(policy)

@@ -8,6 +8,7 @@ The user's `megatron`, `ddp` and `optimizer` sections go on top of these values.
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,10 +20,15 @@ from rlctl.models.registry import weights_of
 
 def has_transformer_engine(spec: PolicySpec) -> bool:
     """Whether a policy is made of TransformerEngine's layers: on GPUs, where it is installed (it has no CPU kernels),
-    unless `megatron.transformer_impl` is `local`. Adapters are written for Megatron's own layers."""
+    unless `megatron.transformer_impl` is `local`. Adapters are written for Megatron's own layers.
+
+    Where this machine has no GPU, the policy is for others: there it is taken to be installed if float8 asks for it.
+    """
     if spec.device != "cuda" or spec.lora.rank or spec.megatron.get("transformer_impl") == "local":
         return False
-    return find_spec("transformer_engine") is not None
+    if find_spec("transformer_engine") is not None:
+        return True
+    return bool(spec.megatron.get("fp8")) and shutil.which("nvidia-smi") is None
 
 
 def groups_experts(spec: PolicySpec, te: bool) -> bool:
@@ -158,7 +164,9 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
 def _selected(spec: PolicySpec) -> list[str]:
     """What selective recomputation computes again: cheap to compute, large to keep. `megatron.recompute_modules` names
     others (also mlp, moe and shared_experts)."""
-    return ["core_attn", "layernorm", *(["mla_up_proj"] if spec.facts.mla is not None else [])]
+    delayed = spec.megatron.get("fp8") and spec.megatron.get("fp8_recipe", "delayed") == "delayed"
+    norms = [] if delayed else ["layernorm"]  # Megatron refuses to compute norms again under delayed scaling
+    return ["core_attn", *norms, *(["mla_up_proj"] if spec.facts.mla is not None else [])]
 
 
 def _moe_values(facts: ModelFacts) -> dict[str, Any]:
