@@ -39,6 +39,8 @@ class TrainingChoice:
     sharding: Literal["optimizer", "full"] = "optimizer"
     """`optimizer`: Megatron's DistributedOptimizer; `full`: FSDP2 shards weights and gradients too."""
     precision: Precision = "bf16"
+    float8_copies: int = 1
+    """In `fp8`, of the matrices in float8: 1, or 2 where they are held beside weights in bfloat16, transposed too."""
     gradient_bytes: int = 4
     """Bytes of an accumulated gradient element."""
     threads: int | None = None

@@ -59,8 +59,8 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         gathered = 2 * params.largest_layer * 2 * (1 if dp > 1 else 0)
         return {"weights": 4 * shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated}
     shards = master_and_moments(choice) * (trained.dense / dp + trained.experts / choice.expert_dp)
-    # FP8 keeps a second, quantised copy of the matrices next to the BF16 ones.
-    weights = element + (1 if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
+    # FP8 keeps quantised copies of the matrices next to the BF16 ones.
+    weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
     gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
     copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
     return {

@@ -125,6 +125,7 @@ def _common(request: Request, tp: int) -> dict[str, Any]:
         "sharding": "full" if request.fsdp else "optimizer",
         "reference": request.workload.reference,
         "precision": request.precision,
+        "float8_copies": 2,  # what TransformerEngine holds for the two products of a backward pass
         "gradient_bytes": request.gradient_bytes,
     }
 

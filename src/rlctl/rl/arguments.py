@@ -123,7 +123,5 @@ def differences(resolved: Resolved) -> list[str]:
     changed = [f"runs differently: {line}" for line in resolved.changed]
     notes = not_checked(list(resolved.origin))
     if resolved.config.megatron.passed.get("fp8") and find_spec("transformer_engine") is None:
-        notes.append(
-            "megatron.fp8 needs TransformerEngine, which is not installed here: taken to be where the GPUs are"
-        )
+        notes.append("megatron.fp8 needs TransformerEngine where the GPUs are; it is not installed here")
     return changed + [f"note: {line}." for line in notes]

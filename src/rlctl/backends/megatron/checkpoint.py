@@ -12,8 +12,10 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import get_fp8_recipe
 
 from rlctl.backends.megatron.compat import call_known
+from rlctl.backends.megatron.extra_states import make_pickles, make_plain
 from rlctl.backends.megatron.host_states import HostedOptimizer
 from rlctl.backends.megatron.lora import is_adapter
 from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
@@ -30,6 +32,8 @@ class Save:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         with _room_for_states(chunks, optimizer):
             state = _sharded_state(chunks, optimizer, is_loading=False)
+        for key, _ in _chunk_keys(chunks):
+            make_plain(state[key])
         if not torch.cuda.is_available():  # from a device everything is copied to the host below
             for key, _ in _chunk_keys(chunks):
                 _detach_from_live_weights(state[key])
@@ -110,6 +114,7 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     found = dist_checkpointing.load(wanted, str(directory))
     for key, chunk in _chunk_keys(chunks):
         core = _core(chunk)
+        make_pickles(found[key], get_fp8_recipe(core.config) if core.config.fp8 else None)
         core.load_state_dict(found[key], strict=not _has_adapters(core))
     optimizer.load_state_dict(_fit_optimizers(found["optimizer"], optimizer))
     fuse_adam(optimizer)

@@ -34,6 +34,7 @@ class Offloaded:
         """What the device's allocator gave back; without one, the size of the storages."""
         cuda = torch.cuda.is_available()
         before = torch.cuda.memory_reserved() if cuda else 0
+        forget_float8_copies(chunks)
         gradients = gradient_storages(chunks)
         weights = storages_of(_weights(chunks))
         staying = gradients.keys() | (weights.keys() if keep_weights else set())
@@ -56,6 +57,14 @@ class Offloaded:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._kept, self._gradients = [], []
+
+
+def forget_float8_copies(chunks: list[Any]) -> None:
+    """TransformerEngine's modules hold what they made of their weights for the micro-batches of a step, and make it
+    anew where it is gone (`get_weight_workspace` of transformer_engine/pytorch/module/base.py)."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _weights(chunks: list[Any]) -> Iterator[Tensor]:
