@@ -123,3 +123,33 @@ def run_resumed(
             values = [(name, value) for name, value, *_ in pieces(worker, "data")]
             found.append((result, values, content(worker), left if offload else 0))
     return found
+
+
+def run_counted(rank: int, case: Case, weights: Weights, batch: Batch) -> list[list[int | None]]:
+    """How many steps each param group with parameters counted in two, where the inner optimizer counts by group as
+    TransformerEngine's does; and the parts of each optimizer."""
+    usual, host_states.PART_BYTES = host_states.PART_BYTES, 64 * 1024
+    try:
+        worker = make_worker(rank, dataclasses.replace(case, optimizer_offload=True), weights)
+    finally:
+        host_states.PART_BYTES = usual
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    optimizers = inner_optimizers(worker.optimizer)
+    for inner in optimizers:
+        _count_by_group(inner)
+    for _ in range(2):
+        worker.train_minibatch(0, Loss(), Optim().lr)
+    groups = [group for inner in optimizers for group in inner.optimizer.param_groups]
+    return [[group.get("step") for group in groups if group["params"]], [len(o.host_states.parts) for o in optimizers]]
+
+
+def _count_by_group(inner: Any) -> None:
+    step = inner.host_states._step
+
+    def counted() -> None:
+        for group in inner.optimizer.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+        step()
+
+    inner.host_states._step = counted

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.cases import Case
-from parallel.host_states import run_resumed, run_steps
+from parallel.host_states import run_counted, run_resumed, run_steps
 from parallel.pool import Pool
 from parallel.reference import hf_model, make_batch, megatron_weights
 from rlctl.backends.base import ParallelSpec
@@ -100,3 +100,9 @@ def test_checkpoints_are_the_same_and_either_goes_on_with_the_other(
             assert all(torch.equal(one, other) for (_, one), (_, other) in zip(usual[1], params, strict=True))
             for (_, one), (_, other) in zip(usual[2], states, strict=True):
                 assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_count_of_steps_by_param_group_goes_up_once_a_step(pools: Pools) -> None:
+    ((steps, parts),) = pools(1).run(run_counted, Case(), weights_of("llama"), make_batch())
+    assert min(parts) > 2
+    assert steps == [2, 2]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ from rlctl.planner.constants import OPTIMIZER_PART_BYTES
 PART_BYTES = OPTIMIZER_PART_BYTES
 SLAB_BYTES = 64 * 1024**2
 """A power of two: the allocator of pinned memory rounds up to one."""
+
+PAIRS = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+"""Of the lists by group that DistributedOptimizer has: its parameters, and what the inner optimizer steps for them."""
 
 
 class HostMemory:
@@ -61,6 +68,26 @@ def keep_on_host(inner: DistributedOptimizer, memory: HostMemory) -> None:
     inner.host_states = HostStates(inner, memory)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Parameters whose states visit the device together."""
+
+    params: list[list[Tensor]]
+    """By group of the inner optimizer."""
+    lists: dict[str, list[list[Any]]]
+    """Likewise those of the lists that Megatron's optimizer copies between weights and float32 weights by."""
+
+    @classmethod
+    def of(cls, groups: int) -> Part:
+        """An empty one."""
+        names = [name for pair in PAIRS for name in pair]
+        return cls([[] for _ in range(groups)], {name: [[] for _ in range(groups)] for name in names})
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [param for group in self.params for param in group]
+
+
 class HostStates:
     """Where the states of one optimizer are, and the parts in which they visit the device."""
 
@@ -69,24 +96,33 @@ class HostStates:
         self._masters = {id(param) for group in owner.shard_fp32_from_float16_groups for param in group}
         self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By the identity of a state: it (so that it lives), and its bytes."""
-        self.parts = list(self._divide())
+        self.parts = self._divide()
         self._step = owner.optimizer.step
         owner.optimizer.step = self.step
         owner.optimizer.load_state_dict = self._load_groups
-        self._put_away([param for part in self.parts for param in part])
+        for part in self.parts:
+            self._put_away(part.all)
 
-    def _divide(self) -> Iterator[list[Tensor]]:
-        part: list[Tensor] = []
-        size = 0
-        for param in (param for group in self._owner.optimizer.param_groups for param in group["params"]):
-            needs = 4 * param.numel() * (3 if id(param) in self._masters else 2)
-            if part and size + needs > PART_BYTES:
-                yield part
-                part, size = [], 0
-            part.append(param)
-            size += needs
-        if part:
-            yield part
+    def _divide(self) -> list[Part]:
+        """The parameters in parts, in the order of their groups."""
+        owner, groups = self._owner, self._owner.optimizer.param_groups
+        parts, number, size = list[Part](), dict[int, int](), 0
+        for index, group in enumerate(groups):
+            for param in group["params"]:
+                needs = 4 * param.numel() * (3 if id(param) in self._masters else 2)
+                if not parts or size + needs > PART_BYTES:
+                    parts.append(Part.of(len(groups)))
+                    size = 0
+                parts[-1].params[index].append(param)
+                number[id(param)], size = len(parts) - 1, size + needs
+        for models, shards in PAIRS:
+            both = zip(getattr(owner, models), getattr(owner, shards), strict=True)
+            for index, pairs in enumerate(zip(*pair, strict=True) for pair in both):
+                for model, shard in pairs:
+                    lists = parts[number[id(shard)]].lists
+                    lists[models][index].append(model)
+                    lists[shards][index].append(shard)
+        return parts
 
     def _states(self, params: Iterable[Tensor]) -> Iterator[Tensor]:
         for param in params:
@@ -119,40 +155,30 @@ class HostStates:
             storage.resize_(0)
 
     @contextlib.contextmanager
-    def visit(self, part: list[Tensor], *, changed: bool) -> Iterator[None]:
-        """The states of `part` are on the device, and the optimizer knows of no other parameters."""
-        with self.on_device(part, changed=changed), self._only({id(param) for param in part}):
-            yield
-
-    @contextlib.contextmanager
-    def _only(self, chosen: set[int]) -> Iterator[None]:
+    def visit(self, part: Part) -> Iterator[None]:
+        """The states of `part` are on the device, to be changed, and the optimizer knows of no other parameters."""
         owner = self._owner
-        names = ("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups")
-        lists = {name: getattr(owner, name) for name in names}
-        params = [group["params"] for group in owner.optimizer.param_groups]
-        for models, shards in (names[:2], names[2:]):
-            pairs = [
-                [(model, shard) for model, shard in zip(*both, strict=True) if id(shard) in chosen]
-                for both in zip(lists[models], lists[shards], strict=True)
-            ]
-            setattr(owner, models, [[model for model, _ in group] for group in pairs])
-            setattr(owner, shards, [[shard for _, shard in group] for group in pairs])
-        for group in owner.optimizer.param_groups:
-            group["params"] = [param for param in group["params"] if id(param) in chosen]
-        try:
-            yield
-        finally:
-            for name, value in lists.items():
-                setattr(owner, name, value)
-            for group, own in zip(owner.optimizer.param_groups, params, strict=True):
-                group["params"] = own
+        with self.on_device(part.all, changed=True):
+            lists = {name: getattr(owner, name) for name in part.lists}
+            params = [group["params"] for group in owner.optimizer.param_groups]
+            try:
+                self._show(part.lists, part.params)
+                yield
+            finally:
+                self._show(lists, params)
+
+    def _show(self, lists: dict[str, list[list[Any]]], params: list[list[Tensor]]) -> None:
+        for name, value in lists.items():
+            setattr(self._owner, name, value)
+        for group, own in zip(self._owner.optimizer.param_groups, params, strict=True):
+            group["params"] = own
 
     def step(self) -> None:
         """In place of the step of torch's or TransformerEngine's optimizer: theirs, and the new weights to the model, a
         part at a time."""
         counts = [group.get("step") for group in self._owner.optimizer.param_groups]
         for part in self.parts:
-            with self.visit(part, changed=True):
+            with self.visit(part):
                 self._step_once(counts)
                 DistributedOptimizer._copy_main_params_to_model_params(self._owner)
 
@@ -169,11 +195,11 @@ class HostStates:
         """States of every parameter, of no meaning yet: to be loaded."""
         counts = [group.get("step") for group in self._owner.optimizer.param_groups]
         for part in self.parts:
-            with self.visit(part, changed=True):
-                for param in part:
+            with self.visit(part):
+                for param in part.all:
                     param.grad = torch.zeros_like(param)
                 self._step_once(counts)
-                for param in part:
+                for param in part.all:
                     param.grad = None
 
     def _load_groups(self, state_dict: dict[str, Any]) -> None:
@@ -198,7 +224,7 @@ class HostedOptimizer(DistributedOptimizer):
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         for part in self.host_states.parts:
-            with self.host_states.visit(part, changed=True):
+            with self.host_states.visit(part):
                 super()._copy_model_params_to_main_params(state_dict)
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
