@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def test_json_is_one_object_with_pins_kept(capsys: pytest.CaptureFixture[str]) -
     assert len(data["alternatives"]) <= 2
 
 
+def test_float8_training_is_planned_also_where_its_engine_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # no driver of GPUs here either
+    more = ("--set", "megatron.fp8=hybrid", "--set", "megatron.fp8_recipe=blockwise")
+    code, out, _ = rlctl(capsys, *NODE, *more, "--json", "--explain")
+    data = json.loads(out)
+    assert (code, data["runnable"], data["training"]["precision"]) == (0, True, "fp8")
+    assert data["arguments"]["megatron"]["transformer_impl"] == "transformer_engine"
+    assert any("copies of the matrices in float8" in line for line in data["explain"])
+    assert "precision=fp8" in rlctl(capsys, *NODE, *more)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -52,6 +66,9 @@ def test_json_is_one_object_with_pins_kept(capsys: pytest.CaptureFixture[str]) -
             "The nearest value that works is generation.max_batched_tokens=",
         ),
         (["--set", "generation.kv_cache_bytes=1000"], 4, "1000 bytes hold 0 tokens"),
+        (["--gpu", "a100", "--set", "megatron.fp8=hybrid"], 2, "megatron.fp8 = hybrid is not run: A100 has no units"),
+        (["--set", "megatron.fp8=e5m2"], 2, "e4m3 | hybrid"),
+        (["--set", "megatron.fp8_multi_head_attention=true"], 2, "attention is rlctl's own"),
     ],
 )
 def test_what_cannot_be_planned_says_why(

@@ -182,6 +182,7 @@ def test_float8_training_is_planned_where_it_is_asked_for() -> None:
     assert any(reason.value == "precision=fp8" and "megatron.fp8" in reason.rule for reason in made.reasons)
     weights = [plan.memory["logprobs"].parts["weights"] * plan.training.pp for plan in (usual, made)]
     assert weights[1] == pytest.approx(2 * weights[0], rel=0.01)  # float8 copies, transposed ones among them
+    assert "2 copies of the matrices in float8" in explain(made)
     assert made.generation.weight_bytes == 2.0  # engines hold what a refit gives them
 
 
@@ -198,6 +199,16 @@ def test_float8_training_is_planned_where_it_is_asked_for() -> None:
 def test_float8_is_refused_where_it_cannot_be_by_its_key(gpu: str, more: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"megatron\.fp8 = .*{why}"):
         plan_from_config(float8(gpu, **more), model("Llama-3.1-8B"))
+
+
+def test_float8_takes_sides_that_are_multiples_of_16() -> None:
+    facts, cluster = model("Llama-3.1-8B"), make_cluster("h100", 1)
+    narrow = replace(facts, intermediate=14336 + 64)
+    for tp, precision, broken in ((2, "fp8", False), (8, "fp8", True), (8, "bf16", False)):
+        choice = TrainingChoice(tp=tp, dp=8 // tp, sequence_parallel=True, precision=precision)
+        found = training_problems(narrow, choice, Workload(max_length=2048), cluster, 8)
+        assert [problem.key for problem in found] == ["training.tp"] * broken
+    assert make_plan(narrow, cluster, Workload(), precision="fp8").training.tp < 8
 
 
 def test_states_in_host_memory_cost_the_host_link_and_leave_the_device() -> None:

@@ -59,6 +59,8 @@ def training_problems(
         )
     if cluster.is_cpu and choice.precision in ("fp8", "fp4"):
         found.append(Problem(f"megatron.{choice.precision}", f"{choice.precision} needs a GPU"))
+    elif choice.precision == "fp8":
+        found += _float8_problems(facts, choice)
     return found
 
 
@@ -96,6 +98,26 @@ def _tensor_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]
     if choice.sequence_parallel and choice.tp == 1:
         found.append(Problem("training.sequence_parallel", "sequence parallelism needs training.tp > 1"))
     return found
+
+
+def _float8_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+    """Products in float8 take sides that are multiples of 16 (`assert_dim_for_fp8_exec` of TransformerEngine)."""
+    sides = [
+        ("training.tp", "hidden size", facts.hidden, 1),
+        ("training.tp", "MLP width", facts.intermediate, choice.tp),
+    ]
+    if facts.mla is None:
+        sides.append(("training.tp", "attention width", facts.heads * facts.head_dim, choice.tp))
+    if facts.moe is not None:
+        sides.append(("training.etp", "expert width", facts.moe.expert_intermediate, choice.etp))
+    return [
+        Problem(
+            key if side % 16 == 0 else "megatron.fp8",
+            f"float8 products take multiples of 16, and a rank has {side / ranks:g} of the {name} (megatron.fp8)",
+        )
+        for key, name, side, ranks in sides
+        if side % (16 * ranks)
+    ]
 
 
 def _pipeline_problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:

@@ -305,6 +305,10 @@ class MegatronWorker:
 
         from rlctl.backends.megatron.forward import forward_step
 
+        for chunk in self.chunks:
+            # Without a backward pass nothing is recomputed: it costs time, and under delayed float8 scaling it would
+            # leave copies of scales that the next recomputation takes for its own.
+            chunk.train(not forward_only)
         for replay in (one for own in self._replays.values() for one in own):
             replay.begin(training=not forward_only)
         iterators = [iter(rows) for _ in self.chunks]
