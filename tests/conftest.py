@@ -20,6 +20,9 @@ os.environ.update(
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "WANDB_MODE": "disabled",
+        # Where they name a directory, every run of a test would convert its model there.
+        "RLCTL_MEGATRON_CHECKPOINT_DIR": "",
+        "NRL_MEGATRON_CHECKPOINT_DIR": "",
     }
 )
 

@@ -6,7 +6,14 @@ Raise them where the cause is known, name the user's own word for the thing (the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 EXIT_INTERRUPTED = 130
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class RlctlError(Exception):

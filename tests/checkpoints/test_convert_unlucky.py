@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlctl.checkpoints import convert
+from rlctl.checkpoints import record
 from rlctl.checkpoints.convert import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspect import inspect
@@ -71,7 +71,7 @@ def test_what_is_incomplete_is_not_reused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "megatron" / "release" / "__0_0.distcp").unlink()
     with pytest.raises(InputError, match="not the complete conversion"):
         hf_to_megatron(model, tmp_path / "megatron", Options(reuse=True))
-    (tmp_path / "megatron" / convert.RECORD).write_text("[")
+    (tmp_path / "megatron" / record.RECORD).write_text("[")
     with pytest.raises(InputError, match="not the complete conversion"):
         hf_to_megatron(model, tmp_path / "megatron", Options(reuse=True))
 
@@ -154,3 +154,15 @@ def test_a_wrong_byte_in_a_run_s_checkpoint_is_found(model: Path, tmp_path: Path
     with pytest.raises(InputError, match=r"step_2 is damaged: __0_0\.distcp is not what was written"):
         megatron_to_hf(tmp_path / "run", tmp_path / "back", model)
     assert not (tmp_path / "back").exists()
+
+
+def test_a_wrong_byte_in_a_converted_checkpoint_is_found(model: Path, tmp_path: Path) -> None:
+    hf_to_megatron(model, tmp_path / "megatron")
+    shard = tmp_path / "megatron" / "release" / "__0_0.distcp"
+    data, held = bytearray(shard.read_bytes()), load_file(model / "model.safetensors")["model.norm.weight"]
+    data[data.index(held.numpy().tobytes()) + 5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match=r"1 tensors are not those that were converted \(model\.norm\.weight\)"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options=Options(verify=False))

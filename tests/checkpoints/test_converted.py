@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.checkpoints.converted import is_block_scaled, place_of, prepared
+from rlctl.checkpoints.converted import fingerprints_of, is_block_scaled, place_of, prepared
+from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.source import resolve_model
 from rlctl.errors import InputError
 from tiny_models import write_tiny_llama
@@ -46,6 +47,20 @@ def test_block_scaled_weights_are_converted_once(tmp_path: Path, monkeypatch: py
     assert prepared(source, "float32", said.append) == first
     assert (place / "release" / ".metadata").stat().st_mtime_ns == made
     assert place_of(source.directory, "bfloat16") != place
+
+
+def test_a_directory_that_a_user_names_has_every_model_converted(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
+    source = resolve_model(str(tiny_llama))
+    found = prepared(source, "float32", print)
+    assert found.megatron == tmp_path / "shared" / "rlctl" / place_of(tiny_llama, "float32").name / "release"
+    assert found.label == source.label
+    tensors = load_file(tiny_llama / "model.safetensors")
+    assert fingerprints_of(found, "float32") == {name: fingerprint(t, t.shape) for name, t in tensors.items()}
+    assert fingerprints_of(found, "bfloat16") == fingerprints_of(source, "float32") == {}
+    assert prepared(found, "float32", print) is found
 
 
 def test_plain_weights_are_read_as_published(tiny_llama: Path) -> None:

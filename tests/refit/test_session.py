@@ -14,6 +14,7 @@ import refit_sources
 from engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
 from engines import HostedEngine, tiny_facts
 from rlctl.backends.vllm.messages import Sampling
+from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.cluster import workers
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig
@@ -61,7 +62,9 @@ def make_source(placement: Any, tmp_path: Path) -> Iterator[MakeSource]:
         group.kill()
 
 
-def open_session(source: WorkerGroup, engine: HostedEngine, **settings: Any) -> RefitSession:
+def open_session(
+    source: WorkerGroup, engine: HostedEngine, converted: dict[str, int] | None = None, **settings: Any
+) -> RefitSession:
     tied = "tied" in engine.model.name
     shapes = {name: tuple(p.shape) for name, p in WholeTensorPolicy(engine.model).tensors().items()}
     session = RefitSession(
@@ -72,6 +75,7 @@ def open_session(source: WorkerGroup, engine: HostedEngine, **settings: Any) -> 
         settings=RefitConfig(**{"timeout_s": 60, **settings}),
         dtype="float32",
         shapes=shapes,
+        converted=converted,
     )
     session.open()
     return session
@@ -124,6 +128,21 @@ def test_each_box_is_sent_by_one_replica(engine: HostedEngine, make_source: Make
 def test_every_nth_refit_is_compared_and_a_sample_between(engine: HostedEngine, make_source: MakeSource) -> None:
     session = open_session(make_source(engine.model), engine, verify_every=2, verify_sample=3)
     assert [session.refit(version).verified for version in range(1, 6)] == [21, 3, 21, 3, 21]
+    session.close()
+
+
+def test_weights_that_changed_since_their_conversion_are_named(engine: HostedEngine, make_source: MakeSource) -> None:
+    source = make_source(engine.model, 2)
+    held = {name: fingerprint(t, t.shape) for name, t in WholeTensorPolicy(engine.model).tensors().items()}
+    session = open_session(source, engine, converted=held | {"model.norm.weight": held["model.norm.weight"] ^ 1})
+    with pytest.raises(VerificationError, match=r"1 of 21 .* that were converted: model\.norm\.weight") as why:
+        session.refit(1)
+    assert "remove it" in (why.value.hint or "")
+    session.close()
+    session = open_session(source, engine, converted=held, verify_every=1)
+    session.refit(1)
+    source.call("refit_perturb", 1, 0.02)
+    assert session.refit(2).verified == 21  # trained by now
     session.close()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rlctl.checkpoints import huggingface, megatron
+from rlctl.checkpoints import huggingface, megatron, record
 from rlctl.checkpoints.adapters import adapter_keys, base_of, read_adapters
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
 from rlctl.checkpoints.identity import damaged_files
@@ -21,7 +21,7 @@ from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.stream import Progress, Source, Streamed, compare, plan_between, read_back, stream
 from rlctl.checkpoints.torch_dist import TorchDistReader, TorchDistWriter
-from rlctl.errors import InputError
+from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config, weights_of
 from rlctl.weights import hf
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from rlctl.weights.plan import TransferPlan
 
 BLOCK_BYTES = 64 << 20
-RECORD = "rlctl_conversion.json"
 Tell = Callable[[str], None]
 
 
@@ -140,6 +139,8 @@ def megatron_to_hf(
         put = lambda n, v: writer.write(rows[n].key, v)  # noqa: E731
         done = stream(plan, shapes, model.source, rows, put, options.progress, True)
         writer.finish()
+        if options.verify:
+            _require_as_converted(found, dtype, done.fingerprints)
         copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
         if options.verify:
             written = _Rows(SafetensorsDirectory.open(aside), rows)
@@ -163,6 +164,17 @@ def _require_undamaged(found: MegatronDirectory) -> None:
     if damaged:
         raise InputError(
             f"{found.shards.parent} is damaged: {damaged[0]}.", "Convert another: name RUN/checkpoints/step_N."
+        )
+
+
+def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, int]) -> None:
+    """Raise InputError where tensors are not what the conversion that wrote them found."""
+    stored = record.fingerprints(found.root, dtype)
+    changed = sorted(name for name, value in stored.items() if read.get(name, value) != value)
+    if changed:
+        raise InputError(
+            f"{found.root} is damaged: {len(changed)} tensors are not those that were converted ({listed(changed)}).",
+            "Remove it, and convert the model again.",
         )
 
 
@@ -274,19 +286,18 @@ def _report(
     seconds = time.perf_counter() - begun
     nans = tuple(done.nans)
     report = Report(tensors, done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
-    (aside / RECORD).write_text(json.dumps({"wanted": wanted, "report": report.__dict__}, indent=2) + "\n")
+    record.write(aside, wanted, report.__dict__, done.fingerprints)
     return report
 
 
 def _record(destination: Path) -> dict[str, Any] | None:
     """What a conversion wrote beside its result; None where there is none, or where files of the result are absent."""
     try:
-        found = json.loads((destination / RECORD).read_text())
         checkpoint = find(destination)
         TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
+    return record.read(destination)
 
 
 def _put(writer: TorchDistWriter, chunk: keys.Chunk, values: torch.Tensor) -> None:

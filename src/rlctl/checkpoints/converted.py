@@ -1,8 +1,8 @@
 """Models that a run converts once, keeps in the checkpoint directory, and starts from ever after.
 
-Plain weights are read as fast from the published files as from a converted checkpoint, so they are not converted.
-Block-scaled ones (float8, four-bit experts) would be unpacked anew by every rank at every start; `docs/convert.md` has
-the figures.
+Block-scaled weights (float8, four-bit experts), which every rank would unpack anew at every start, always are. Plain
+ones are read as fast from the published files; they are converted where a user has named a checkpoint directory, which
+other nodes may see while they do not see the model. `docs/convert.md` has the figures.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rlctl.checkpoints import record
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.places import converted_directory
+from rlctl.checkpoints.places import converted_directory, named_directory
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.source import ModelSource, resolve_model
 from rlctl.errors import InputError, MachineError, RlctlError, VerificationError
@@ -43,7 +44,7 @@ def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> Mo
 
     Raises the error of a conversion that fails.
     """
-    if source.megatron is not None or not is_block_scaled(source.directory):
+    if source.megatron is not None or not (is_block_scaled(source.directory) or named_directory() is not None):
         return source
     place = place_of(source.directory, dtype)
     tell(f"starting from the {dtype} checkpoint in {place}, converted at the first run")
@@ -57,3 +58,8 @@ def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> Mo
         )
     converted = resolve_model(str(place))
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
+
+
+def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
+    """Of the tensors of a model that rlctl has converted to `dtype`; empty for any other."""
+    return {} if source.megatron is None else record.fingerprints(source.megatron.parent, dtype)

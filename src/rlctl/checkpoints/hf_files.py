@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rlctl.checkpoints.large_writes import open_to_write
 from rlctl.checkpoints.safetensors import INDEX, NAMES, SINGLE
 from rlctl.weights.layout import ParamSpec
 
@@ -97,7 +98,7 @@ class SafetensorsWriter:
             offset += spec.bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._stream = (self.directory / self._file(self._shard)).open("wb")
+        self._stream = open_to_write(self.directory / self._file(self._shard))
         self._stream.write(struct.pack("<Q", len(text)) + text)
         self._expected = list(names)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlctl.checkpoints.mxfp4 import PublishedFiles, is_packed, packed_params
 from rlctl.checkpoints.safetensors import SafetensorsDirectory, StoredTensor
-from rlctl.errors import InputError
+from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config, weights_of
 from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
@@ -141,9 +141,8 @@ def _refuse_extra(directory: Path, facts: ModelFacts, extra: tuple[str, ...]) ->
     repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
     lost = [name for name in extra if not name.endswith(known) and name not in repeated]
     if lost:
-        names = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         raise InputError(
-            f"{directory}: {names} is no tensor of a {facts.family} with this config.json.",
+            f"{directory}: {listed(lost)} is no tensor of a {facts.family} with this config.json.",
             "The configuration contradicts the weights; converting would drop them.",
         )
 

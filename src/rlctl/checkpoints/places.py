@@ -6,14 +6,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
+"""Variables by which users say where converted models belong."""
+
+
+def named_directory(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Folder `rlctl` in the directory that the first set variable of NAMED names."""
+    environment = os.environ if environment is None else environment
+    return next((Path(environment[name]).expanduser() / "rlctl" for name in NAMED if environment.get(name)), None)
+
 
 def converted_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Folder `rlctl` in the first set of RLCTL_MEGATRON_CHECKPOINT_DIR, NRL_MEGATRON_CHECKPOINT_DIR and HF_HOME.
+    """The `named_directory`, else folder `rlctl` in HF_HOME, else in ~/.cache/huggingface.
 
-    In ~/.cache/huggingface where none is set. rlctl writes only below its own folder, so the directory may be shared.
+    rlctl writes only below its own folder, so the directory may be shared.
     """
     environment = os.environ if environment is None else environment
-    for name in ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"):
-        if environment.get(name):
-            return Path(environment[name]).expanduser() / "rlctl"
-    return Path.home() / ".cache" / "huggingface" / "rlctl"
+    cache = environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return named_directory(environment) or Path(cache).expanduser() / "rlctl"

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.errors import InputError
+from rlctl.errors import InputError, listed
 from rlctl.weights.layout import ITEM_BYTES, Shape
 
 if TYPE_CHECKING:
@@ -177,8 +177,9 @@ def shard_files(directory: Path) -> list[Path]:
         files = [directory / name for name in sorted(set(_weight_map(directory).values()))]
         absent = [file.name for file in files if not file.is_file()]
         if absent:
-            names = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
-            raise InputError(f"{directory}: the index names {names}, which is missing.", "Download the model again.")
+            raise InputError(
+                f"{directory}: the index names {listed(absent)}, which is missing.", "Download the model again."
+            )
         return files
     files = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
     if not files:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
-from rlctl.errors import InputError, RlctlError
+from rlctl.errors import InputError, RlctlError, listed
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 WEIGHT_FILES = ("*.safetensors",)
@@ -142,9 +142,8 @@ def check_directory(directory: Path, *, weights: bool = True) -> None:
             raise InputError(f"{directory / index} has no `weight_map`.", "Download the file again.")
         missing = sorted(shard for shard in set(weight_map.values()) if not (directory / shard).exists())
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise InputError(
-                f"{directory} lacks {len(missing)} shard(s) that {index} names: {', '.join(missing[:3])}{more}.",
+                f"{directory} lacks {len(missing)} shard(s) that {index} names: {listed(missing, 3)}.",
                 "Download the missing files.",
             )
     elif not any(directory.glob("*.safetensors")):

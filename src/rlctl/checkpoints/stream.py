@@ -13,7 +13,7 @@ import torch
 
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
-from rlctl.errors import InputError, VerificationError
+from rlctl.errors import InputError, VerificationError, listed
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.layout import ParamSpec, Shape
 from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
@@ -123,9 +123,8 @@ def compare(expected: Mapping[str, int], found: Mapping[str, int]) -> int:
     """Number of tensors that agree; VerificationError names those that do not."""
     wrong = [name for name, value in expected.items() if found.get(name) != value]
     if wrong or len(found) != len(expected):
-        shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
         raise VerificationError(
-            f"{len(wrong)} of {len(expected)} tensors differ between source and destination: {shown}.",
+            f"{len(wrong)} of {len(expected)} tensors differ between source and destination: {listed(wrong, 8)}.",
             "The destination was removed. Check the disk, and run the conversion again.",
         )
     return len(expected)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from rlctl.checkpoints.large_writes import open_to_write
 from rlctl.checkpoints.pickles import load_common, load_metadata, tensor_record
 from rlctl.checkpoints.tensors import dtype_of
 from rlctl.errors import InputError
@@ -108,7 +109,7 @@ class TorchDistWriter:
             self._close()
         if self._stream is None:
             self._file += 1
-            self._stream = (self.directory / f"__0_{self._file}.distcp").open("wb")
+            self._stream = open_to_write(self.directory / f"__0_{self._file}.distcp")
         return self._stream
 
     def _close(self) -> None:

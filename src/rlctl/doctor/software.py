@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from rlctl.backends.vllm import interfaces
 from rlctl.doctor.check import Check
+from rlctl.errors import listed
 
 PYTHONS = ((3, 11), (3, 12))
 # Those whose versions depend on each other; rlctl's own extras and the packages' metadata say how.
@@ -105,9 +106,8 @@ def check_vllm_interfaces(package: Path | None, platform: str) -> Check:
     lacking = interfaces.missing(package, platform)
     if not lacking:
         return Check("vllm-interfaces", "ok", f"all {len(interfaces.INTERFACES)} interfaces that rlctl uses are there")
-    more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
     fix = "Install the vLLM of the constraints file: `make venv` in a checkout does."
-    return Check("vllm-interfaces", "fail", f"this vLLM lacks {'; '.join(lacking[:3])}{more}", fix)
+    return Check("vllm-interfaces", "fail", f"this vLLM lacks {listed(lacking, 3)}", fix)
 
 
 def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -25,7 +25,7 @@ from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, Worker
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, staging_bytes
 from rlctl.refit.records import Changes, Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
-from rlctl.refit.verify import Comparison, compare, require_equal, source_sums
+from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
 
 if TYPE_CHECKING:
@@ -55,8 +55,12 @@ class RefitSession:
         shapes: dict[str, tuple[int, ...]] | None = None,
         receive: Receive = "auto",
         members: int = 1,
+        converted: Mapping[str, int] | None = None,
     ) -> None:
         """`shapes` are those of the published tensors; by default what the model's family says.
+
+        `converted`: fingerprints, in `dtype`, that tensors have if the policy holds what a conversion wrote; compared
+        when the first refit is.
 
         `members`: how many of `engines` hold one model together (1, but for processes without an engine around them).
         """
@@ -71,6 +75,7 @@ class RefitSession:
         self._since_full = 0
         self.opened = self.broken = False
         self.last_comparison: Comparison | None = None
+        self._dtype, self._converted = dtype, converted or {}
 
     @property
     def payload_bytes(self) -> int:
@@ -278,8 +283,9 @@ class RefitSession:
         if sample == []:
             return 0, 0.0
         begun = time.perf_counter()
+        converted = self._as_converted() if self.refits == 1 else {}
         try:
-            for index, comparison in enumerate(self.compare(sample)):
+            for index, comparison in enumerate(self.compare(sample, converted)):
                 self.last_comparison = comparison
                 require_equal(comparison, version, f"engine {index}")
         except RlctlError:
@@ -287,19 +293,25 @@ class RefitSession:
             raise
         return comparison.tensors, time.perf_counter() - begun
 
+    def _as_converted(self) -> dict[str, int]:
+        """What tensors of the precision of the conversion must be in the first refit."""
+        rows = [row.name for row in self.setup.table if row.dtype == self._dtype]
+        return {name: self._converted[name] for name in rows if name in self._converted}
+
     def _sample(self, version: int) -> list[str]:
         """Some tensors, others with every version, the same for the same version."""
         names = [row.name for row in self.setup.table]
         return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
 
-    def compare(self, tensors: list[str] | None = None) -> list[Comparison]:
-        """The policy's tensors (None: all) against what each engine computes with now."""
+    def compare(self, tensors: list[str] | None = None, converted: Mapping[str, int] | None = None) -> list[Comparison]:
+        """The policy's tensors (None: all) against what each engine computes with now, and against `converted`."""
         waits = [
             (self.policy, "refit_fingerprints", self.policy.submit("refit_fingerprints", tensors)),
             (self.engines, "readings", self.engines.submit("readings", tensors)),
         ]
         found, readings = self._guard("verify", lambda: wait_together(waits, self.settings.timeout_s))
         source = source_sums(found)
+        require_as_converted(source, converted or {})
         firsts = range(0, len(readings), self.members)
         models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
         return [compare(source, of_one, tensors) for of_one in models]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from rlctl.backends.vllm.messages import Reading
-from rlctl.errors import VerificationError
+from rlctl.errors import VerificationError, listed
 from rlctl.weights.fingerprints import combine
 
 
@@ -91,6 +91,17 @@ def _site_agrees(value: int, shape: tuple[int, ...], boxes: dict[tuple, set[int]
         return False
     covered = sum(prod(extent) for _, extent in boxes)
     return covered == prod(shape) and combine([v for (v,) in boxes.values()]) == value
+
+
+def require_as_converted(source: dict[str, int], converted: Mapping[str, int]) -> None:
+    """Raise VerificationError where tensors that the policy has loaded are not what their conversion wrote."""
+    changed = sorted(name for name, value in source.items() if converted.get(name, value) != value)
+    if changed:
+        raise VerificationError(
+            f"{len(changed)} of {len(source)} tensors that the policy has loaded are not those that were converted: "
+            f"{listed(changed, 5)}.",
+            "The checkpoint was damaged since: remove it. A run converts a model again; for another, `rlctl convert`.",
+        )
 
 
 def require_equal(comparison: Comparison, version: int, where: str) -> None:

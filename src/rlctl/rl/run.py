@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.backends.vllm.messages import Sampling
-from rlctl.checkpoints.converted import prepared
+from rlctl.checkpoints.converted import fingerprints_of, prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
 from rlctl.errors import DivergenceError, RlctlError, WorkerError
@@ -107,7 +107,8 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         policy = _policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, stack)
-        parts = stack.enter_context(_parts(job, crew, policy, display))
+        converted = {} if resume_from else fingerprints_of(job.source, job.dtype)
+        parts = stack.enter_context(_parts(job, crew, policy, display, converted))
         saver = Saver(run, policy, job.config.run)
         stack.callback(saver.abandon)
         first = 0 if resume_from is None else resume_from.step
@@ -161,12 +162,18 @@ def _load_newest(run: RunDirectory, policy: Policy, display: Display) -> Checkpo
 
 
 @contextlib.contextmanager
-def _parts(job: Job, crew: Crew, policy: Policy, display: Display) -> Iterator[GrpoParts]:
-    """The loop's parts on running processes."""
+def _parts(job: Job, crew: Crew, policy: Policy, display: Display, converted: Mapping[str, int]) -> Iterator[GrpoParts]:
+    """The loop's parts on running processes; `converted` as RefitSession takes it."""
     config = job.config
     prompts = job.prompts
     session = RefitSession(
-        crew.policy, crew.engines, job.facts, parallel=job.megatron_parallel, settings=config.refit, dtype=job.dtype
+        crew.policy,
+        crew.engines,
+        job.facts,
+        parallel=job.megatron_parallel,
+        settings=config.refit,
+        dtype=job.dtype,
+        converted=converted,
     )
     sleeps = job.crew_spec().engine.sleeps
     turns = DeviceTurns(crew.policy, crew.engines, offload=job.offload, engines_sleep=sleeps)

@@ -1,0 +1,36 @@
+"""The record beside the result of a conversion: what it was made of, what was found, fingerprints. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RECORD = "rlctl_conversion.json"
+
+
+def write(directory: Path, wanted: dict[str, Any], report: dict[str, Any], fingerprints: Mapping[str, int]) -> None:
+    """`wanted` tells one conversion from another; `fingerprints` are those of the tensors in their dtype there."""
+    values = {"wanted": wanted, "report": report, "fingerprints": {n: f"{v:016x}" for n, v in fingerprints.items()}}
+    (directory / RECORD).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """What was written; None where there is none, or not all of it."""
+    try:
+        found = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
+
+
+def fingerprints(directory: Path, dtype: str) -> dict[str, int]:
+    """Tensor -> fingerprint as it was converted to `dtype`; empty where nothing is known of that."""
+    found = read(directory)
+    if found is None or found["report"].get("dtype") != dtype:
+        return {}
+    try:
+        return {name: int(value, 16) for name, value in found.get("fingerprints", {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        return {}
