@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
-from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.identity import file_digest, model_fingerprint, source_identity
 
 
-def test_a_copy_is_the_same_model_and_any_change_is_another(tiny_llama, tmp_path):
+def test_a_copy_is_the_same_model_and_any_change_is_another(tiny_llama: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_llama, tmp_path / "elsewhere")
     (copy / "README.md").write_text("not part of the model")
     assert model_fingerprint(copy) == model_fingerprint(tiny_llama)
@@ -18,3 +20,31 @@ def test_a_copy_is_the_same_model_and_any_change_is_another(tiny_llama, tmp_path
         (copy / name).write_bytes(content)
         found.add(model_fingerprint(copy))
     assert len(found) == 4
+
+
+def in_a_hub_cache(model: Path, cache: Path) -> Path:
+    """The model as huggingface_hub stores it: links to files that are named after their content."""
+    snapshot, blobs = cache / "snapshots" / "main", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in model.iterdir():
+        blob = blobs / file_digest(path)
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(blob)
+    return snapshot
+
+
+def test_what_a_hub_published_is_known_again_in_every_cache(tiny_llama: Path, tmp_path: Path) -> None:
+    one, other = (in_a_hub_cache(tiny_llama, tmp_path / name) for name in ("one", "other"))
+    assert source_identity(one) == source_identity(other)
+    (other / "config.json").unlink()
+    (other / "config.json").write_text((one / "config.json").read_text().replace("10000", "20000"))
+    assert source_identity(one) != source_identity(other)
+
+
+def test_what_was_written_anew_is_another_source(tiny_llama: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_llama, tmp_path / "copy")
+    before = source_identity(copy)
+    assert before == source_identity(copy) != source_identity(tiny_llama)
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    assert source_identity(copy) != before

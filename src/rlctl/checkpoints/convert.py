@@ -14,7 +14,7 @@ import torch
 from rlctl.checkpoints import huggingface, megatron, record
 from rlctl.checkpoints.adapters import adapter_keys, base_of, read_adapters
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
-from rlctl.checkpoints.identity import damaged_files
+from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron import Blocks
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
@@ -75,7 +75,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
     options = options or Options()
     model = huggingface.open_model(source)
     dtype = options.dtype or model.dtype
-    wanted = {"source": _identity(model.files), "dtype": dtype, "format": "torch_dist"}
+    wanted = {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
 
     def write(aside: Path, begun: float) -> Report:
         style = keys.default_style(model.facts)
@@ -311,12 +311,6 @@ def _source_order(plan: TransferPlan, source: PublishedFiles) -> list[str]:
         at = source.place(copy.source_param)
         first[copy.destination_param] = min(first.get(copy.destination_param, at), at)
     return sorted(plan.layout.params, key=lambda name: first.get(name, ("", 0)))
-
-
-def _identity(files: SafetensorsDirectory) -> list[Any]:
-    """What tells one source from another: names, sizes and times of its files."""
-    shards = sorted({tensor.file for tensor in files.tensors.values()})
-    return [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in shards]
 
 
 def _dtype_value(config: dict[str, Any], dtype: str) -> dict[str, str]:

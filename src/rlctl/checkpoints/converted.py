@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlctl.checkpoints import record
-from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.places import converted_directory, named_directory
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.source import ModelSource, resolve_model
 from rlctl.errors import InputError, MachineError, RlctlError, VerificationError
 
 DIGITS = 12
-"""Of the model's fingerprint, in the name of its conversion."""
+"""Of the model's identity, in the name of its conversion."""
 
 
 def is_block_scaled(directory: Path) -> bool:
@@ -33,7 +33,7 @@ def place_of(directory: Path, dtype: str) -> Path:
     """Where the conversion of a model directory is kept: one for each content and precision."""
     cached = directory.parent.name == "snapshots"  # a hub model: models--owner--name/snapshots/revision
     name = directory.parents[1].name.removeprefix("models--") if cached else directory.name
-    return converted_directory() / f"{name}-{model_fingerprint(directory)[:DIGITS]}-{dtype}"
+    return converted_directory() / f"{name}-{source_identity(directory)[:DIGITS]}-{dtype}"
 
 
 def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> ModelSource:

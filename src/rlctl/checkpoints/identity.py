@@ -43,8 +43,7 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
     Of each weight file: name, size, header, and 16 samples of 64 KiB spread over it.
     """
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in SMALL_FILES for path in directory.glob(pattern) if path.is_file()}):
-        _add(digest, path.name, path.read_bytes())
+    _add_small_files(digest, directory)
     weights = weights or directory
     for path in sorted([*weights.glob("*.safetensors"), *weights.glob("*.distcp")]):
         size = path.stat().st_size
@@ -53,6 +52,27 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
                 file.seek(index * max(0, size - SAMPLE_BYTES) // max(1, SAMPLES - 1))
                 _add(digest, f"{path.name}/{size}", file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def source_identity(directory: Path) -> str:
+    """Hexadecimal digest by which a model directory that was converted is known again: of its small files' content, and
+    of which its weight files are.
+
+    Those of a hub's cache are named after their content, wherever the cache lies. Others are known by place, size and
+    time, so that one which was written anew is another.
+    """
+    digest = hashlib.sha256()
+    _add_small_files(digest, directory)
+    for path in sorted(directory.glob("*.safetensors")):
+        real, stat = path.resolve(), path.stat()
+        known = real.name if real.parent.name == "blobs" else f"{real} {stat.st_mtime_ns}"
+        _add(digest, f"{path.name}/{stat.st_size}", known.encode())
+    return digest.hexdigest()
+
+
+def _add_small_files(digest: hashlib._Hash, directory: Path) -> None:
+    for path in sorted({path for pattern in SMALL_FILES for path in directory.glob(pattern) if path.is_file()}):
+        _add(digest, path.name, path.read_bytes())
 
 
 def _add(digest: hashlib._Hash, name: str, content: bytes) -> None:
