@@ -182,6 +182,7 @@ def test_float8_training_is_planned_where_it_is_asked_for() -> None:
     assert any(reason.value == "precision=fp8" and "megatron.fp8" in reason.rule for reason in made.reasons)
     weights = [plan.memory["logprobs"].parts["weights"] * plan.training.pp for plan in (usual, made)]
     assert weights[1] == pytest.approx(2 * weights[0], rel=0.01)  # float8 copies, transposed ones among them
+    assert made.memory["refit"].parts["weights"] * made.training.pp == pytest.approx(weights[0], rel=0.01)  # dropped
     assert "2 copies of the matrices in float8" in explain(made)
     assert made.generation.weight_bytes == 2.0  # engines hold what a refit gives them
 

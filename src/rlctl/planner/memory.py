@@ -250,8 +250,9 @@ def refit_memory(
     constants: Constants = DEFAULTS,
 ) -> PhaseMemory:
     """Colocated refit: policy weights and the engine's weights at once, gradients and optimizer offloaded, no KV
-    cache."""
-    weights = max(state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice))
+    cache. Float8 copies of the weights are gone."""
+    plain = replace(choice, float8_copies=0)
+    weights = max(state_bytes(facts, stage, plain)["weights"] for stage in stages(facts, choice))
     return PhaseMemory(
         {
             "weights": weights,

@@ -104,6 +104,21 @@ def require_transformer_engine() -> None:
         )
 
 
+def require_float8(config: Any) -> None:
+    """Raises ConfigError where the installed TransformerEngine or the device has no way for the float8 products of
+    `config`: at start, where the first forward pass would end in TransformerEngine's assertion."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    try:
+        with torch.no_grad(), get_fp8_context(config):
+            pass
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"megatron.fp8 = {config.fp8} with fp8_recipe {config.fp8_recipe} cannot run here: {error}",
+            "Set another megatron.fp8_recipe, or remove megatron.fp8.",
+        ) from error
+
+
 def destroy_subgroups() -> None:
     """Ends every process group of this process but the default one.
 

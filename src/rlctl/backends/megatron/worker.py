@@ -109,6 +109,8 @@ class MegatronWorker:
         tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
         torch.manual_seed(spec.seed)
         self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
+        if self.config.fp8:
+            compat.require_float8(self.config)
         stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
         models = [model.build_model(spec, self.config, stage) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
