@@ -340,9 +340,7 @@ def test_states_in_host_memory_train_the_same_run_and_either_goes_on_with_the_ot
     for steps, offload in ((3, "false"), (4, "true")):
         done = finish(resume(run_dir, "--steps", str(steps), *layout(f"optimizer_offload={offload}")))
         assert done.returncode == 0, done.stderr
-    for ours, theirs in zip(results(run_dir), results(uninterrupted[0]), strict=True):
-        assert ours.keys() == theirs.keys()
-        assert {key: (value, theirs[key]) for key, value in ours.items() if value != theirs[key]} == {}
+    same_run(results(uninterrupted[0]), results(run_dir))
 
 
 @pytest.mark.slow
