@@ -215,10 +215,11 @@ def test_float8_training_is_that_of_the_recipe(tmp_path: Path) -> None:
 def test_optimizer_states_are_all_in_host_memory_or_none(
     tmp_path: Path, offload: bool, fraction: float, expected: bool, said: bool
 ) -> None:
-    optimizer = {"optimizer_cpu_offload": offload, "optimizer_offload_fraction": fraction}
+    optimizer = {"optimizer_cpu_offload": offload, "optimizer_offload_fraction": fraction, "pin_cpu_grads": True}
     result = recipe(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in optimizer.items()})
     assert result.values["training.optimizer_offload"] is expected
     assert any("optimizer_offload_fraction" in line for line in result.changed) == said
+    assert not any("pin_cpu_grads" in line for line in result.unsupported)
 
 
 def test_a_frozen_router_stays_frozen(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_values_of_files_and_the_command_line_meet_in_one_mapping(tmp_path: Path
         ("megatron.activation_func=gelu", "Python function"),
         ("ddp.bucket_size=many", "it takes integer | unset"),
         ("ddp.average_in_collective=true", "gradients are summed"),
+        ("optimizer.optimizer_offload_fraction=0.5", "all states in host memory, and updates on the device"),
         ("vllm.enforce_eagr=true", "did you mean `vllm.enforce_eager`"),
         ("vllm.enforce_eager.x=1", "no keys of its own"),
         ("vllm.worker_extension_cls=a.B", "how a refit reaches"),

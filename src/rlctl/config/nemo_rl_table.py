@@ -54,6 +54,7 @@ RENAMED = {
 NO_VALIDATION = without("rlctl has no validation pass; rewards of training are in metrics.jsonl")
 LOGS = without("rlctl writes metrics, logs and report to the run directory")
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
+UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
 NOT_SYNC = "the loop is synchronous"
 
 DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
@@ -227,6 +228,10 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.use_precision_aware_optimizer": without("optimizer states are float32"),
     "optimizer.optimizer_cpu_offload": states_on_host,
     "optimizer.optimizer_offload_fraction": without("read with optimizer_cpu_offload"),
+    "optimizer.use_torch_optimizer_for_cpu_offload": UPDATES,
+    "optimizer.overlap_cpu_optimizer_d2h_h2d": UPDATES,
+    "optimizer.pin_cpu_grads": UPDATES,
+    "optimizer.pin_cpu_params": UPDATES,
     "optimizer.*": passes("optimizer", f"{MEGATRON}.optimizer"),
     "scheduler.lr_decay_style": to("scheduler.decay", DECAYS),
     "scheduler.lr_decay_iters": decay_steps,

