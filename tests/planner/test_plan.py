@@ -180,9 +180,10 @@ def test_float8_training_is_planned_where_it_is_asked_for() -> None:
     assert made.runnable
     assert made.seconds[Phase.TRAINING] < usual.seconds[Phase.TRAINING]
     assert any(reason.value == "precision=fp8" and "megatron.fp8" in reason.rule for reason in made.reasons)
-    weights = [plan.memory["logprobs"].parts["weights"] * plan.training.pp for plan in (usual, made)]
+    parts = [plan.training.tp * plan.training.pp for plan in (usual, made)]
+    weights = [plan.memory["logprobs"].parts["weights"] * n for plan, n in zip((usual, made), parts, strict=True)]
     assert weights[1] == pytest.approx(2 * weights[0], rel=0.01)  # float8 copies, transposed ones among them
-    assert made.memory["refit"].parts["weights"] * made.training.pp == pytest.approx(weights[0], rel=0.01)  # dropped
+    assert made.memory["refit"].parts["weights"] * parts[1] == pytest.approx(weights[0], rel=0.01)  # dropped
     assert "2 copies of the matrices in float8" in explain(made)
     assert made.generation.weight_bytes == 2.0  # engines hold what a refit gives them
 
@@ -210,6 +211,17 @@ def test_float8_takes_sides_that_are_multiples_of_16() -> None:
         found = training_problems(narrow, choice, Workload(max_length=2048), cluster, 8)
         assert [problem.key for problem in found] == ["training.tp"] * broken
     assert make_plan(narrow, cluster, Workload(), precision="fp8").training.tp < 8
+
+
+def test_states_in_host_memory_are_a_last_resort() -> None:
+    facts = model("Llama-3.1-8B")
+    asked = {"training.optimizer_offload": True}
+    made = make_plan(facts, make_cluster("h100", 1), Workload())
+    assert not made.training.optimizer_offload
+    assert make_plan(facts, make_cluster("h100", 1), Workload(), asked).training.optimizer_offload
+    alone = make_plan(facts, make_cluster("h100", 1, 1), Workload())
+    assert alone.training.optimizer_offload
+    assert any("nothing fits otherwise" in reason.rule for reason in alone.reasons)
 
 
 def test_states_in_host_memory_cost_the_host_link_and_leave_the_device() -> None:

@@ -60,7 +60,7 @@ def _offload_rule(plan: Plan) -> str:
     given = _given(plan, "training.optimizer_offload")
     if given and t.optimizer_offload and plan.cluster.is_cpu:
         return f"{given}; saves nothing: on a CPU host memory is the same memory"
-    return given or ("this layout does not fit otherwise" if t.optimizer_offload else "states fit on the devices")
+    return given or ("nothing fits otherwise" if t.optimizer_offload else "states fit on the devices")
 
 
 def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:

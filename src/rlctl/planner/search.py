@@ -183,7 +183,10 @@ def asleep_bytes(request: Request, colocated: bool) -> float:
 def training_candidates(
     request: Request, devices: int, colocated: bool, budget: float, rejected: Reject
 ) -> list[TrainingCandidate]:
-    """All layouts that are valid and fit `budget` bytes a device, the best first; others go to `rejected`."""
+    """All layouts that are valid and fit `budget` bytes a device, the best first; others go to `rejected`.
+
+    States in host memory are a last resort, whatever their predicted speed, which was never measured.
+    """
     found: list[TrainingCandidate] = []
     for layout in training_layouts(request, devices):
         for rows in row_sizes(request, layout.cp):
@@ -197,7 +200,8 @@ def training_candidates(
                 candidate = _least_saving(request, choice, colocated, budget, rejected)
                 if candidate is not None:
                     found.append(candidate)
-    return sorted(found, key=lambda c: c.score)
+    resident = [c for c in found if not c.choice.optimizer_offload]
+    return sorted(resident or found, key=lambda c: c.score)
 
 
 def _least_saving(
