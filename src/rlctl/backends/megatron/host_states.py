@@ -20,37 +20,16 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rlctl.backends.megatron.storages import storage_bytes
+from rlctl.backends.megatron.host_memory import HostMemory, pairs
 from rlctl.errors import ConfigError
 from rlctl.planner.constants import OPTIMIZER_PART_BYTES
 
 PART_BYTES = OPTIMIZER_PART_BYTES
-SLAB_BYTES = 64 * 1024**2
-"""A power of two: the allocator of pinned memory rounds up to one."""
-
 PAIRS = (
     ("model_float16_groups", "shard_fp32_from_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
 )
 """Of the lists by group that DistributedOptimizer has: its parameters, and what the inner optimizer steps for them."""
-
-
-class HostMemory:
-    """Bytes of host memory (pinned, where there is a GPU) that are taken once and never given back."""
-
-    def __init__(self) -> None:
-        self._slab = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> list[Tensor]:
-        """`size` bytes, in one or several pieces."""
-        taken = []
-        while size:
-            if not self._slab.numel():
-                self._slab = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            taken.append(self._slab[:size])
-            self._slab = self._slab[size:]
-            size -= taken[-1].numel()
-        return taken
 
 
 def keep_on_host(inner: DistributedOptimizer, memory: HostMemory) -> None:
@@ -117,8 +96,8 @@ class HostStates:
                 number[id(param)], size = len(parts) - 1, size + needs
         for models, shards in PAIRS:
             both = zip(getattr(owner, models), getattr(owner, shards), strict=True)
-            for index, pairs in enumerate(zip(*pair, strict=True) for pair in both):
-                for model, shard in pairs:
+            for index, of_group in enumerate(zip(*pair, strict=True) for pair in both):
+                for model, shard in of_group:
                     lists = parts[number[id(shard)]].lists
                     lists[models][index].append(model)
                     lists[shards][index].append(shard)
@@ -138,7 +117,7 @@ class HostStates:
         for state in self._states(params):
             storage, (_, host) = state.untyped_storage(), self._kept[id(state)]
             storage.resize_(sum(piece.numel() for piece in host))
-            for piece, there in _pairs(host, storage):
+            for piece, there in pairs(host, storage):
                 there.copy_(piece, non_blocking=True)
         yield
         self._put_away(params, changed=changed)
@@ -150,7 +129,7 @@ class HostStates:
             storage = state.untyped_storage()
             if id(state) not in self._kept:
                 self._kept[id(state)] = state, self._memory.take(storage.nbytes())
-            for piece, there in _pairs(self._kept[id(state)][1], storage) if changed else ():
+            for piece, there in pairs(self._kept[id(state)][1], storage) if changed else ():
                 piece.copy_(there, non_blocking=True)
             storage.resize_(0)
 
@@ -243,9 +222,3 @@ class HostedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: dict[str, Tensor]) -> None:
         with self.host_states.on_device(self._shard_of(model_param), changed=True):
             super()._set_main_param_and_optimizer_states(model_param, tensors)
-
-
-def _pairs(host: list[Tensor], storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each piece of host memory with the bytes of the device's storage that belong to it."""
-    there = storage_bytes(storage).split([piece.numel() for piece in host])
-    return zip(host, there, strict=True)

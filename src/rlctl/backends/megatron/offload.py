@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlctl.backends.megatron.host_memory import HostMemory, pairs
 from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.storages import (
     buffers_of,
     gradient_storages,
     refill_with_zeros,
-    storage_bytes,
     storages_of,
 )
 
@@ -26,10 +26,16 @@ class Offloaded:
     """What a policy holds of its device in host memory, from construction until `restore`."""
 
     def __init__(
-        self, chunks: list[Any], optimizer: Any, more: Iterable[Tensor] = (), *, keep_weights: bool = False
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        memory: HostMemory,
+        more: Iterable[Tensor] = (),
+        *,
+        keep_weights: bool = False,
     ) -> None:
-        """`more`: further tensors to move, such as those of a reference policy. `keep_weights`: those of the model stay
-        where they are, to be read."""
+        """`memory` is where it goes. `more`: further tensors to move, such as those of a reference policy.
+        `keep_weights`: those of the model stay where they are, to be read."""
         self.device_bytes = 0
         """What the device's allocator gave back; without one, the size of the storages."""
         cuda = torch.cuda.is_available()
@@ -39,7 +45,12 @@ class Offloaded:
         weights = storages_of(_weights(chunks))
         staying = gradients.keys() | (weights.keys() if keep_weights else set())
         kept = weights | storages_of([*_optimizer_tensors(optimizer), *more])
-        self._kept = [(storage, _to_host(storage)) for key, storage in kept.items() if key not in staying]
+        self._kept = [(one, memory.take(one.nbytes())) for key, one in kept.items() if key not in staying]
+        for storage, host in self._kept:
+            for piece, there in pairs(host, storage):
+                piece.copy_(there, non_blocking=True)
+        if cuda:
+            torch.cuda.synchronize()
         self._gradients = [(storage, storage.nbytes()) for storage in gradients.values()]
         for storage in [*(storage for storage, _ in self._kept), *gradients.values()]:
             self.device_bytes += storage.nbytes()
@@ -51,8 +62,9 @@ class Offloaded:
     def restore(self) -> None:
         """Everything back where it was; gradients are zero."""
         for storage, host in self._kept:
-            storage.resize_(host.numel())
-            storage_bytes(storage).copy_(host, non_blocking=True)
+            storage.resize_(sum(piece.numel() for piece in host))
+            for piece, there in pairs(host, storage):
+                there.copy_(piece, non_blocking=True)
         refill_with_zeros(self._gradients)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -81,9 +93,3 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
             yield from (param.data for param in group["params"])
         for state in inner.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _to_host(storage: torch.UntypedStorage) -> Tensor:
-    cuda = torch.cuda.is_available()
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=cuda)
-    return host.copy_(storage_bytes(storage))

@@ -14,7 +14,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.args import ddp_values, optimizer_values
 from rlctl.backends.megatron.compat import make_config
-from rlctl.backends.megatron.host_states import HostMemory, keep_on_host
+from rlctl.backends.megatron.host_memory import HostMemory
+from rlctl.backends.megatron.host_states import keep_on_host
 from rlctl.backends.megatron.storages import without_gradients
 
 

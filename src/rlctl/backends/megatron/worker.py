@@ -30,6 +30,7 @@ from rlctl.errors import InputError, WorkerError
 
 if TYPE_CHECKING:
     from rlctl.backends.megatron.checkpoint import Save
+    from rlctl.backends.megatron.host_memory import HostMemory
     from rlctl.backends.megatron.offload import Offloaded
 
 
@@ -50,6 +51,7 @@ class MegatronWorker:
         self._reference: dict[str, Tensor] | None = None
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
+        self._host_memory: HostMemory | None = None
 
     # --- life cycle
     # ----------------------------------------------------------------------------------------------------------
@@ -237,18 +239,24 @@ class MegatronWorker:
     def sleep(self, keep_weights: bool = False) -> int:
         """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that the device got
         back, those of an earlier `sleep` that kept the weights included."""
+        from rlctl.backends.megatron.host_memory import HostMemory
         from rlctl.backends.megatron.offload import Offloaded
 
         if not self._offloaded:
             self._gather_parameters()
+        self._host_memory = self._host_memory or HostMemory()
         reference = (self._reference or {}).values()
-        self._offloaded.append(Offloaded(self.chunks, self.optimizer, reference, keep_weights=keep_weights))
+        self._offloaded.append(
+            Offloaded(self.chunks, self.optimizer, self._host_memory, reference, keep_weights=keep_weights)
+        )
         return sum(part.device_bytes for part in self._offloaded)
 
     def wake(self) -> None:
         """Brings back what `sleep` moved."""
         while self._offloaded:
             self._offloaded.pop().restore()
+        if self._host_memory is not None:
+            self._host_memory.rewind()
 
     # --- batches
     # -------------------------------------------------------------------------------------------------------------
