@@ -16,7 +16,8 @@ def step(mean: float) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "usual", "strange", "wrong"), [("float32", 1e-6, 1e-3, 0.1), ("bfloat16", 0.02, 0.2, 2)]
+    ("dtype", "usual", "strange", "wrong"),
+    [("float32", 1e-6, 1e-3, 0.1), ("bfloat16", 0.02, 0.2, 2), ("float8", 0.1, 0.3, 2)],
 )
 def test_limits_follow_the_precision(dtype: str, usual: float, strange: float, wrong: float) -> None:
     agreement = Agreement.from_config(GrpoConfig(), GenerationConfig(), dtype)

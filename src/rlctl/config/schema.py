@@ -116,9 +116,9 @@ class GrpoConfig(Section):
     """Optimizer steps a batch (PPO mini-batches)."""
     logprob_diff_warning: float | None = Field(None, gt=0)
     """Mean absolute difference between the engine's and the trainer's log-probs above which a step warns; unset: by
-    precision, 1e-4 for float32 and 0.05 for bfloat16."""
+    precision, 1e-4 for float32, 0.05 for bfloat16 and 0.2 where linear layers compute in float8."""
     logprob_diff_error: float | None = Field(None, gt=0)
-    """Mean absolute difference that stops the run; unset: by precision, 1e-2 for float32 and 0.5 for bfloat16."""
+    """Mean absolute difference that stops the run; unset: by precision, 1e-2 for float32, else 0.5."""
     router_replay: bool = False
     """The policy computes with the experts that the engine chose for each token, recorded in generation; the weights of
     the experts are still the policy's."""

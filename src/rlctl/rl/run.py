@@ -220,7 +220,8 @@ class _Loop:
         """`first` is the step to begin with, counted from 0."""
         self.job, self.run_directory, self.display, self.parts = job, run, display, parts
         self.loggers, self.saver, self.first = loggers, saver, first
-        self.agreement = Agreement.from_config(job.config.grpo, job.config.generation, job.dtype)
+        precision = "float8" if job.config.megatron.passed.get("fp8") else job.dtype
+        self.agreement = Agreement.from_config(job.config.grpo, job.config.generation, precision)
 
     def run(self, stop: StopRequest) -> bool:
         """Every step up to the last one or a stop request; whether it was stopped."""
