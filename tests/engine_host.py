@@ -66,6 +66,48 @@ class SwappingEngine:
 
         return self.on_model(look)[0]
 
+    def declare_unknown(self, *leaves: str) -> None:
+        """From now on rlctl does not know how modules called so keep their weights; none: it knows what it does."""
+
+        def declare(worker: Any) -> None:
+            from rlctl.backends.vllm import compat
+
+            model = worker.model_runner.get_model()
+            chosen = {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] in leaves}
+            known = getattr(compat.why_quantised, "known", compat.why_quantised)
+
+            def why(module: Any) -> str:
+                return "is declared unknown" if id(module) in chosen else known(module)
+
+            why.known = known  # type: ignore[attr-defined]
+            compat.why_quantised = why
+
+        self.on_model(declare)
+
+    def add_strange_parameter(self, module: str) -> None:
+        """A parameter of which nothing is known, not even which published tensors it holds."""
+
+        def add(worker: Any) -> None:
+            import torch
+
+            strange = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+            worker.model_runner.get_model().get_submodule(module).register_parameter("strange", strange)
+
+        self.on_model(add)
+
+    def ways(self) -> list[dict[str, tuple[str, str]]]:
+        """Of each worker of the engine: how each tensor comes into it, and why."""
+
+        def look(worker: Any) -> dict[str, tuple[str, str]]:
+            taken = worker.weight_transfer_engine.assignment.taken()
+            return {tensor: (one.path, one.reason) for one in taken for tensor in one.tensors}
+
+        return self.on_model(look)
+
+    def reloaded(self) -> tuple[str, ...]:
+        """Paths of the modules that a refit gives to vLLM's loader."""
+        return self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)[0]
+
     def break_parameter(self, tensor: str) -> None:
         """Spoil one element of every copy of `tensor` that can be spoiled in place."""
         from rlctl.backends.vllm import live
@@ -120,10 +162,15 @@ def hosted(placement: Any, logs: Path) -> Iterator[Any]:
 class PublishedPolicy(WholeTensorPolicy):
     """Tensors as a model directory holds them; transformers reads them from there for reference log-probs."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: str = "float32") -> None:
+        """In `dtype`, but for the routers' correction bias, which is float32 in every engine."""
+        import torch
         from safetensors.torch import load_file
 
         self.directory, self._tensors, self._model = directory, load_file(directory / "model.safetensors"), None
+        for name, tensor in self._tensors.items():
+            if not name.endswith("e_score_correction_bias"):
+                self._tensors[name] = tensor.to(getattr(torch, dtype))
         self._place(self._tensors)
 
     def tensors(self) -> dict[str, Any]:
@@ -133,22 +180,29 @@ class PublishedPolicy(WholeTensorPolicy):
         self._model = None
         return list(self._tensors.values())
 
+    def save(self, directory: Path) -> Path:
+        """A model directory of the tensors as they are now."""
+        import shutil
+
+        from safetensors.torch import save_file
+
+        shutil.copytree(self.directory, directory)
+        save_file(self._tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
     @property
     def model(self) -> Any:
         """The transformers model of the tensors as they are now."""
-        import shutil
         import tempfile
 
         import torch
-        from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM
 
         if self._model is None:
             with tempfile.TemporaryDirectory() as copy:
-                shutil.copy(self.directory / "config.json", copy)
-                save_file(self._tensors, Path(copy) / "model.safetensors", metadata={"format": "pt"})
+                saved = self.save(Path(copy) / "model")
                 # Eager: the batched forms of experts and of attention with sinks sum in another order.
-                model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32, attn_implementation="eager")
+                model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
             self._model = model.eval()
         return self._model
 
@@ -156,7 +210,9 @@ class PublishedPolicy(WholeTensorPolicy):
 class FamilyEngine:
     """What tests call an engine of one family through."""
 
-    def __init__(self, group: Any, family: str, model: Path, tp: int, **sections: Any) -> None:
+    def __init__(
+        self, group: Any, family: str, model: Path, tp: int, *, dtype: str = "float32", **sections: Any
+    ) -> None:
         from rlctl.backends.vllm.args import engine_spec
         from rlctl.config.schema import RlctlConfig
         from tiny_families import tiny_family_facts
@@ -166,12 +222,12 @@ class FamilyEngine:
             {"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}} | sections
         )
         facts = tiny_family_facts(model)
-        spec = engine_spec(config, facts, model, device="cpu", max_length=256, tp=tp, threads=1)
+        spec = engine_spec(config, facts, model, device="cpu", dtype=dtype, max_length=256, tp=tp, threads=1)
         log = group.log_path(0)
         said_before = len(log.read_text())
         self.info = group.call("swap", spec, timeout_s=240.0)[0]
         self.start_log = log.read_text()[said_before:]
-        self.policy = PublishedPolicy(model)
+        self.policy = PublishedPolicy(model, dtype)
 
     def call(self, method: str, *args: Any) -> Any:
         return self.group.call("call", method, *args)[0]

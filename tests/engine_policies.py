@@ -33,7 +33,10 @@ class WholeTensorPolicy(RefitSource):
 
     def _place(self, tensors: dict[str, torch.Tensor]) -> None:
         self.rank, self.attempts = 0, 0
-        self.table = tuple(TableRow(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items())
+        self.table = tuple(
+            TableRow(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        )
         self.fail_in_round: int | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -60,7 +63,7 @@ class WholeTensorPolicy(RefitSource):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self._parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
                 parameter.add_(0.02 * noise if parameter.dim() > 1 else 0.1 * noise)
 
     def open(self, engine: Any, receive: str = "loader", staging_bytes: int = 1 << 30) -> None:

@@ -37,6 +37,15 @@ def placement() -> Iterator[Any]:
         yield Placement(4, gpus=False, timeout_s=START_TIMEOUT_S)
 
 
+@pytest.fixture(scope="session")
+def family_host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A process that holds one engine at a time, of any family (`engine_host.FamilyEngine`)."""
+    from engine_host import hosted
+
+    with hosted(placement, tmp_path_factory.mktemp("family-logs")) as group:
+        yield group
+
+
 def tiny_facts(*, tied: bool) -> Any:
     from rlctl.models.facts import ModelFacts
 

@@ -32,6 +32,7 @@ Sparse = Annotated[
     bool, typer.Option("--sparse", help="Send changed elements alone; few of them change between the refits.")
 ]
 Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show the receive path of each tensor, and why it took it.")]
 Synthetic = Annotated[
     str | None,
     typer.Option(
@@ -62,6 +63,7 @@ def refit_test(
     receive: Receive = "auto",
     sparse: Sparse = False,
     repeat: Repeat = 2,
+    explain: Explain = False,
     synthetic: Synthetic = None,
     nodes: options.Nodes = None,
     gpus_per_node: options.GpusPerNode = None,
@@ -89,7 +91,7 @@ def refit_test(
             raise InputError(f"--synthetic {synthetic} has its own tensors, not those of --model {model}.", ONE_OF_THEM)
         if receive == "loader":
             raise InputError(f"--synthetic {synthetic} has no engine, and so no loader (--receive).", ONE_OF_THEM)
-        _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_)
+        _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_, explain)
     elif dry_run:
         from rlctl.rl.dry_run import dry_refit_test
 
@@ -97,18 +99,18 @@ def refit_test(
     else:
         from rlctl.rl.refit_test import refit_test_job, run_refit_test
 
-        _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_)
+        _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_, explain)
 
 
-def _show(test: SelfTest, json_: bool) -> None:
+def _show(test: SelfTest, json_: bool, explain: bool) -> None:
     """The result; exit code 5 where tensors differ."""
-    print_json(test.to_json()) if json_ else print("\n".join(text_of(test)))
+    print_json(test.to_json(explain)) if json_ else print("\n".join(text_of(test, explain)))
     if not test.passed:
         raise typer.Exit(EXIT_MISMATCH)
 
 
-def text_of(test: SelfTest) -> list[str]:
-    """The result for a reader at the terminal."""
+def text_of(test: SelfTest, explain: bool = False) -> list[str]:
+    """The result for a reader at the terminal; with `explain` a line for each tensor."""
     found = test.to_json()
     lines = [
         f"refit of {found['model']}: {found['tensors']} tensors, {found['payload_bytes'] / 1e6:.0f} MB, "
@@ -128,6 +130,9 @@ def text_of(test: SelfTest) -> list[str]:
     ]
     if found["sparse"]:
         lines.insert(-1, f"sent in the last refit: {found['sent_bytes'] / 1e6:.1f} MB; {found['sparse']}")
+    lines += [str(share) for share in test.reports[-1].shares]
+    if explain:
+        lines += [f"  {one['name']}: {one['path']}, {one['reason']}" for one in test.tensor_paths]
     if test.synthetic:
         lines.append("parameters of reduced width without an engine: every tensor compared, nothing generated")
     else:

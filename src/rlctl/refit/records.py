@@ -109,6 +109,21 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Tensors that take one receive path for one reason."""
+
+    path: str
+    reason: str
+    tensors: int
+    bytes: int
+    """Of the published tensors, once."""
+
+    def __str__(self) -> str:
+        way = "written directly" if self.path == "direct" else "through vLLM's loader"
+        return f"{self.tensors} tensors ({self.bytes / 1e6:.1f} MB) {way}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class RefitReport:
     """A finished refit."""
 
@@ -120,12 +135,15 @@ class RefitReport:
     """Most memory that held weights between the two sides, on one node."""
     verified: int = 0
     """Tensors compared element by element (by fingerprint) at the source and inside every engine; 0: not this time."""
+    unread: int = 0
+    """Tensors that an engine holds in a form that cannot be read back, and which were not compared therefore."""
     verify_s: float = 0.0
     """Seconds of that comparison, not part of `seconds`."""
     mover: str = "shared-memory"
     receive: str = "loader"
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why tensors took the path they took, by path."""
+    """`direct`, `loader`, or `mixed`."""
+    shares: tuple[Share, ...] = ()
+    """The tensors by receive path, and why they took it."""
     sparse: str | None = None
     """With `refit.sparse`: what was sent, or why everything was."""
     sent_bytes: int = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rlctl.backends.vllm.messages import GroupRequest, GroupResult, Sampling
 from rlctl.refit.diagnose import assemble, guess
-from rlctl.refit.records import RefitReport
+from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
 from rlctl.refit.verify import Comparison
 
@@ -77,6 +77,8 @@ class SelfTest:
     comparisons: list[Comparison] = field(default_factory=list)
     verify_seconds: list[float] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """The receive path of each tensor, and why it took it."""
     after: LogprobDifference | None = None
     """Right after refits, on prompts that the engine had cached under the weights before."""
     stale: LogprobDifference | None = None
@@ -117,7 +119,12 @@ class SelfTest:
     def passed(self) -> bool:
         return bool(self.comparisons) and not self.problems
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def tensor_paths(self) -> list[dict[str, str]]:
+        """The receive path of each tensor; twice where engine workers hold it differently."""
+        return [{"name": name, "path": path, "reason": why} for name, of in self.taken.items() for path, why in of]
+
+    def to_json(self, explain: bool = False) -> dict[str, Any]:
         warm = self.reports[-1]
         speed = warm.gb_per_s
         return {
@@ -148,9 +155,18 @@ class SelfTest:
             "sent_bytes": warm.sent_bytes,
             "sparse": warm.sparse,
             "verify_seconds": self.verify_seconds[-1],
-            "reasons": warm.reasons,
+            "reasons": _reasons(warm.shares),
+            "paths": [asdict(share) for share in warm.shares],
             "passed": self.passed,
-        }
+        } | ({"tensor_paths": self.tensor_paths} if explain else {})
+
+
+def _reasons(shares: tuple[Share, ...]) -> dict[str, str]:
+    """Why tensors took each path."""
+    by_path: dict[str, list[str]] = {}
+    for share in shares:
+        by_path.setdefault(share.path, []).append(f"{share.tensors} {share.reason}")
+    return {path: "; ".join(reasons) for path, reasons in by_path.items()}
 
 
 def seconds_json(report: RefitReport) -> dict[str, float]:
@@ -199,7 +215,7 @@ def run(
             session.engines.call("poison", timeout_s=timeout_s)
         report = session.refit(version, verify=False)
         test.reports.append(report)
-        test.receive = report.receive
+        test.receive, test.taken = report.receive, session.taken
         tell(f"refit {version}: {sum(report.seconds.values()):.3f} s")
         for comparison in _compared(session, test):
             for name in comparison.mismatched[: EXPLAINED - len(test.causes)]:
@@ -232,6 +248,7 @@ def run_without_engine(
         if version > 1:
             session.policy.call("refit_perturb", version, PERTURBATION, _share(session), timeout_s=timeout_s)
         test.reports.append(session.refit(version, verify=False))
+        test.taken = session.taken
         _compared(session, test)
         count, seconds = test.comparisons[-1].tensors, sum(test.reports[-1].seconds.values())
         tell(f"refit {version}: {count} tensors in {seconds:.3f} s, {1e6 * seconds / count:.1f} microseconds a tensor")

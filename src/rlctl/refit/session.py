@@ -24,7 +24,18 @@ from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, staging_bytes
-from rlctl.refit.records import Changes, Channel, Made, Opened, RefitReport, Sent, SourcePlace, SourceSetup, TableRow
+from rlctl.refit.records import (
+    Changes,
+    Channel,
+    Made,
+    Opened,
+    RefitReport,
+    Sent,
+    Share,
+    SourcePlace,
+    SourceSetup,
+    TableRow,
+)
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
 
@@ -74,6 +85,9 @@ class RefitSession:
         """Version that every engine holds whole."""
         self._since_full = 0
         self.opened = self.broken = False
+        self.taken: dict[str, tuple[tuple[str, str], ...]] = {}
+        """The receive path of each tensor and why it takes it; more than one where workers hold it differently."""
+        self.shares: tuple[Share, ...] = ()
         self.last_comparison: Comparison | None = None
         self._dtype, self._converted = dtype, converted or {}
 
@@ -97,6 +111,8 @@ class RefitSession:
         needs: list[list[Need]] = self._wait("open", self.engines, "refit_needs")
         flat = [need for of_engine in needs for need in of_engine]
         self.setup = replace(self.setup, table=_as_held(self.setup.table, flat))
+        self.taken = _taken(self.setup.table, flat)
+        self.shares = _shares(self.setup.table, self.taken)
         self.mover = choose_mover(self.settings.mover, flat, places, self.settings.directory)
         channels = plan_channels(
             self.mover,
@@ -205,10 +221,11 @@ class RefitSession:
             bytes=self.payload_bytes,
             staging_bytes=self.staging_bytes,
             verified=verified,
+            unread=len(self.last_comparison.unread) if verified and self.last_comparison else 0,
             verify_s=verify_s,
             mover=self.mover,
             receive=received[0].path,
-            reasons=received[0].reasons,
+            shares=self.shares,
             sparse=said,
             sent_bytes=sum(one.bytes for one in sent),
             packing_s=max(one.packing_s for one in sent),
@@ -356,6 +373,24 @@ def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, 
         if len(held) < len(table):  # replicas and slices of the same tensors say the same
             held |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
     return tuple(replace(row, dtype=held.get(row.name, row.dtype)) for row in table)
+
+
+def _taken(table: tuple[TableRow, ...], needs: list[Need]) -> dict[str, tuple[tuple[str, str], ...]]:
+    """The ways of each tensor into the engines' workers, as (path, reason), in the order of `table`."""
+    found: dict[str, dict[tuple[str, str], None]] = {row.name: {} for row in table}
+    for one in {one for need in needs for one in need.taken}:
+        for tensor in one.tensors:
+            found[tensor][one.path, one.reason] = None
+    return {tensor: tuple(sorted(ways)) for tensor, ways in found.items()}
+
+
+def _shares(table: tuple[TableRow, ...], taken: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
+    """The tensors counted by path and reason."""
+    rows: dict[tuple[str, str], list[TableRow]] = {}
+    for row in table:
+        for way in taken[row.name]:
+            rows.setdefault(way, []).append(row)
+    return tuple(Share(*way, len(own), sum(row.bytes for row in own)) for way, own in sorted(rows.items()))
 
 
 def _published(facts: ModelFacts, dtype: str) -> tuple[TableRow, ...]:

@@ -18,7 +18,7 @@ from rlctl.backends.vllm.channel import Connection, Need, cut_rounds, payload_by
 from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.direct import Target
 from rlctl.backends.vllm.inlets import open_inlet
-from rlctl.backends.vllm.messages import Reading, Received
+from rlctl.backends.vllm.messages import Reading, Received, Taken
 from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, Timed
 from rlctl.backends.vllm.segment import this_node
 from rlctl.backends.vllm.sparse import SparseReceiver, require_base
@@ -134,8 +134,8 @@ class SyntheticEngine:
         self.refit_close()
 
     def refit_needs(self) -> list[Need]:
-        reason = "parameters without an engine"
-        return [Need(self.name, this_node(), device_name(self.device), os.getpid(), "direct", reason, self.layout)]
+        taken = Taken("direct", "parameters without an engine", tuple(self.layout.by_tensor))
+        return [Need(self.name, this_node(), device_name(self.device), os.getpid(), (taken,), self.layout)]
 
     def refit_connect(self, connections: tuple[Connection, ...]) -> None:
         self._link = connections[0]

@@ -71,10 +71,12 @@ def compare(source: dict[str, int], readings: Sequence[Reading], sample: Sequenc
 
 
 def _why_unread(tensor: str, unreadable: dict[str, str]) -> str:
-    """The reason of a parameter that may hold `tensor`, by their names; empty where there is none."""
+    """The reason given for `tensor`, or that of a parameter that may hold it, by their names; empty: there is none."""
+    if tensor in unreadable:
+        return unreadable[tensor]
     for parameter, why in unreadable.items():
         module = parameter.rpartition(".")[0]
-        if tensor == parameter or tensor.startswith((f"{module}.", f"{module.removesuffix('.routed_experts')}.")):
+        if tensor.startswith((f"{module}.", f"{module.removesuffix('.routed_experts')}.")):
             return f"{parameter} {why}"
     return ""
 

@@ -235,8 +235,8 @@ def _engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[WorkerGroup
     """Engines with the weights asked for."""
     with tempfile.TemporaryDirectory(prefix="rlctl-generate-") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the engine" if plan.generation.engines == 1 else f"starting {plan.generation.engines} engines")
-        start = _refitted if job.megatron is not None else _plain
-        with start(job, plan, Path(logs)) as engines:
+        refitted = job.megatron is not None
+        with _refitted(job, plan, Path(logs), tell) if refitted else _plain(job, plan, Path(logs)) as engines:
             yield engines
 
 
@@ -269,7 +269,7 @@ def _plain(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGroup]:
 
 
 @contextlib.contextmanager
-def _refitted(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGroup]:
+def _refitted(job: CompletionJob, plan: Plan, logs: Path, tell: Tell) -> Iterator[WorkerGroup]:
     """Engines refitted from a Megatron checkpoint, which a policy on the same devices reads."""
     from rlctl.refit.session import RefitSession
     from rlctl.rl.crew import start_crew
@@ -294,7 +294,8 @@ def _refitted(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGrou
         turns.to_weights()
         session.open()
         try:
-            session.refit(job.checkpoint.step if job.checkpoint else 0)
+            for share in session.refit(job.checkpoint.step if job.checkpoint else 0).shares:
+                tell(f"weights: {share}")
             with turns.generating():
                 yield crew.engines
         finally:

@@ -230,10 +230,13 @@ class _Loop:
             self.display.say(self.agreement.note)
         self.display.doing("first refit, every tensor compared")
         report = self.parts.refit(self.first)
+        unread = f"; {report.unread} cannot be read back from it" if report.unread else ""
         self.display.say(
             f"weights in the engine: {report.bytes / 1e6:.0f} MB in {sum(report.seconds.values()):.1f} s, "
-            f"{report.verified} tensors compared, all equal"
+            f"{report.verified} tensors compared, all equal{unread}"
         )
+        for share in report.shares:
+            self.display.say(str(share))
         with stop.between_steps():
             for step in range(self.first, steps):
                 self._step(step, last=step + 1 == steps, stop=stop)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine_host import FamilyEngine, hosted
+from engine_host import FamilyEngine
 from engine_policies import generate, largest_logprob_error
 from rlctl.backends.vllm.messages import Sampling
 from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
@@ -22,6 +22,16 @@ PERTURBED = 0.1  # smallest change of log-probs that new weights must show
 SAMPLING = Sampling(12)
 # vLLM's loader of gpt-oss writes into parameters behind the reload's back: the direct path alone refits it.
 LOADER_LOSES = {"gpt_oss"}
+# What the loader is left with when rlctl is told that it does not know how such modules keep their weights.
+UNKNOWN = {
+    "deepseek_v3": ("routed_experts", "kv_b_proj", "gate"),
+    "qwen3_moe": ("routed_experts", "o_proj"),
+    "mixtral": ("routed_experts", "qkv_proj"),
+    "gpt_oss": ("qkv_proj", "o_proj"),
+    "llama-tied": ("embed_tokens", "lm_head", "down_proj"),
+    "gemma3": ("embed_tokens", "down_proj"),
+}
+SMALL_BUFFERS = 300_000  # bytes: tensors of both paths share rounds, and some are larger than a buffer
 QUICK = {("deepseek_v3", 1), ("qwen3_moe", 2)}
 CASES = [
     pytest.param((family, tp), id=f"{family}-tp{tp}", marks=() if (family, tp) in QUICK else pytest.mark.slow)
@@ -31,10 +41,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One process for all engines of this file, one after the other."""
-    with hosted(placement, tmp_path_factory.mktemp("family-logs")) as group:
-        yield group
+def host(family_host: Any) -> Iterator[Any]:
+    """The process of all engines of this file, one after the other."""
+    yield family_host
+    family_host.call("close")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -82,6 +92,31 @@ def test_poisoned_engines_are_whole_after_one_refit(engine: FamilyEngine) -> Non
         assert engine.call("received")[0].path == path
         assert difference(engine).equal, difference(engine)
         assert largest_logprob_error(generate(engine, SAMPLING), engine.policy, SAMPLING) < TOLERANCE
+
+
+def test_what_is_declared_unknown_arrives_with_the_rest(engine: FamilyEngine) -> None:
+    """Some tensors through the loader and the others directly. What rlctl is told that it does not know how to place can
+    be read back all the same."""
+    leaves = UNKNOWN.get(engine.family, ("qkv_proj", "down_proj"))
+    try:
+        for version in (5, 6):
+            engine.policy.perturb(version)
+            engine.call("poison")
+            engine.host("declare_unknown", *leaves)
+            engine.policy.refit(engine, version, "auto", SMALL_BUFFERS)
+            assert engine.call("received")[0].path == "mixed"
+            assert loaded_modules(engine) == set(leaves)
+            engine.host("declare_unknown")
+            assert difference(engine).equal, difference(engine)
+            assert not difference(engine).unread
+            assert largest_logprob_error(generate(engine, SAMPLING), engine.policy, SAMPLING) < TOLERANCE
+    finally:
+        engine.host("declare_unknown")
+
+
+def loaded_modules(engine: FamilyEngine) -> set[str]:
+    """What the modules are called that the last refit went into through the loader."""
+    return {path.rpartition(".")[2] for path in engine.host("reloaded")}
 
 
 def test_one_wrong_element_is_found(engine: FamilyEngine) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_host import FamilyEngine, hosted
+from engine_host import FamilyEngine
 from engine_policies import generate
 from rlctl.backends.vllm.messages import Sampling
 from rlctl.backends.vllm.routed import assembled
@@ -39,9 +39,10 @@ def test_cached_beginnings_are_those_of_the_sample_that_computed_them() -> None:
 
 
 @pytest.fixture(scope="module")
-def host(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with hosted(placement, tmp_path_factory.mktemp("routing-logs")) as group:
-        yield group
+def host(family_host: Any) -> Iterator[Any]:
+    """The process of all engines of this file, one after the other."""
+    yield family_host
+    family_host.call("close")
 
 
 @pytest.mark.slow

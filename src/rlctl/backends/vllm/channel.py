@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rlctl.backends.vllm.messages import Taken
 from rlctl.backends.vllm.segment import SegmentAddress
 from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, Span, View, cut, volume, whole
 from rlctl.weights.plan import SingleWorld
@@ -65,10 +66,8 @@ class Need:
     node: str
     device: str
     process: int
-    path: str
-    """`loader` or `direct`."""
-    reason: str
-    """Why that path."""
+    taken: tuple[Taken, ...]
+    """The way of each tensor, and why."""
     layout: Layout
     whole_only: str = ""
     """Why changed elements alone are no use to it; empty: they are."""
@@ -178,6 +177,11 @@ def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
     params = {name: ParamSpec(tuple(shape), dtype) for name, dtype, shape in rows}
     pieces = tuple(Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, _, shape in rows)
     return Layout(0, params, pieces)
+
+
+def joined(first: Layout, second: Layout) -> Layout:
+    """One layout of two that have no parameter in common, `first` before `second`."""
+    return Layout(first.rank, {**first.params, **second.params}, (*first.pieces, *second.pieces))
 
 
 def rows_of(box: Box) -> tuple[slice, ...]:

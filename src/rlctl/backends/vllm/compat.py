@@ -178,6 +178,34 @@ def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
     return found
 
 
+def reloads_as_a_whole(model: torch.nn.Module) -> bool:
+    """Whether the model's own loader begins and ends a layerwise reload of all layers: models of torchao."""
+    return bool(getattr(model, "_do_torchao_reload", False))
+
+
+def waits_for_weights(module: torch.nn.Module) -> bool:
+    """Whether a module in the middle of a layerwise reload has been given nothing yet."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(module)
+    return info.can_load() and info.load_numel == 0
+
+
+def made_of_others(model: torch.nn.Module, part: torch.nn.Module) -> list[Any]:
+    """Modules outside `part` that compute with what they made of the weights of one inside, and must make it again.
+
+    Latent attention keeps the two halves of kv_b of its own. Inside `part` the reload itself sees to it.
+    """
+    inside = set(part.modules())
+    return [
+        module
+        for module in model.modules()
+        if module not in inside
+        and any(base.__name__ == "MLAAttention" for base in type(module).__mro__)
+        and getattr(module, "kv_b_proj", None) in inside
+    ]
+
+
 def why_quantised(module: Any) -> str:
     """Why a layer's parameters are not the published ones, whatever their shape; empty: they are."""
     method = getattr(module, "quant_method", None)

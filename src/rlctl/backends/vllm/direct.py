@@ -1,20 +1,20 @@
 """The direct receive path: rows of published tensors straight into what a running model computes with.
 
 A matrix that is stored plainly is overwritten in place. One that the CPU platform keeps repacked, and an expert that it
-keeps in an order of its own, is packed again from the staging memory, without the loader's buffers and bookkeeping. A
-model with a parameter that `live` cannot place goes through the loader as a whole.
+keeps in an order of its own, is packed again from the staging memory, without the loader's buffers and bookkeeping.
+`assignment` says which tensors come this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from rlctl.backends.vllm import expert_packing
-from rlctl.backends.vllm.live import Form, Part, Site, sites
+from rlctl.backends.vllm.live import Form, Site
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span
 
 
@@ -33,16 +33,10 @@ def param_name(site: Site) -> str:
 
 
 class DirectWriter:
-    """What one worker's model needs, and writing it. `reason` says why it cannot; None: it can."""
+    """What goes into some places of one worker's model, and writing it."""
 
-    def __init__(self, model: torch.nn.Module, tensors: set[str]) -> None:
-        found = sites(model)
-        self.reason = _why_not(found.found, found.unreadable, tensors)
-        if self.reason is None:
-            for site in found.found:
-                if site.lookup and site.packed:
-                    _drop_unused_copy(site)
-        self.sites = [site for site in sites(model).found if site.parts]
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites = [_without_unused_copy(site) for site in sites]
         self._padded: dict[tuple[int, ...], torch.Tensor] = {}
 
     def layout(self) -> Layout:
@@ -140,25 +134,9 @@ def _pieces(site: Site, name: str, width: tuple[int, ...]) -> list[Piece]:
     return found
 
 
-def _why_not(found: list[Site], unreadable: dict[str, str], tensors: set[str]) -> str | None:
-    if unreadable:
-        name, why = next(iter(unreadable.items()))
-        return f"{len(unreadable)} parameters cannot be written directly ({name} {why})"
-    held = {part.tensor for site in found for part in site.parts}
-    # What one of several ranks does not hold another one does: verification looks at all of them.
-    unmatched = held ^ tensors if torch.distributed.get_world_size() == 1 else held - tensors
-    if unmatched:
-        return f"{len(unmatched)} tensors do not match parameters one to one ({min(unmatched)})"
-    for site in found:
-        if site.form is Form.PLAIN and site.parts and _rows(site) != _last(site.parts):
-            return f"{site.path}.{site.parameter} is padded between its parts"
-    return None
-
-
-def _last(parts: tuple[Part, ...]) -> int:
-    return max(part.row + part.rows for part in parts)
-
-
-def _drop_unused_copy(site: Site) -> None:
+def _without_unused_copy(site: Site) -> Site:
     """vLLM packs the input embedding for products too, which nobody computes with it."""
+    if not (site.lookup and site.packed):
+        return site
     site.module.cpu_linear = torch.nn.functional.linear
+    return replace(site, form=Form.PLAIN)

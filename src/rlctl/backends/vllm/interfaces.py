@@ -28,6 +28,7 @@ class Interface:
 
 LAYERS = "vllm.model_executor.layers"
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+LAYERS_RELOADING = "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo"
 TRANSFER = "vllm.distributed.weight_transfer"
 CORE = "vllm.v1.engine.core:EngineCore"
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
@@ -84,12 +85,15 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{WORKER}.finish_weight_update"),
     Interface(f"{WORKER}._weight_update_active"),
     Interface(f"{WORKER}.weight_transfer_engine"),
-    # The loader's receive path (compat.py, reload.py)
+    # The loader's receive path (reload.py, compat.py)
     Interface(f"{LAYERWISE}:initialize_layerwise_reload", ("model",)),
     Interface(f"{LAYERWISE}:finalize_layerwise_reload"),
     Interface(f"{LAYERWISE}:get_layerwise_info", ("layer",)),
     Interface(f"{LAYERWISE}:_place_kernel_tensors", ("layer", "info")),
     Interface(f"{LAYERWISE}:LOADING_LAYERS"),
+    Interface(f"{LAYERS_RELOADING}.can_load"),
+    Interface(f"{LAYERS_RELOADING}.load_numel"),
+    Interface(f"{LAYERS}.attention.mla_attention:MLAAttention.process_weights_after_loading"),
     # Where weights live (live_layers.py, compat.py)
     Interface(f"{LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding.shard_indices"),
     Interface(f"{LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding.org_vocab_size"),

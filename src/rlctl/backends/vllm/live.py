@@ -30,26 +30,39 @@ class Sites(NamedTuple):
     """Everything found in a model."""
 
     found: list[Site]
+    """What rlctl can read and write itself."""
+    opaque: list[Site]
+    """Of which it knows what tensors they hold, and not how."""
     unreadable: dict[str, str]
-    """Parameter -> why neither its values nor its place are known."""
+    """Parameter -> why its values are not known."""
+    unknown: tuple[str, ...]
+    """Those of them of which it is not known either what tensors they hold."""
 
 
 def sites(model: torch.nn.Module) -> Sites:
     """The parameters that rlctl can read and write itself, and those that it cannot."""
-    found, unreadable = live_layers.walk(model)
+    every = live_layers.walk(model)
     if getattr(model.config, "tie_word_embeddings", False):
-        found = _name_after_input_embedding(found)
+        every = _name_after_input_embedding(every)
     for vllm, published in RENAMED.get(type(model).__name__, ()):
-        found = [_renamed(site, vllm, published) for site in found]
-    for site in [site for site in found if not _holds_its_parts(site)]:
-        found.remove(site)
-        unreadable[f"{site.path}.{site.parameter}"] = f"is kept with shape {tuple(site.kept().shape)}"
-    covered = {f"{site.path}.{site.parameter}" for site in found} | set(unreadable)
-    for name, _ in model.named_parameters():
-        if name not in covered:
-            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            unreadable[name] = f"is stored in a form of its own by {owner}"
-    return Sites(found, unreadable)
+        every = [_renamed(site, vllm, published) for site in every]
+    every = [site.because(site.opaque or _why_misshapen(site)) for site in every]
+    found, opaque = [site for site in every if not site.opaque], [site for site in every if site.opaque]
+    readable = {f"{site.path}.{site.parameter}" for site in found}
+    unreadable = {name: site.opaque for site in opaque for name in _parameters(site) if name not in readable}
+    covered = readable | set(unreadable)
+    unknown = [name for name, _ in model.named_parameters() if name not in covered]
+    for name in unknown:
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        unreadable[name] = f"is stored in a form of its own by {owner}"
+    return Sites(found, opaque, unreadable, tuple(unknown))
+
+
+def _parameters(site: Site) -> Iterator[str]:
+    """The names of an opaque site's parameter and of what its module keeps beside it, scales for one."""
+    yield f"{site.path}.{site.parameter}"
+    if isinstance(site.module, torch.nn.Module):
+        yield from (f"{site.path}.{name}" for name, _ in site.module.named_parameters(recurse=False))
 
 
 def dtypes(model: torch.nn.Module) -> dict[str, str]:
@@ -62,15 +75,16 @@ def dtypes(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
-def _holds_its_parts(site: Site) -> bool:
-    """Whether the parameter is large enough for what it should hold; kernels may have taken its memory away."""
+def _why_misshapen(site: Site) -> str:
+    """Why the parameter cannot hold its parts: kernels may have taken its memory away. Empty: it can."""
     if site.form is Form.REPACKED or not site.parts:
-        return True
+        return ""
     kept = site.kept()
     last, shape = max(part.row + part.rows for part in site.parts), tuple(kept.shape)
     if site.transposed:
         shape = shape[::-1]
-    return len(shape) > 0 and shape[0] >= last and (len(shape) == 1 or shape[1] >= site.columns)
+    holds = len(shape) > 0 and shape[0] >= last and (len(shape) == 1 or shape[1] >= site.columns)
+    return "" if holds else f"is kept with shape {tuple(kept.shape)}"
 
 
 def _name_after_input_embedding(found: list[Site]) -> list[Site]:
@@ -99,6 +113,14 @@ def read(sites_: list[Site]) -> Iterator[Reading]:
                 box = site.box(part, stored)
                 value = fingerprint(box, part.shape, part.start)
                 yield Reading(part.tensor, part.shape, part.start, tuple(box.shape), value, site.name)
+
+
+def unread(sites_: Sites) -> list[Reading]:
+    """Why values are not known: of each tensor that an opaque site holds, and of each parameter that nobody knows."""
+    tensors = {part.tensor: site for site in sites_.opaque for part in site.parts}
+    found = {name: f"{site.path}.{site.parameter} {site.opaque}" for name, site in tensors.items()}
+    found |= {name: sites_.unreadable[name] for name in sites_.unknown}
+    return [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in found.items()]
 
 
 def _read_packed(site: Site) -> Iterator[Reading]:

@@ -14,8 +14,6 @@ import torch
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.sites import Form, Part, Site
 
-Found = Iterator[Site | tuple[str, str]]
-"""Sites, and (parameter, why it cannot be read)."""
 CORRECTION_BIAS = "e_score_correction_bias"
 # What fused modules consist of, where a model's class does not list them.
 FUSED = {
@@ -25,42 +23,35 @@ FUSED = {
 }
 
 
-def walk(model: torch.nn.Module) -> tuple[list[Site], dict[str, str]]:
-    """Sites of all modules, and the parameters that are known not to be readable."""
+def walk(model: torch.nn.Module) -> list[Site]:
+    """Sites of all modules."""
     fused: dict[str, list[str]] = FUSED | getattr(model, "packed_modules_mapping", {})
     paths = {id(module): path for path, module in model.named_modules()}
-    found: list[Site] = []
-    unreadable: dict[str, str] = {}
-    for path, module in model.named_modules():
-        for one in _of_module(path, module, fused, paths):
-            if isinstance(one, Site):
-                found.append(one)
-            else:
-                unreadable[one[0]] = one[1]
-    return found, unreadable
+    return [site for path, module in model.named_modules() for site in _of_module(path, module, fused, paths)]
 
 
-def _of_module(path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str]) -> Found:
+def _of_module(
+    path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str]
+) -> Iterator[Site]:
     kind = {base.__name__ for base in type(module).__mro__}
-    if kind & {"VocabParallelEmbedding", "LinearBase"} and (why := compat.why_quantised(module)):
-        yield from ((f"{path}.{name}", why) for name, _ in module.named_parameters(recurse=False))
-    elif "VocabParallelEmbedding" in kind:
-        yield _embedding(path, module, output="ParallelLMHead" in kind)
+    if "VocabParallelEmbedding" in kind:
+        yield _embedding(path, module, output="ParallelLMHead" in kind).because(compat.why_quantised(module))
     elif "LinearBase" in kind:
-        yield from _linear(path, module, kind, fused)
+        why = compat.why_quantised(module)
+        yield from (site.because(why) for site in _linear(path, module, kind, fused))
         yield from _correction_bias(path, module, path)
     elif "MLAAttention" in kind:
         yield from _absorbed(path, module, paths)
     elif "RoutedExperts" in kind or ("FusedMoE" in kind and hasattr(module, "w13_weight")):
         yield from _experts(path, module)
-        yield from _correction_bias(path, module, f"{_block(path)}.gate")
+        yield from _correction_bias(path, module, f"{_block(path)}.gate", derived=True)
     elif any("Norm" in name for name in kind) and list(module.parameters(recurse=False)):
         yield from _whole(path, module)
     if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
         yield from _sinks(path, module)
     router = getattr(module, "router", None)
     if router is not None and not isinstance(router, torch.nn.Module):
-        yield from _correction_bias(f"{path}.router", router, f"{_block(path)}.gate")
+        yield from _correction_bias(f"{path}.router", router, f"{_block(path)}.gate", derived=True)
 
 
 def _whole(path: str, module: torch.nn.Module) -> Iterator[Site]:
@@ -139,13 +130,13 @@ def _block(path: str) -> str:
     return path.removesuffix(".routed_experts").removesuffix(".experts")
 
 
-def _correction_bias(path: str, holder: Any, gate: str) -> Iterator[Site]:
+def _correction_bias(path: str, holder: Any, gate: str, derived: bool = False) -> Iterator[Site]:
     """The expert score correction bias, as the gate, the experts and the router hold it: each must be up to date."""
     bias = getattr(holder, CORRECTION_BIAS, None)
     if isinstance(bias, torch.Tensor):
         shape = tuple(bias.shape)
         part = Part(f"{gate}.{CORRECTION_BIAS}", shape, (0,), 0, shape[0])
-        yield Site(path, holder, CORRECTION_BIAS, (part,), 1)
+        yield Site(path, holder, CORRECTION_BIAS, (part,), 1, derived=derived)
 
 
 def _sinks(path: str, module: Any) -> Iterator[Site]:
@@ -156,7 +147,7 @@ def _sinks(path: str, module: Any) -> Iterator[Site]:
     yield Site(path, module, "sinks", (part,), 1)
     kernel = getattr(getattr(module, "attn", None), "impl", None)
     if isinstance(getattr(kernel, "sinks", None), torch.Tensor):
-        yield Site(f"{path}.attn.impl", kernel, "sinks", (part,), 1)
+        yield Site(f"{path}.attn.impl", kernel, "sinks", (part,), 1, derived=True)
 
 
 def _tensor_parallel() -> tuple[int, int]:
@@ -167,9 +158,10 @@ def _tensor_parallel() -> tuple[int, int]:
 
 def _absorbed(path: str, module: Any, paths: dict[int, str]) -> Iterator[Site]:
     """Latent attention decodes with the two halves of each head of kv_b, transposed and apart."""
-    if not (hasattr(module, "W_UK_T") and hasattr(module, "W_UV")):
-        return
     name, label = f"{paths[id(module.kv_b_proj)]}.weight", f"{path}.W_UK_T and W_UV"
+    if why := _why_not_absorbed(module):
+        yield Site(path, module, "W_UK_T", (_named(name),), 1, derived=True, opaque=why)
+        return
     heads, keys, rank_size = module.W_UK_T.shape
     values = module.W_UV.shape[2]
     tp, rank = _tensor_parallel()
@@ -177,20 +169,32 @@ def _absorbed(path: str, module: Any, paths: dict[int, str]) -> Iterator[Site]:
     for head in range(heads):
         row = (rank * heads + head) * (keys + values)
         key, value = Part(name, shape, (row, 0), 0, keys), Part(name, shape, (row + keys, 0), 0, values)
-        yield Site(path, module, "W_UK_T", (key,), rank_size, index=head, label=label)
-        yield Site(path, module, "W_UV", (value,), rank_size, index=head, label=label, transposed=True)
+        yield Site(path, module, "W_UK_T", (key,), rank_size, index=head, label=label, derived=True)
+        yield Site(path, module, "W_UV", (value,), rank_size, index=head, label=label, derived=True, transposed=True)
 
 
-def _experts(path: str, module: Any) -> Found:
+def _why_not_absorbed(module: Any) -> str:
+    """Why the halves of kv_b are not its own elements; empty: they are."""
+    if why := compat.why_quantised(module.kv_b_proj):
+        return f"is made from kv_b_proj, which {why}"
+    return "" if hasattr(module, "W_UK_T") and hasattr(module, "W_UV") else "is kept in an order of the kernel's own"
+
+
+def _named(tensor: str) -> Part:
+    """The part of an opaque site."""
+    return Part(tensor, (), (), 0, 0)
+
+
+def _experts(path: str, module: Any) -> Iterator[Site]:
     order = compat.expert_order(module)
+    stacked = bool(getattr(module, "w13_bias", None) is not None) and "GptOss" in type(module).__name__
     if order.reason:
-        for name, _ in module.named_parameters(recurse=False):
-            if name != CORRECTION_BIAS:
-                yield f"{path}.{name}", order.reason
+        parts = tuple(_named(name) for name in _expert_names(f"{_block(path)}.experts", module, stacked))
+        own = next((name for name, _ in module.named_parameters(recurse=False) if name != CORRECTION_BIAS), "weights")
+        yield Site(path, module, own, parts, 1, opaque=order.reason)
         return
     form = Form.PERMUTED if order.isa else Form.PLAIN
     shard = compat.expert_shard(module)
-    stacked = bool(getattr(module, "w13_bias", None) is not None) and "GptOss" in type(module).__name__
     maker = _stacked_expert if stacked else _expert
     for local, expert in enumerate(compat.local_experts(module)):
         for parameter, parts, columns in maker(path, module, expert, shard, order.swapped):
@@ -200,6 +204,14 @@ def _experts(path: str, module: Any) -> Found:
                 yield Site(
                     path, module, parameter, parts, columns, form, index=local, isa=order.isa, transposed=stacked
                 )
+
+
+def _expert_names(prefix: str, module: Any, stacked: bool) -> list[str]:
+    """The published tensors of this rank's experts."""
+    if stacked:
+        return [f"{prefix}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")]
+    names = compat.expert_names(module)
+    return [f"{prefix}.{expert}.{name}.weight" for expert in compat.local_experts(module) for name in names]
 
 
 Held = Iterator[tuple[str, tuple[Part, ...], int]]

@@ -138,6 +138,16 @@ class Reading:
     """Why there is no value; empty: there is one."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Published tensors that take one way into a worker's model, for one reason."""
+
+    path: str
+    """`direct` or `loader`."""
+    reason: str
+    tensors: tuple[str, ...]
+
+
 @dataclass
 class Received:
     """What a worker did in one refit."""
@@ -148,5 +158,4 @@ class Received:
     tensors: int = 0
     bytes: int = 0
     path: str = "loader"
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Path -> why it could not be written directly."""
+    """`direct`, `loader`, or `mixed`."""

@@ -16,7 +16,7 @@ def poison(model: torch.nn.Module) -> int:
     Buffers stay: a refit does not send them.
     """
     compat.abandon_layerwise_reload(model)  # parameters of an interrupted reload are not in place
-    found = live.sites(model).found
+    found, opaque = live.sites(model)[:2]
     known = {f"{site.path}.{site.parameter}" for site in found}
     for site in found:
         if site.form is live.Form.REPACKED:
@@ -25,11 +25,22 @@ def poison(model: torch.nn.Module) -> int:
             spoiled = site.kept()
             if site.parts:  # the zeros that other ranks add to one rank's bias are no weights
                 spoiled.fill_(float("nan"))
+    for site in opaque:
+        if site.derived:  # no parameter in every version of vLLM
+            _poison_attributes(site)
     unknown = [parameter for name, parameter in model.named_parameters() if name not in known]
     for parameter in unknown:
         if parameter.is_floating_point():
             parameter.data.fill_(float("nan"))
     return len(found) + len(unknown)
+
+
+def _poison_attributes(site: live.Site) -> None:
+    """Spoil what latent attention made of its kv_b."""
+    for name in ("W_UK_T", "W_UV"):
+        made = getattr(site.module, name, None)
+        if isinstance(made, torch.Tensor):
+            made.data.fill_(float("nan"))
 
 
 def _poison_repacked(site: live.Site) -> None:

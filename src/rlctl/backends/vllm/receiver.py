@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,23 +77,34 @@ class DirectReceiver:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def receive(self, rounds: Rounds, inlet: Timed) -> None:
+        self.begin()
+        for index, chunks in enumerate(rounds):
+            self.write(index, chunks, inlet.wait(index))
+            inlet.done(index)
+
+    def begin(self) -> None:
+        """A refit begins: see where parameters are."""
         self._targets = self.look()
         where = {name: one.memory.data_ptr() for name, one in self._targets.items() if one.memory is not None}
         if where != self._where:  # parameters have moved: work everything out again
             self._where, self._bound = where, {}
-        for index, chunks in enumerate(rounds):
-            buffer = inlet.wait(index)
-            key = (index, buffer.data_ptr())
-            if key not in self._bound:
-                self._bound[key] = self._bind(chunks, buffer)
-            bound = self._bound[key]
-            if bound.targets:
-                torch._foreach_copy_(bound.targets, bound.sources)
-            for pack, fused in bound.packs:
-                pack(fused)
-            inlet.done(index)
 
-    def _bind(self, chunks: tuple[Chunk, ...], buffer: torch.Tensor) -> _Bound:
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether a chunk is of a parameter that is written here."""
+        return chunk.param in self._targets
+
+    def write(self, index: int, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
+        """The chunks of round `index` that are written here."""
+        key = (index, buffer.data_ptr())
+        if key not in self._bound:
+            self._bound[key] = self._bind(chunks, buffer)
+        bound = self._bound[key]
+        if bound.targets:
+            torch._foreach_copy_(bound.targets, bound.sources)
+        for pack, fused in bound.packs:
+            pack(fused)
+
+    def _bind(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> _Bound:
         bound = _Bound(buffer.data_ptr())
         for chunk in chunks:
             target, values = self._targets[chunk.param], chunk_view(buffer, chunk)
@@ -117,25 +128,39 @@ class DirectReceiver:
 
 
 class LoaderReceiver:
-    """Hands whole published tensors to the model's loader.
+    """Hands whole published tensors to the model's loader, and what is written directly to `direct`.
 
     The loader keeps what it is given until a layer is complete, so each tensor is copied out of its buffer: one more
-    copy of the payload in time, and in memory one layer (and a whole tensor where it is larger than a buffer).
+    copy of these tensors in time, and in memory one layer (and a whole tensor where it is larger than a buffer).
     """
 
-    def __init__(self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], device: torch.device) -> None:
-        self.load, self.device = load, device
+    def __init__(
+        self,
+        load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
+        device: torch.device,
+        direct: DirectReceiver,
+    ) -> None:
+        self.load, self.device, self.direct = load, device, direct
 
     def receive(self, rounds: Rounds, inlet: Timed) -> None:
-        self.load(self._tensors(rounds, inlet))
+        """All rounds; those before the first tensor for the loader are written before it is called."""
+        self.direct.begin()
+        alone = next((at for at, own in enumerate(rounds) if not all(map(self.direct.holds, own))), len(rounds))
+        for index, chunks in enumerate(rounds[:alone]):
+            self.direct.write(index, chunks, inlet.wait(index))
+            inlet.done(index)
+        self.load(self._tensors(rounds, alone, inlet))
 
-    def _tensors(self, rounds: Rounds, inlet: Timed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, rounds: Rounds, first: int, inlet: Timed) -> Iterator[tuple[str, torch.Tensor]]:
         shapes = {chunk.param: tuple(span.last + 1 for span in chunk.box) for own in rounds for chunk in own}
         open_: dict[str, torch.Tensor] = {}
-        for index, chunks in enumerate(rounds):
+        for index, chunks in enumerate(rounds[first:], first):
             buffer = inlet.wait(index)
+            self.direct.write(index, [chunk for chunk in chunks if self.direct.holds(chunk)], buffer)
             ready: list[tuple[str, torch.Tensor]] = []
             for chunk in chunks:
+                if self.direct.holds(chunk):
+                    continue
                 values = chunk_view(buffer, chunk)
                 if chunk.param not in open_ and chunk.last:
                     ready.append((chunk.param, values.to(self.device, copy=True)))

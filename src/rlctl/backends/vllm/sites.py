@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -59,6 +59,10 @@ class Site:
     """PERMUTED: which of vLLM's orders."""
     label: str = ""
     """What readings call it, where boxes of one tensor lie in several sites."""
+    derived: bool = False
+    """Made from, or the same memory as, what another module was loaded with: no loader writes here."""
+    opaque: str = ""
+    """Why it is not known how the parts are kept; their shapes and rows mean nothing then. Empty: it is known."""
 
     @property
     def packed(self) -> bool:
@@ -67,6 +71,10 @@ class Site:
     @property
     def name(self) -> str:
         return self.label or f"{self.path}.{self.parameter}"
+
+    def because(self, why: str) -> Site:
+        """The site as an opaque one; itself where `why` is empty."""
+        return replace(self, opaque=why) if why else self
 
     def kept(self) -> torch.Tensor:
         """The tensor as the module keeps it: the matrix of the stack, in whatever order it is in."""

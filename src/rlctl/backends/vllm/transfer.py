@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,14 +21,15 @@ from vllm.platforms import current_platform
 
 from rlctl.backends.vllm import buffers, compat, live, routing
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
-from rlctl.backends.vllm.channel import Connection, Lengths, Need, cut_rounds, payload_bytes, whole_tensors
+from rlctl.backends.vllm.assignment import Assignment, all_loaded, assign
+from rlctl.backends.vllm.channel import Connection, Lengths, Need, cut_rounds, joined, payload_bytes, whole_tensors
 from rlctl.backends.vllm.cuda_buffers import device_name
 from rlctl.backends.vllm.direct import DirectWriter
 from rlctl.backends.vllm.inlets import open_inlet
 from rlctl.backends.vllm.messages import Reading, Received
 from rlctl.backends.vllm.poison import poison
 from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, LoaderReceiver, Timed
-from rlctl.backends.vllm.reload import ReloadFixes
+from rlctl.backends.vllm.reload import Reload
 from rlctl.backends.vllm.segment import this_node
 from rlctl.backends.vllm.sparse import SparseReceiver, require_base, why_not
 from rlctl.errors import ConfigError, WorkerError
@@ -72,24 +74,34 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         buffers.record(self.model)
         self.info = init_info
-        self.writer: DirectWriter | None = None
-        self.reason = "asked for" if init_info.receive == "loader" else None
-        if init_info.receive != "loader":
-            compat.abandon_layerwise_reload(self.model)  # parameters of an interrupted reload are not in place
-            writer = DirectWriter(self.model, {row[0] for row in init_info.table})
-            self.writer, self.reason = (writer, None) if writer.reason is None else (None, writer.reason)
-        if init_info.receive == "direct" and self.writer is None:
-            raise ConfigError(f"--receive direct: {self.reason}.", "Use --receive auto or loader.")
-        self.layout = self.writer.layout() if self.writer is not None else whole_tensors(self._as_held(init_info.table))
-        self.receiver = (
-            DirectReceiver(self.writer.targets)
-            if self.writer is not None
-            else LoaderReceiver(self.model.load_weights, self.device)
-        )
+        compat.abandon_layerwise_reload(self.model)  # parameters of an interrupted reload are not in place
+        self.assignment = self._assign({row[0] for row in init_info.table}, init_info.receive)
+        loaded = [row for row in init_info.table if row[0] in self.assignment.loaded]
+        self.writer = DirectWriter(self.assignment.direct)
+        # What is written directly comes first, and the rest is left for one call of the model's loader.
+        self.layout = joined(self.writer.layout(), whole_tensors(self._as_held(loaded)))
+        direct = DirectReceiver(self.writer.targets)
+        self.receiver = LoaderReceiver(self.model.load_weights, self.device, direct) if loaded else direct
 
-    def _as_held(self, table: tuple[TensorRow, ...]) -> list[TensorRow]:
+    def _assign(self, tensors: set[str], receive: Receive) -> Assignment:
+        """The way of each tensor. Raises ConfigError where `receive` is `direct` and one cannot be written so."""
+        if receive == "loader":
+            return all_loaded(tensors, "asked for")
+        if compat.reloads_as_a_whole(self.model):
+            found = all_loaded(tensors, "torchao's loader renews a model as a whole")
+        else:
+            found = assign(live.sites(self.model), tensors, alone=torch.distributed.get_world_size() == 1)
+        if receive == "direct" and found.loaded:
+            tensor, why = next(iter(found.loaded.items()))
+            raise ConfigError(
+                f"--receive direct: {len(found.loaded)} tensors cannot be written directly ({tensor}: {why}).",
+                "Use --receive auto or loader.",
+            )
+        return found
+
+    def _as_held(self, table: Sequence[TensorRow]) -> list[TensorRow]:
         """`table` with the dtypes in which the model holds the tensors: the loader would widen what came rounded."""
-        held = live.dtypes(self.model)
+        held = live.dtypes(self.model) if table else {}
         return [(name, held.get(name, dtype), shape) for name, dtype, shape in table]
 
     def connect(self, connection: Connection, name: str) -> None:
@@ -100,15 +112,11 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.inlet = open_inlet(connection, self.rounds, name, self.device)
 
     def start_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         compat.abandon_layerwise_reload(self.model)
-        self.received = self._new_record()
-        if self.writer is not None:
-            return
-        self.fixes = ReloadFixes(self.model)
-        self.fixes.before()
-        initialize_layerwise_reload(self.model)
+        self.received = Received(path=self.assignment.path)
+        if self.assignment.loaded:
+            self.reload = Reload(self.model, self.assignment.reloaded, self.assignment.opaque)
+            self.reload.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class synchronises an accelerator, which a CPU worker does not have.
@@ -136,38 +144,23 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.received.bytes = payload_bytes(self.rounds)
 
     def _receive_changes(self, inlet: Timed, rounds: int) -> None:
-        assert self.writer is not None
         link = self.connection
         receiver = SparseReceiver(self.writer.targets(), list(self.layout.params), len(link.senders), link.capacity)
         receiver.receive(rounds, inlet)
 
     def whole_only(self) -> str:
         """Why changed elements alone are no use; empty: they are."""
-        if self.writer is None:
-            return f"the loader takes whole tensors ({self.reason})"
+        if self.assignment.loaded:
+            tensor, why = next(iter(self.assignment.loaded.items()))
+            return f"the loader takes whole tensors ({tensor}: {why})"
         return why_not(self.writer.targets())
 
     def finish_weight_update(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        begun = time.perf_counter()
-        if self.writer is not None:
+        if not self.assignment.loaded:
             return
-        finalize_layerwise_reload(self.model, self.model_config)
-        self.fixes.after()
+        begun = time.perf_counter()
+        self.reload.finish(self.model_config)
         self.received.seconds += time.perf_counter() - begun
-
-    def path(self) -> tuple[str, str]:
-        """(receive path, why)."""
-        if self.writer is None:
-            return "loader", self.reason or ""
-        plain = sum(site.form is live.Form.PLAIN for site in self.writer.sites)
-        packed = len(self.writer.sites) - plain
-        return "direct", f"{plain} parameters are stored plainly and overwritten, {packed} are packed again in place"
-
-    def _new_record(self) -> Received:
-        path, why = self.path()
-        return Received(path=path, reasons={path: why})
 
     def shutdown(self) -> None:
         if self.inlet is not None:
@@ -188,15 +181,13 @@ class RlctlWorkerExtension:
     def rlctl_need(self, engine: str) -> Need:
         """What this worker of `engine` asks for in every refit, and where it is."""
         transfer = self.weight_transfer_engine
-        path, reason = transfer.path()
         name = f"{engine} worker {self.rank}"
         return Need(
             name,
             this_node(),
             device_name(transfer.device),
             os.getpid(),
-            path,
-            reason,
+            transfer.assignment.taken(),
             transfer.layout,
             transfer.whole_only(),
         )
@@ -228,8 +219,8 @@ class RlctlWorkerExtension:
         Every parameter that cannot be read back has a reading that says why.
         """
         model = self.model_runner.get_model()
-        found, unreadable = live.sites(model)
-        unread = [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in unreadable.items()]
+        every = live.sites(model)
+        found, unread = every.found, live.unread(every)
         if tensors is not None:
             wanted = set(tensors)
             return [*live.read([s for s in found if any(p.tensor in wanted for p in s.parts)]), *unread]

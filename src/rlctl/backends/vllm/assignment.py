@@ -1,0 +1,142 @@
+"""Which way each published tensor takes into the model of one worker, and why.
+
+A tensor is written directly where all its places are known, and goes through vLLM's loader otherwise. The loader's
+layerwise reload takes modules out of use, so a module is given to it as a whole, with the tensors of all its
+parameters; the other modules stay as they are. Where it is not known which tensors a parameter holds, the layer around
+it is given to the loader, and where there is no such layer, the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from rlctl.backends.vllm.live import Form, Site, Sites
+from rlctl.backends.vllm.messages import Taken
+
+DIRECT, LOADER, MIXED = "direct", "loader", "mixed"
+MODEL = ""
+"""The path of the model itself."""
+WRITTEN = {
+    Form.PLAIN: "stored plainly and overwritten",
+    Form.REPACKED: "packed again for the processor's matrix products",
+    Form.PERMUTED: "packed again for the processor's product of experts",
+}
+BESIDE = "in one module with a tensor that goes through the loader"
+UNMATCHED = "in a layer with parameters and tensors that are not known to match"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker writes directly, and what it leaves to the loader."""
+
+    direct: tuple[Site, ...]
+    loaded: dict[str, str]
+    """Published tensor -> why it goes through the loader."""
+    reloaded: tuple[str, ...] = ()
+    """Paths of the modules that this fills, with all below them."""
+    opaque: tuple[str, ...] = ()
+    """Those of the modules, or below them, that nothing but the loader is known to fill."""
+
+    @property
+    def path(self) -> str:
+        """`direct`, `loader`, or `mixed`."""
+        if not self.loaded:
+            return DIRECT
+        return MIXED if self.direct else LOADER
+
+    def taken(self) -> tuple[Taken, ...]:
+        """The tensors by path and reason."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for tensor, why in (_written(self.direct) | self.loaded).items():
+            found.setdefault((LOADER if tensor in self.loaded else DIRECT, why), []).append(tensor)
+        return tuple(Taken(path, why, tuple(tensors)) for (path, why), tensors in found.items())
+
+
+def all_loaded(tensors: Collection[str], why: str) -> Assignment:
+    """Everything through the loader."""
+    return Assignment((), dict.fromkeys(tensors, why), (MODEL,))
+
+
+def assign(sites: Sites, tensors: Collection[str], *, alone: bool) -> Assignment:
+    """The assignment of a model with `sites` that is sent `tensors`.
+
+    `alone`: no other worker holds a part of the model, so that each tensor must have a place in it.
+    """
+    every = [site for site in (*sites.found, *sites.opaque) if site.parts]
+    strange = list(_unmatched(sites, every, set(tensors), alone))
+    layers = {_layer(name) for name in strange}
+    if strange and not all(_inhabited(layer, every, tensors) for layer in layers):
+        return all_loaded(tensors, f"{len(strange)} parameters or tensors do not match one to one ({strange[0]})")
+    loaded = {tensor: UNMATCHED for tensor in tensors if _within(tensor, layers)}
+    loaded |= {part.tensor: why for site in every if (why := _why_loaded(site)) for part in site.parts}
+    if not loaded:
+        return Assignment(tuple(every), {})
+    paths = _closed([site for site in every if not site.derived], loaded, layers)
+    direct = tuple(site for site in sites.found if site.parts and not any(p.tensor in loaded for p in site.parts))
+    loaded = {tensor: loaded[tensor] for tensor in tensors if tensor in loaded}
+    if not direct:
+        return Assignment((), loaded, (MODEL,))
+    opaque = {site.path for site in sites.opaque if not site.derived}
+    return Assignment(direct, loaded, tuple(sorted(paths)), tuple(sorted(opaque)))
+
+
+def _written(direct: tuple[Site, ...]) -> dict[str, str]:
+    """Why each tensor is written directly: of copies in several forms the one that is not plain counts."""
+    plain_first = sorted(direct, key=lambda site: site.form is not Form.PLAIN)
+    return {part.tensor: WRITTEN[site.form] for site in plain_first for part in site.parts}
+
+
+def _unmatched(sites: Sites, every: list[Site], tensors: set[str], alone: bool) -> Iterator[str]:
+    """Parameters of which it is not known what they hold, and tensors of which it is not known where they are."""
+    yield from sites.unknown
+    held = {part.tensor for site in every for part in site.parts}
+    yield from sorted(held - tensors)
+    # What one of several workers does not hold another one does, and verification looks at all of them. Where one does
+    # not know all of its own parameters, that tells nothing.
+    if alone or sites.unknown or sites.opaque:
+        yield from sorted(tensors - held)
+
+
+def _layer(name: str) -> str:
+    """The layer in which a parameter or tensor lies, or the model."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else MODEL
+
+
+def _inhabited(layer: str, every: list[Site], tensors: Collection[str]) -> bool:
+    """Whether both sides call a layer by this name."""
+    inside = {layer} - {MODEL}
+    return any(_within(site.path, inside) for site in every) and any(_within(tensor, inside) for tensor in tensors)
+
+
+def _within(name: str, paths: Collection[str]) -> bool:
+    """Whether a module or a tensor is, or is below, one of the modules at `paths`."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in paths for count in range(1, len(parts) + 1))
+
+
+def _why_loaded(site: Site) -> str:
+    """Why a site's tensors cannot be written directly; empty: they can."""
+    if site.opaque:
+        return f"its parameter {site.opaque}"
+    if site.form is Form.PLAIN and sum(part.rows for part in site.parts) != max(p.row + p.rows for p in site.parts):
+        return "its parameter is padded between its parts"
+    return ""
+
+
+def _closed(own: list[Site], loaded: dict[str, str], layers: set[str]) -> set[str]:
+    """Paths of the modules that must be reloaded so that `loaded` may be, and all of whose tensors must then be loaded
+    as well: those are added to it."""
+    paths = set(layers)
+    while True:
+        before = len(paths), len(loaded)
+        for site in own:
+            if any(part.tensor in loaded for part in site.parts) and not _within(site.path, paths):
+                paths.add(site.path)
+            if _within(site.path, paths):
+                for part in site.parts:
+                    loaded.setdefault(part.tensor, BESIDE)
+        if before == (len(paths), len(loaded)):
+            return {path for path in paths if not _within(path.rpartition(".")[0], paths)}
