@@ -1,5 +1,5 @@
-"""Engines that keep some tensors as published and others quantised: in one refit the first are written directly, and the
-others go through vLLM's loader."""
+"""Engines that keep some tensors as published and others quantised: in one refit the first are written directly, and
+the others go through vLLM's loader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from engine_host import FamilyEngine
 from engine_policies import generate
 from rlctl.backends.vllm.messages import Sampling
-from rlctl.errors import ConfigError, WorkerError
+from rlctl.errors import WorkerError
 from rlctl.refit.verify import Comparison, compare
 from tiny_families import write_tiny_family
 
