@@ -42,6 +42,9 @@ def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:
     assert set(found) >= KEYS
     assert found["passed"] is True
     assert (found["refits"], found["tensors"]) == (3, 20)
+    assert found["receive"] == "direct"
+    assert sum(one["tensors"] for one in found["paths"]) == 20
+    assert sum(one["bytes"] for one in found["paths"]) == found["payload_bytes"]
     assert found["mismatched"] == found["missing"] == found["extra"] == []
     assert found["logprobs"]["max_abs"] < 1e-3 < found["logprobs_before"]["max_abs"]
     parts = sum(value for phase, value in found["seconds"].items() if phase != "total")
@@ -63,3 +66,24 @@ def test_changed_elements_alone_reach_an_engine(tiny_llama: Path) -> None:
         assert found["passed"] is True
         assert found["sparse"].startswith(said)
         assert (found["sent_bytes"] < 0.1 * found["payload_bytes"]) == (plain == "true")
+
+
+@pytest.mark.slow
+def test_a_quantised_engine_takes_both_paths_and_each_tensor_says_which(tiny_llama: Path) -> None:
+    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+    arguments = [
+        "refit-test", "--model", str(tiny_llama), "--gpu", "cpu", "--json", "--explain",
+        "--set", "model.dtype=bfloat16", "--set", "generation.threads=1", "--set", "vllm.quantization=online",
+        "--set", "vllm.quantization_config={linear: fp8_per_channel}",
+    ]  # fmt: skip
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["passed"], found["receive"]) == (True, "mixed")
+    assert {one["path"] for one in found["paths"]} == set(found["reasons"]) == {"direct", "loader"}
+    assert sum(one["tensors"] for one in found["paths"]) == len(found["tensor_paths"]) == 21
+    assert sum(one["bytes"] for one in found["paths"]) == found["payload_bytes"]
+    loaded = {one["name"] for one in found["tensor_paths"] if one["path"] == "loader"}
+    assert loaded == {one["name"] for one in found["unread"]}
+    assert all("_proj." in name for name in loaded)
+    assert found["tensors"] == 21 - len(loaded)

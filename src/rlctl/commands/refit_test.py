@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 app = command_app()
 EXIT_MISMATCH = 5
+NAMED = 8  # tensors that are named at the terminal where they were not compared
 ONE_OF_THEM = "Leave one of them out."
 
 TP = Annotated[int | None, typer.Option("--tp", help="Tensor parallel size of training.")]
@@ -130,14 +131,18 @@ def text_of(test: SelfTest, explain: bool = False) -> list[str]:
     ]
     if found["sparse"]:
         lines.insert(-1, f"sent in the last refit: {found['sent_bytes'] / 1e6:.1f} MB; {found['sparse']}")
+    if not test.synthetic:
+        lines.insert(-1, _logprobs_line(found))
     lines += [str(share) for share in test.reports[-1].shares]
     if explain:
         lines += [f"  {one['name']}: {one['path']}, {one['reason']}" for one in test.tensor_paths]
     if test.synthetic:
         lines.append("parameters of reduced width without an engine: every tensor compared, nothing generated")
-    else:
-        lines.insert(-1, _logprobs_line(found))
-    lines += [f"not compared: {name}: {why}" for name, why in test.unread]
+    lines += [f"not compared: {name}: {why}" for name, why in test.unread[:NAMED]]
+    if len(test.unread) > NAMED:
+        lines.append(f"not compared: {len(test.unread) - NAMED} more (--json names them)")
+    if test.quantised:
+        lines.append("log-probs are those of quantised weights: they need only be closer than with the weights before")
     equal = "every tensor equal" if not test.unread else f"{found['tensors']} tensors equal, the others not compared"
     lines += [f"WRONG  {problem}" for problem in test.problems] or [equal]
     return lines

@@ -120,7 +120,8 @@ class Share:
 
     def __str__(self) -> str:
         way = "written directly" if self.path == "direct" else "through vLLM's loader"
-        return f"{self.tensors} tensors ({self.bytes / 1e6:.1f} MB) {way}: {self.reason}"
+        noun = "tensor" if self.tensors == 1 else "tensors"
+        return f"{self.tensors} {noun} ({self.bytes / 1e6:.1f} MB) {way}: {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlctl.backends.vllm.messages import GroupRequest, GroupResult, Sampling
+from rlctl.backends.vllm.messages import QUANTISED, GroupRequest, GroupResult, Sampling
 from rlctl.refit.diagnose import assemble, guess
 from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
@@ -16,6 +16,8 @@ from rlctl.refit.verify import Comparison
 
 PERTURBATION = 0.02
 SPARSE_SHARE = 0.02
+# Quantised engines: largest average difference of log-probs, as a part of that with the weights before.
+QUANTISED_SHARE = 0.5
 EXPLAINED = 8  # tensors whose values are looked at to guess a cause
 COPY_BYTES_LIMIT = 1 << 30
 
@@ -110,10 +112,27 @@ class SelfTest:
         lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
         lines += [f"{name} is missing in the engine" for name in self.missing]
         lines += [f"{name} is in the engine alone" for name in self.extra]
-        if not self.synthetic and (found := self.logprob_limit.exceeded(self.after)):
-            hint = "" if self.mismatched else " though every tensor is equal: stale prefix cache, or a wrong layout"
+        if not self.synthetic and (found := self._logprobs_wrong()):
+            equal = not (self.mismatched or self.unread)
+            hint = " though every tensor is equal: stale prefix cache, or a wrong layout" if equal else ""
             lines.append(f"log-probs {found}{hint}")
         return lines
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the engine computes with some tensors in a precision of its own."""
+        return any(QUANTISED in why for _, why in self.unread)
+
+    def _logprobs_wrong(self) -> str:
+        """How log-probs differ by more than they may; empty: they do not.
+
+        What quantisation makes of them is not known beforehand: such an engine must agree with the policy better than
+        it did with the weights before.
+        """
+        if not (self.quantised and self.after and self.stale):
+            return self.logprob_limit.exceeded(self.after)
+        limit = QUANTISED_SHARE * self.stale.mean_abs
+        return LogprobLimit(limit, float("inf")).exceeded(self.after)
 
     @property
     def passed(self) -> bool:

@@ -95,8 +95,8 @@ def test_poisoned_engines_are_whole_after_one_refit(engine: FamilyEngine) -> Non
 
 
 def test_what_is_declared_unknown_arrives_with_the_rest(engine: FamilyEngine) -> None:
-    """Some tensors through the loader, the others directly. What rlctl is told that it does not know how to place can be
-    read back all the same."""
+    """Some tensors through the loader, the others directly. What rlctl is told that it cannot place, it can read back
+    all the same."""
     leaves = UNKNOWN.get(engine.family, ("qkv_proj", "down_proj"))
     try:
         for version in (5, 6):

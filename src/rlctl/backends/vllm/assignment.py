@@ -84,8 +84,9 @@ def assign(sites: Sites, tensors: Collection[str], *, alone: bool) -> Assignment
 
 def _written(direct: tuple[Site, ...]) -> dict[str, str]:
     """Why each tensor is written directly: of copies in several forms the one that is not plain counts."""
-    plain_first = sorted(direct, key=lambda site: site.form is not Form.PLAIN)
-    return {part.tensor: WRITTEN[site.form] for site in plain_first for part in site.parts}
+    forms = [(Form.PLAIN if site.lookup else site.form, site) for site in direct]
+    plain_first = sorted(forms, key=lambda of_site: of_site[0] is not Form.PLAIN)
+    return {part.tensor: WRITTEN[form] for form, site in plain_first for part in site.parts}
 
 
 def _unmatched(sites: Sites, every: list[Site], tensors: set[str], alone: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.vllm import interfaces
-from rlctl.backends.vllm.messages import Sampling
+from rlctl.backends.vllm.messages import QUANTISED, Sampling
 from rlctl.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def why_quantised(module: Any) -> str:
     """Why a layer's parameters are not the published ones, whatever their shape; empty: they are."""
     method = getattr(module, "quant_method", None)
     plain = method is None or type(method).__name__.startswith("Unquantized")
-    return "" if plain else f"is quantised by {type(method).__name__}"
+    return "" if plain else f"{QUANTISED} {type(method).__name__}"
 
 
 @dataclass(frozen=True)

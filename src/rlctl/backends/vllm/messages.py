@@ -121,6 +121,10 @@ def rollouts_of(result: GroupResult, generations: int) -> list[Rollout]:
     ]
 
 
+QUANTISED = "is quantised by"
+"""In reasons why a parameter is not the published tensor."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Fingerprint of one box as the engine holds it."""
