@@ -110,8 +110,26 @@ def test_what_is_declared_unknown_arrives_with_the_rest(engine: FamilyEngine) ->
             assert difference(engine).equal, difference(engine)
             assert not difference(engine).unread
             assert largest_logprob_error(generate(engine, SAMPLING), engine.policy, SAMPLING) < TOLERANCE
+            interrupt_in_last_round(engine)  # with modules in the loader's hands; the next refit starts from there
     finally:
         engine.host("declare_unknown")
+    engine.policy.refit(engine, 7, "auto")
+    assert engine.call("received")[0].path == "direct"
+    assert difference(engine).equal
+
+
+def interrupt_in_last_round(engine: FamilyEngine) -> None:
+    """A mixed refit that breaks off before its end."""
+    policy = engine.policy
+    engine.host("declare_unknown", *UNKNOWN.get(engine.family, ("qkv_proj", "down_proj")))
+    policy.open(engine, "auto", SMALL_BUFFERS)
+    engine.call("refit_begin", 99)
+    policy.fail_in_round = policy._state().rounds - 1
+    with pytest.raises(WorkerError, match="policy rank 0 failed before it could pack"):
+        policy.transfer(engine, 99)
+    policy.fail_in_round = None
+    with pytest.raises(WorkerError, match="half-updated"):
+        generate(engine, SAMPLING)
 
 
 def loaded_modules(engine: FamilyEngine) -> set[str]:

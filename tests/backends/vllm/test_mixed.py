@@ -74,6 +74,7 @@ def test_quantised_layers_are_as_in_an_engine_started_from_the_weights(
     started = sampled(engine)
     for version in (1, 2):
         poisoned_and_refitted(engine, version)
+    assert all(need.whole_only.startswith("the loader takes whole tensors") for need in engine.call("refit_needs"))
     found = counted(engine)
     assert found["direct"] > 0
     assert found["loader"] > 0
