@@ -21,7 +21,7 @@ from rlctl.backends.vllm.inflight import ABORTED, Flight, Sample, Turns
 from rlctl.backends.vllm.memory import WEIGHTS, DeviceMemory
 from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm.routed import assembled
-from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import ConfigError, InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 POISONED = -1
 """Stands for the version of weights that were spoiled on purpose."""
@@ -377,13 +377,17 @@ class VllmEngine:
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every vLLM worker."""
+        """Call a method of every vLLM worker. Raises what one of them raised; what was its own fault comes first."""
         try:
-            return self._llm.llm_engine.collective_rpc(method, args=args)
-        except (RlctlError, MemoryError):
-            raise
+            answers = self._llm.llm_engine.collective_rpc("rlctl_call", args=(method, args))
         except (RuntimeError, ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
             raise WorkerError(f"Engine {self.index} failed in {method}: {type(error).__name__}: {error}.") from error
+        raised = sorted((e for _, e in answers if e is not None), key=lambda e: isinstance(e, PeerFailedError))
+        if not raised:
+            return [value for value, _ in answers]
+        if isinstance(raised[0], RlctlError):
+            raise raised[0]
+        raise WorkerError(f"Engine {self.index} failed in {method}: {raised[0]}.")
 
     @contextmanager
     def exclusively(self) -> Iterator[Any]:

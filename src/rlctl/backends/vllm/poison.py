@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from rlctl.backends.vllm import compat, live
+from rlctl.backends.vllm import live
+from rlctl.backends.vllm.reload import abandon
 
 
 def poison(model: torch.nn.Module) -> int:
@@ -15,7 +16,7 @@ def poison(model: torch.nn.Module) -> int:
 
     Buffers stay: a refit does not send them.
     """
-    compat.abandon_layerwise_reload(model)  # parameters of an interrupted reload are not in place
+    abandon(model)  # parameters of an interrupted reload are not in place
     found, opaque = live.sites(model)[:2]
     known = {f"{site.path}.{site.parameter}" for site in found}
     for site in found:

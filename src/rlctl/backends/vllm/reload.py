@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.assignment import MODEL
 from rlctl.errors import VerificationError
+
+_kernels: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+"""Of experts that are being reloaded: the kernel that they had."""
 
 
 class Reload:
@@ -55,6 +59,16 @@ class Reload:
             for module in compat.made_of_others(self.model, self.part):
                 module.process_weights_after_loading(config.dtype)
             self.fixes.after()
+        _kernels.clear()
+
+
+def abandon(model: torch.nn.Module) -> None:
+    """Put modules back whose reload was begun and not finished: with a mixture of weights, until a full refit."""
+    compat.abandon_layerwise_reload(model)
+    for module, kernel in _kernels.items():
+        if module.quant_method.moe_kernel is None:
+            module.quant_method.moe_kernel = kernel
+    _kernels.clear()
 
 
 class _CpuFixes:
@@ -71,6 +85,7 @@ class _CpuFixes:
         for module in self.part.modules():
             method = getattr(module, "quant_method", None)
             if method is not None and getattr(method, "moe_kernel", None) is not None:
+                _kernels[module] = method.moe_kernel
                 method.moe_kernel = None
 
     def after(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,10 +30,10 @@ from rlctl.backends.vllm.inlets import open_inlet
 from rlctl.backends.vllm.messages import Reading, Received
 from rlctl.backends.vllm.poison import poison
 from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, LoaderReceiver, Timed
-from rlctl.backends.vllm.reload import Reload
+from rlctl.backends.vllm.reload import Reload, abandon
 from rlctl.backends.vllm.segment import this_node
 from rlctl.backends.vllm.sparse import SparseReceiver, require_base, why_not
-from rlctl.errors import ConfigError, WorkerError
+from rlctl.errors import ConfigError, RlctlError, WorkerError
 
 Receive = Literal["loader", "direct", "auto"]
 TensorRow = tuple[str, str, tuple[int, ...]]
@@ -74,7 +75,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.shutdown()
         buffers.record(self.model)
         self.info = init_info
-        compat.abandon_layerwise_reload(self.model)  # parameters of an interrupted reload are not in place
+        abandon(self.model)  # parameters of an interrupted reload are not in place
         self.assignment = self._assign({row[0] for row in init_info.table}, init_info.receive)
         loaded = [row for row in init_info.table if row[0] in self.assignment.loaded]
         self.writer = DirectWriter(self.assignment.direct)
@@ -112,7 +113,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.inlet = open_inlet(connection, self.rounds, name, self.device)
 
     def start_weight_update(self) -> None:
-        compat.abandon_layerwise_reload(self.model)
+        abandon(self.model)
         self.received = Received(path=self.assignment.path)
         if self.assignment.loaded:
             self.reload = Reload(self.model, self.assignment.reloaded, self.assignment.opaque)
@@ -177,6 +178,20 @@ if os.environ.get(PLAIN_PARAMETERS) == "1":
 
 class RlctlWorkerExtension:
     """Mixed into vLLM's worker: `self` is the worker."""
+
+    def rlctl_call(self, method: str, args: tuple[Any, ...]) -> tuple[Any, RlctlError | str | None]:
+        """(what a method of the worker returns, or None; what it raised, or None).
+
+        vLLM stops listening at the first worker that raises, and takes what the others say for answers to the next
+        call: so none of them raises, and the engine does when it has heard them all.
+        """
+        try:
+            return getattr(self, method)(*args), None
+        except RlctlError as error:
+            return None, error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine raises it
+            traceback.print_exc()
+            return None, f"{type(error).__name__}: {error}"
 
     def rlctl_need(self, engine: str) -> Need:
         """What this worker of `engine` asks for in every refit, and where it is."""
