@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlctl.backends.vllm.channel import Connection, Need, buffer_bytes, cut_rounds
 from rlctl.errors import ConfigError
-from rlctl.refit.records import Channel, SourcePlace
+from rlctl.refit.records import Channel, Share, SourcePlace, TableRow
 from rlctl.weights.layout import Layout
 
 MIB = 1 << 20
@@ -88,6 +88,24 @@ def place_of(mover: str, party: Need | SourcePlace) -> str | None:
 def meeting_host(needs: Sequence[Need], places: Sequence[SourcePlace]) -> str:
     """Address at which the members of a collective group meet: of policy rank 0."""
     return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
+
+
+def ways_of(table: Sequence[TableRow], needs: Sequence[Need]) -> dict[str, tuple[tuple[str, str], ...]]:
+    """The ways of each tensor into the engines' workers, as (path, reason), in the order of `table`."""
+    found: dict[str, dict[tuple[str, str], None]] = {row.name: {} for row in table}
+    for one in {one for need in needs for one in need.taken}:
+        for tensor in one.tensors:
+            found[tensor][one.path, one.reason] = None
+    return {tensor: tuple(sorted(ways)) for tensor, ways in found.items()}
+
+
+def shares_of(table: Sequence[TableRow], taken: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
+    """The tensors counted by path and reason."""
+    rows: dict[tuple[str, str], list[TableRow]] = {}
+    for row in table:
+        for way in taken[row.name]:
+            rows.setdefault(way, []).append(row)
+    return tuple(Share(*way, len(own), sum(row.bytes for row in own)) for way, own in sorted(rows.items()))
 
 
 def _capacity(layout: Layout, staging_bytes: int) -> int:

@@ -23,7 +23,15 @@ from rlctl.cluster.workers import WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, staging_bytes
+from rlctl.refit.channels import (
+    choose_mover,
+    meeting_host,
+    place_of,
+    plan_channels,
+    shares_of,
+    staging_bytes,
+    ways_of,
+)
 from rlctl.refit.records import (
     Changes,
     Channel,
@@ -111,8 +119,8 @@ class RefitSession:
         needs: list[list[Need]] = self._wait("open", self.engines, "refit_needs")
         flat = [need for of_engine in needs for need in of_engine]
         self.setup = replace(self.setup, table=_as_held(self.setup.table, flat))
-        self.taken = _taken(self.setup.table, flat)
-        self.shares = _shares(self.setup.table, self.taken)
+        self.taken = ways_of(self.setup.table, flat)
+        self.shares = shares_of(self.setup.table, self.taken)
         self.mover = choose_mover(self.settings.mover, flat, places, self.settings.directory)
         channels = plan_channels(
             self.mover,
@@ -373,24 +381,6 @@ def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, 
         if len(held) < len(table):  # replicas and slices of the same tensors say the same
             held |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
     return tuple(replace(row, dtype=held.get(row.name, row.dtype)) for row in table)
-
-
-def _taken(table: tuple[TableRow, ...], needs: list[Need]) -> dict[str, tuple[tuple[str, str], ...]]:
-    """The ways of each tensor into the engines' workers, as (path, reason), in the order of `table`."""
-    found: dict[str, dict[tuple[str, str], None]] = {row.name: {} for row in table}
-    for one in {one for need in needs for one in need.taken}:
-        for tensor in one.tensors:
-            found[tensor][one.path, one.reason] = None
-    return {tensor: tuple(sorted(ways)) for tensor, ways in found.items()}
-
-
-def _shares(table: tuple[TableRow, ...], taken: dict[str, tuple[tuple[str, str], ...]]) -> tuple[Share, ...]:
-    """The tensors counted by path and reason."""
-    rows: dict[tuple[str, str], list[TableRow]] = {}
-    for row in table:
-        for way in taken[row.name]:
-            rows.setdefault(way, []).append(row)
-    return tuple(Share(*way, len(own), sum(row.bytes for row in own)) for way, own in sorted(rows.items()))
 
 
 def _published(facts: ModelFacts, dtype: str) -> tuple[TableRow, ...]:
