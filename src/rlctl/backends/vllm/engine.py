@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -376,8 +376,8 @@ class VllmEngine:
             self._memory.wake(WEIGHTS)
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 
-    def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every vLLM worker. Raises what one of them raised; what was its own fault comes first."""
+    def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method of every vLLM worker, or a function of it. Raises what one of them raised; what was its own fault comes first."""
         try:
             answers = self._llm.llm_engine.collective_rpc("rlctl_call", args=(method, args))
         except (RuntimeError, ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -179,14 +179,16 @@ if os.environ.get(PLAIN_PARAMETERS) == "1":
 class RlctlWorkerExtension:
     """Mixed into vLLM's worker: `self` is the worker."""
 
-    def rlctl_call(self, method: str, args: tuple[Any, ...]) -> tuple[Any, RlctlError | str | None]:
-        """(what a method of the worker returns, or None; what it raised, or None).
+    def rlctl_call(
+        self, method: str | Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[Any, RlctlError | str | None]:
+        """(what a method of the worker, or a function of it, returns, or None; what it raised, or None).
 
         vLLM stops listening at the first worker that raises, and takes what the others say for answers to the next
         call: so none of them raises, and the engine does when it has heard them all.
         """
         try:
-            return getattr(self, method)(*args), None
+            return (getattr(self, method)(*args) if isinstance(method, str) else method(self, *args)), None
         except RlctlError as error:
             return None, error
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine raises it
