@@ -377,7 +377,10 @@ class VllmEngine:
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 
     def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of every vLLM worker, or a function of it. Raises what one of them raised; what was its own fault comes first."""
+        """Call a method of every vLLM worker, or a function of it.
+
+        Raises what one of them raised; what was its own fault comes first.
+        """
         try:
             answers = self._llm.llm_engine.collective_rpc("rlctl_call", args=(method, args))
         except (RuntimeError, ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
