@@ -63,6 +63,7 @@ def test_round_trip_is_bit_exact_and_transformers_agrees(tied: bool, tmp_path: P
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = write_tiny_llama(tmp_path / "model", tied=tied)
+    (model / "tokenization_own.py").write_text("# named by auto_map, and read with model.trust_remote_code\n")
     there = hf_to_megatron(model, tmp_path / "megatron")
     back = megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options=Options(shard_bytes=400_000))
     assert there.verified
@@ -74,6 +75,7 @@ def test_round_trip_is_bit_exact_and_transformers_agrees(tied: bool, tmp_path: P
     first, second = (AutoModelForCausalLM.from_pretrained(d)(ids).logits for d in (model, tmp_path / "back"))
     assert torch.equal(first, second)
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template
+    assert (tmp_path / "back" / "tokenization_own.py").is_file()
 
 
 def test_dtype_is_that_of_the_flag_and_of_the_config(model: Path, tmp_path: Path) -> None:

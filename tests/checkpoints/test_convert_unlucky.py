@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints import record
 from rlctl.checkpoints.convert import Options, hf_to_megatron, megatron_to_hf
+from rlctl.checkpoints.converted import fingerprints_of
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.inspect import inspect
+from rlctl.checkpoints.source import resolve_model
 from rlctl.errors import InputError, MachineError
 from tiny_models import write_tiny_llama
 
@@ -165,4 +167,23 @@ def test_a_wrong_byte_in_a_converted_checkpoint_is_found(model: Path, tmp_path: 
     with pytest.raises(InputError, match=r"1 tensors are not those that were converted \(model\.norm\.weight\)"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+    with pytest.raises(InputError, match="not those that were converted"):
+        megatron_to_hf(tmp_path / "megatron" / "release", tmp_path / "back")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options=Options(verify=False))
+
+
+def test_what_was_trained_from_a_conversion_is_not_taken_for_it(model: Path, tmp_path: Path) -> None:
+    """Megatron-LM saves its iterations beside what it began with, where it loads and saves in one directory."""
+    converted, trained = tmp_path / "megatron", tmp_path / "other" / "model"
+    hf_to_megatron(model, converted)
+    held = load_file(write_tiny_llama(trained) / "model.safetensors")
+    save_file({name: value + 1 for name, value in held.items()}, trained / "model.safetensors")
+    hf_to_megatron(trained, tmp_path / "trained")
+    (tmp_path / "trained" / "release").rename(converted / "iter_0000100")
+    (converted / "latest_checkpointed_iteration.txt").write_text("100")
+    megatron_to_hf(converted, tmp_path / "back")
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert all((written[name] == value + 1).all() for name, value in held.items())
+    assert fingerprints_of(resolve_model(str(converted)), "float32") == {}
+    with pytest.raises(InputError, match="not the complete conversion"):
+        hf_to_megatron(model, converted, Options(reuse=True))

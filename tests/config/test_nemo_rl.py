@@ -219,6 +219,7 @@ def test_optimizer_states_are_all_in_host_memory_or_none(
     result = recipe(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in optimizer.items()})
     assert result.values["training.optimizer_offload"] is expected
     assert any("optimizer_offload_fraction" in line for line in result.changed) == said
+    assert sum(entry.key.endswith("optimizer_offload_fraction") for entry in result.entries) == 1
     assert not any("pin_cpu_grads" in line for line in result.unsupported)
 
 

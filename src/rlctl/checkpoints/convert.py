@@ -16,7 +16,7 @@ from rlctl.checkpoints.adapters import adapter_keys, base_of, read_adapters
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
 from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron import Blocks
-from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
+from rlctl.checkpoints.megatron_directory import HF_FOLDER, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.stream import Progress, Source, Streamed, compare, plan_between, read_back, stream
@@ -86,7 +86,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
             for chunk in keys.chunk_of(spec, key, keys.lead_axes(key, model.facts, style), BLOCK_BYTES)
         }
         plan = plan_between(model.world, SingleWorld(keys.chunked(whole, list(blocks.values()))))
-        shards = aside / "release"
+        shards = aside / RELEASE
         shards.mkdir()
         writer = TorchDistWriter(shards, whole.params)
         order = _source_order(plan, model.source)
@@ -169,7 +169,7 @@ def _require_undamaged(found: MegatronDirectory) -> None:
 
 def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, int]) -> None:
     """Raise InputError where tensors are not what the conversion that wrote them found."""
-    stored = record.fingerprints(found.root, dtype)
+    stored = record.fingerprints(found.shards, dtype)
     changed = sorted(name for name, value in stored.items() if read.get(name, value) != value)
     if changed:
         raise InputError(
@@ -282,7 +282,7 @@ def _report(
     dtype: str,
     wanted: dict[str, Any],
 ) -> Report:
-    """Write the record beside the result; it is what `reuse` and `inspect` read."""
+    """Write the record beside the result: by it a conversion is known again, and damage since."""
     seconds = time.perf_counter() - begun
     nans = tuple(done.nans)
     report = Report(tensors, done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
@@ -291,9 +291,12 @@ def _report(
 
 
 def _record(destination: Path) -> dict[str, Any] | None:
-    """What a conversion wrote beside its result; None where there is none, or where files of the result are absent."""
+    """What a conversion wrote beside its result; None where there is none, where files of the result are absent, or
+    where the checkpoint to load is one that was trained from it."""
     try:
         checkpoint = find(destination)
+        if checkpoint is not None and checkpoint.shards.name != RELEASE:
+            return None
         TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
     except (OSError, ValueError, RecursionError):
         return None

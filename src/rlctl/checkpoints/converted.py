@@ -62,4 +62,4 @@ def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> Mo
 
 def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
     """Of the tensors of a model that rlctl has converted to `dtype`; empty for any other."""
-    return {} if source.megatron is None else record.fingerprints(source.megatron.parent, dtype)
+    return {} if source.megatron is None else record.fingerprints(source.megatron, dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-    "merges.txt", "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json",
+    "merges.txt", "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "*.py",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.adapters import adapter_keys
 from rlctl.checkpoints.huggingface import without_absent_mtp
-from rlctl.checkpoints.megatron_directory import LATEST, MegatronDirectory
+from rlctl.checkpoints.megatron_directory import LATEST, RELEASE, MegatronDirectory
 from rlctl.checkpoints.torch_dist import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
@@ -144,4 +144,4 @@ def common_values(facts: ModelFacts, dtype: str) -> dict[str, Any]:
 
 def write_tracker(root: Path) -> None:
     """Mark `release/` as the checkpoint to load."""
-    (root / LATEST).write_text("release")
+    (root / LATEST).write_text(RELEASE)

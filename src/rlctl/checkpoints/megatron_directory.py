@@ -13,6 +13,8 @@ from pathlib import Path
 from rlctl.errors import InputError
 
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Folder of the shards of a checkpoint that was converted and not trained."""
 HF_FOLDER = "huggingface"
 """Where configuration and tokenizer lie beside the shards."""
 
@@ -60,12 +62,12 @@ def find(path: Path) -> MegatronDirectory | None:
 
 def _tracked(root: Path) -> MegatronDirectory:
     text = (root / LATEST).read_text(errors="replace").strip()[:40]
-    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else None
+    name = RELEASE if text == RELEASE else f"iter_{int(text):07d}" if text.isdecimal() else None
     if name is None:
         raise InputError(f"{root / LATEST} says `{text}`; expected `release` or a number.")
     if not (root / name).is_dir():
         raise InputError(f"{root / LATEST} names {name}, which is missing.", "Copy the checkpoint again.")
-    return MegatronDirectory(root, root / name, None if name == "release" else int(text))
+    return MegatronDirectory(root, root / name, None if name == RELEASE else int(text))
 
 
 def _iteration_of(name: str) -> int | None:

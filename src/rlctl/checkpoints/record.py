@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlctl.checkpoints.megatron_directory import RELEASE
+
 RECORD = "rlctl_conversion.json"
 
 
@@ -25,9 +27,10 @@ def read(directory: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
 
 
-def fingerprints(directory: Path, dtype: str) -> dict[str, int]:
-    """Tensor -> fingerprint as it was converted to `dtype`; empty where nothing is known of that."""
-    found = read(directory)
+def fingerprints(shards: Path, dtype: str) -> dict[str, int]:
+    """Tensor of a Megatron checkpoint -> fingerprint as it was converted to `dtype`; empty where nothing is known of
+    that, as of iterations that were trained from it and saved beside it."""
+    found = read(shards.parent) if shards.name == RELEASE else None
     if found is None or found["report"].get("dtype") != dtype:
         return {}
     try:

@@ -149,18 +149,17 @@ def float8_on(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) 
 
 def states_on_host(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
     """Optimizer states in host memory: all of them, where a recipe may name a fraction; with a fraction of 0 none."""
-    fraction = leaves.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction")
-    on = value is True and fraction != 0
+    on = value is True and leaves.get(f"{MEGATRON}.optimizer.optimizer_offload_fraction") != 0
     to("training.optimizer_offload", {True: on, False: False})(result, name, value, leaves)
-    if on and fraction not in (None, 1):
-        result.entries.append(
-            Entry(
-                f"{MEGATRON}.optimizer.optimizer_offload_fraction",
-                fraction,
-                "changed",
-                ("training.optimizer_offload has all states in host memory, or none"),
-            )
-        )
+
+
+def fraction_on_host(result: Import, name: str, value: Any, leaves: Mapping[str, Any]) -> None:
+    """Of the optimizer's states: read by `states_on_host`, and said where it is neither all nor none of them."""
+    if leaves.get(f"{MEGATRON}.optimizer.optimizer_cpu_offload") is True and value not in (None, 0, 1):
+        why = "training.optimizer_offload has all states in host memory, or none"
+        result.entries.append(Entry(name, value, "changed", why))
+    else:
+        without("read with optimizer_cpu_offload")(result, name, value, leaves)
 
 
 ADAPTED = {"linear_qkv": "attention", "linear_proj": "attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
