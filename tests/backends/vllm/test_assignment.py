@@ -71,7 +71,7 @@ def test_a_tensor_of_two_modules_takes_both() -> None:
     found = assigned([*MODEL_SITES, head], ("embed", "weight"))
     assert found.reloaded == ("embed", "lm_head")
     assert set(found.loaded) == {"embed.weight"}
-    assert found.opaque == ("embed",)
+    assert found.opaque == ()  # either may be filled with the other
 
 
 def test_what_is_made_of_a_loaded_tensor_is_neither_written_nor_reloaded() -> None:

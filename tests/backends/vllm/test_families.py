@@ -29,7 +29,7 @@ UNKNOWN = {
     "mixtral": ("routed_experts", "qkv_proj"),
     "gpt_oss": ("qkv_proj", "o_proj"),
     "llama-tied": ("embed_tokens", "lm_head", "down_proj"),
-    "gemma3": ("embed_tokens", "down_proj"),
+    "gemma3": ("embed_tokens", "lm_head", "down_proj"),
 }
 SMALL_BUFFERS = 300_000  # bytes: tensors of both paths share rounds, and some are larger than a buffer
 QUICK = {("deepseek_v3", 1), ("qwen3_moe", 2)}

@@ -9,6 +9,7 @@ it is given to the loader, and where there is no such layer, the model.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -78,8 +79,15 @@ def assign(sites: Sites, tensors: Collection[str], *, alone: bool) -> Assignment
     loaded = {tensor: loaded[tensor] for tensor in tensors if tensor in loaded}
     if not direct:
         return Assignment((), loaded, (MODEL,))
-    opaque = {site.path for site in sites.opaque if not site.derived}
-    return Assignment(direct, loaded, tuple(sorted(paths)), tuple(sorted(opaque)))
+    return Assignment(direct, loaded, tuple(sorted(paths)), _filled_by_loader_alone(sites, every))
+
+
+def _filled_by_loader_alone(sites: Sites, every: list[Site]) -> tuple[str, ...]:
+    """Paths of modules with opaque places for tensors that no other module has: one that has may share its memory, as
+    tied embeddings do, and be filled with it."""
+    holders = Counter(tensor for tensor, _ in {(p.tensor, s.path) for s in every if not s.derived for p in s.parts})
+    own = [site for site in sites.opaque if not site.derived]
+    return tuple(sorted({site.path for site in own if any(holders[part.tensor] == 1 for part in site.parts)}))
 
 
 def _written(direct: tuple[Site, ...]) -> dict[str, str]:
