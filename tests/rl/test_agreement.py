@@ -6,9 +6,10 @@ import math
 
 import pytest
 
-from rlctl.config.schema import GenerationConfig, GrpoConfig
+from rlctl.config.schema import GenerationConfig, GrpoConfig, RlctlConfig
 from rlctl.errors import DivergenceError
-from rlctl.rl.agreement import Agreement
+from rlctl.rl.agreement import LIMITS, Agreement, precision_of
+from rlctl.rl.refit_test import LOGPROB_LIMITS
 
 
 def step(mean: float) -> dict:
@@ -30,6 +31,14 @@ def test_limits_follow_the_precision(dtype: str, usual: float, strange: float, w
         agreement.check(6, step(wrong))
     assert error.value.exit_code == 1
     assert "refit-test" in error.value.hint
+
+
+def test_a_refit_test_allows_in_each_precision_what_a_step_is_not_warned_of() -> None:
+    assert {precision: limit.mean_abs for precision, limit in LOGPROB_LIMITS.items()} == {
+        precision: warning for precision, (warning, _) in LIMITS.items()
+    }
+    float8 = RlctlConfig.model_validate({"megatron": {"fp8": "hybrid"}})
+    assert [precision_of(config, "bfloat16") for config in (float8, RlctlConfig())] == ["float8", "bfloat16"]
 
 
 def test_what_is_not_a_number_stops_the_run() -> None:

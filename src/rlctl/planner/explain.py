@@ -60,9 +60,9 @@ def _memory(plan: Plan, constants: Constants) -> list[str]:
         f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.tp}), {params.experts / 1e9:.3f}B in experts "
         f"(EP {t.ep} x ETP {t.etp})",
         f"  weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x "
-        f"{states['weights'] / params.total:.2f} bytes; "
-        + (f"({t.float8_copies} copies of the matrices in float8 among them); " if t.precision == "fp8" else "")
-        + f"gradients {states['gradients'] / GIB:.2f}",
+        f"{states['weights'] / params.total:.2f} bytes"
+        + (f" ({t.float8_copies} copies of the matrices in float8 among them)" if t.precision == "fp8" else "")
+        + f"; gradients {states['gradients'] / GIB:.2f}",
         f"  {states_of} {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
         f"{t.dp * t.cp} ranks + experts / {t.expert_dp})" + (", in host memory" if t.optimizer_offload else ""),
         f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.config.schema import GenerationConfig, GrpoConfig
+from rlctl.config.schema import GenerationConfig, GrpoConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
@@ -17,6 +17,11 @@ from rlctl.errors import DivergenceError
 # rounds what products take 16 times as coarsely as bfloat16, and nothing else; its warning is four times as high, which
 # was never measured.
 LIMITS = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 0.5), "float8": (0.2, 0.5)}
+
+
+def precision_of(config: RlctlConfig, dtype: str) -> str:
+    """The key of `LIMITS` for a policy with weights in `dtype`: what its linear layers multiply in."""
+    return "float8" if config.megatron.passed.get("fp8") else dtype
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,19 @@ from rlctl.planner.plan import Plan, refuse_unrunnable
 from rlctl.refit import selftest
 from rlctl.refit.selftest import LogprobLimit
 from rlctl.refit.session import Receive, RefitSession
+from rlctl.rl.agreement import precision_of
 from rlctl.rl.crew import CrewSpec, start_crew
 from rlctl.rl.devices import DeviceTurns
 from rlctl.rl.job import planned_crew
 from rlctl.rl.planned import open_model, refuse_without_effect, require_devices
 
-# Both engines compute in this precision; the limits leave two orders of magnitude above what equal weights give in
-# float32, and one in bfloat16.
-LOGPROB_LIMITS = {"float32": LogprobLimit(1e-4, 1e-3), "bfloat16": LogprobLimit(0.05, 0.3)}
+# By what the policy multiplies in; the limits leave two orders of magnitude above what equal weights give in float32,
+# and one in bfloat16. Those of float8 are four times as high, as in `agreement`, and were never measured.
+LOGPROB_LIMITS = {
+    "float32": LogprobLimit(1e-4, 1e-3),
+    "bfloat16": LogprobLimit(0.05, 0.3),
+    "float8": LogprobLimit(0.2, 1.2),
+}
 MAX_LENGTH = 256
 MAX_NEW_TOKENS = 16
 
@@ -120,7 +125,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                     prompts=test_prompts(job.facts.vocab, job.max_length),
                     compare_logprobs=lambda results: policy_difference(crew.policy, p, results),
                     repeat=job.repeat,
-                    logprob_limit=logprob_limit(job.facts, job.dtype),
+                    logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
                     timeout_s=job.config.refit.timeout_s,
                     new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
                     tell=tell,
@@ -157,11 +162,11 @@ def policy_difference(
     return selftest.LogprobDifference(stats.tokens, stats.abs_sum / tokens, stats.abs_max, stats.k3_sum / tokens)
 
 
-def logprob_limit(facts: ModelFacts, dtype: str) -> LogprobLimit:
+def logprob_limit(facts: ModelFacts, precision: str) -> LogprobLimit:
     """What log-probs of engine and policy may differ by where their weights are equal.
 
-    In bfloat16 two experts of a token can score the same but for rounding, and then each side may choose another: one
+    Below float32 two experts of a token can score the same but for rounding, and then each side may choose another: one
     token says little, the average does.
     """
-    limit = LOGPROB_LIMITS[dtype]
-    return replace(limit, max_abs=float("inf")) if facts.moe is not None and dtype == "bfloat16" else limit
+    limit = LOGPROB_LIMITS[precision]
+    return replace(limit, max_abs=float("inf")) if facts.moe is not None and precision != "float32" else limit

@@ -15,7 +15,7 @@ from rlctl.cluster.objects import fetch
 from rlctl.cluster.session import ray_session
 from rlctl.errors import DivergenceError, RlctlError, WorkerError
 from rlctl.refit.session import RefitSession
-from rlctl.rl.agreement import Agreement
+from rlctl.rl.agreement import Agreement, precision_of
 from rlctl.rl.crew import Crew, start_crew
 from rlctl.rl.devices import DeviceTurns
 from rlctl.rl.engines import EngineKeeper
@@ -220,7 +220,7 @@ class _Loop:
         """`first` is the step to begin with, counted from 0."""
         self.job, self.run_directory, self.display, self.parts = job, run, display, parts
         self.loggers, self.saver, self.first = loggers, saver, first
-        precision = "float8" if job.config.megatron.passed.get("fp8") else job.dtype
+        precision = precision_of(job.config, job.dtype)
         self.agreement = Agreement.from_config(job.config.grpo, job.config.generation, precision)
 
     def run(self, stop: StopRequest) -> bool:
