@@ -54,7 +54,8 @@ def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> Mo
         kind = next((k for k in (InputError, MachineError, VerificationError) if k.exit_code == done.returncode), None)
         raise (kind or RlctlError)(
             f"{source.label} could not be converted into {place.parent}.",
-            "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory with room that every node sees.",
+            "Why is said above. Where it is the place: set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory with room that "
+            "every node sees.",
         )
     converted = resolve_model(str(place))
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
