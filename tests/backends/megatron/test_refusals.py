@@ -27,6 +27,7 @@ def spec(parallel: ParallelSpec, device: str = "cpu", **megatron: object) -> Pol
         (ParallelSpec(), "moe_z_loss_coeff", 1e-3),
         (ParallelSpec(), "fp8", "hybrid"),
         (ParallelSpec(), "fp8_param", True),
+        (ParallelSpec(), "fp8_recipe", "blockwise"),
         (ParallelSpec(), "fp4", "e2m1"),
         (ParallelSpec(), "moe_grouped_gemm", True),
         (ParallelSpec(), "transformer_impl", "transformer_engine"),

@@ -84,6 +84,8 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "moe_grouped_gemm", "the model has no experts, or experts with biases"
     if given.get("fp8") and spec.dtype != "bfloat16":
         yield "fp8", f"float8 products need model.dtype bfloat16, and it is {spec.dtype}"
+    for key in (key for key in given if key.startswith("fp8_") and given[key] and not given.get("fp8")):
+        yield key, "it does nothing without megatron.fp8"
     if given.get("fp8_param"):
         yield "fp8_param", "refits and checkpoints read weights in model.dtype"
     if given.get("fp4"):
