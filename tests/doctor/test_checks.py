@@ -111,6 +111,19 @@ def test_memory_of_a_control_group(tmp_path: Path) -> None:
     assert hardware.memory_bytes(tmp_path / "none")[0] >= total
 
 
+def test_bytecode(tmp_path: Path) -> None:
+    module = tmp_path / "engine" / "__init__.py"
+    module.parent.mkdir()
+    module.write_text("fit = True\n")
+    expect(software.check_bytecode(module, writes=True), "ok", "when they are first imported")
+    check = software.check_bytecode(module, writes=False)
+    expect(check, "warn", "PYTHONDONTWRITEBYTECODE", f"compileall -q -j 0 {tmp_path}")
+    assert check.repair is not None
+    assert check.repair() == f"compiled {tmp_path}"
+    expect(software.check_bytecode(module, writes=False), "ok", "the packages are compiled")
+    expect(software.check_bytecode(), "ok", "compiled")
+
+
 def test_shared_memory(tmp_path: Path) -> None:
     expect(hardware.check_shared_memory(directory=tmp_path, free=64 * 2**20), "fail", "--shm-size")
     expect(hardware.check_shared_memory(directory=tmp_path, free=2 * GIB), "ok")

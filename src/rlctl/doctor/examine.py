@@ -34,6 +34,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield software.check_packages(versions)
     yield software.check_vllm_interfaces(installed_package(), "cuda" if found else "cpu")
     yield software.check_torch_companions(versions)
+    yield software.check_bytecode()
     yield software.check_transformer_engine(len(found), versions)
     yield gpus.check_vllm_platform(found, versions)
     yield hardware.check_cpu()

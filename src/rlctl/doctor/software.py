@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
+import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -118,6 +121,33 @@ def check_torch_companions(versions: Mapping[str, str] | None = None) -> Check:
         fix = f"Remove what text does not need: `pip uninstall {' '.join(wrong)}`."
         return Check("torch-companions", "fail", f"{', '.join(wrong)}: CUDA builds beside torch's CPU build", fix)
     return Check("torch-companions", "ok", "none that does not match torch's CPU build")
+
+
+def check_bytecode(module: Path | None = None, writes: bool = not sys.dont_write_bytecode) -> Check:
+    """The packages' modules are compiled, or Python keeps what it compiles; otherwise every process compiles them
+    anew, which doubles the time in which engines start. `module`: one that is always imported."""
+    spec = importlib.util.find_spec("torch") if module is None else None
+    module = Path(spec.origin) if spec is not None and spec.origin else module
+    if module is None:
+        return Check("bytecode", "ok", "torch is not installed: nothing to check")
+    if Path(importlib.util.cache_from_source(str(module))).exists():
+        return Check("bytecode", "ok", "the packages are compiled")
+    packages = module.parents[1]
+    if writes and os.access(packages, os.W_OK):
+        return Check("bytecode", "ok", "the packages are compiled when they are first imported")
+    why = "is not writable" if writes else "is not compiled, and PYTHONDONTWRITEBYTECODE is set"
+    return Check(
+        "bytecode",
+        "warn",
+        f"{packages} {why}: every process compiles its imports anew",
+        f"`python -m compileall -q -j 0 {packages}`, or `rlctl doctor --fix`.",
+        lambda: _compile(packages),
+    )
+
+
+def _compile(packages: Path) -> str:
+    compileall.compile_dir(packages, quiet=2, workers=0)
+    return f"compiled {packages}"
 
 
 def check_transformer_engine(gpus: int, versions: Mapping[str, str] | None = None) -> Check:
