@@ -20,15 +20,20 @@ os.environ.update(
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "WANDB_MODE": "disabled",
-        # Where they name a directory, every run of a test would convert its model there.
-        "RLCTL_MEGATRON_CHECKPOINT_DIR": "",
-        "NRL_MEGATRON_CHECKPOINT_DIR": "",
     }
 )
 
 from tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["engines"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where runs of tests convert their models: one place, so that each model is converted once in a session."""
+    directory = tmp_path_factory.mktemp("converted")
+    os.environ["RLCTL_MEGATRON_CHECKPOINT_DIR"] = str(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.checkpoints.converted import fingerprints_of, is_block_scaled, place_of, prepared
+from rlctl.checkpoints.converted import converted_bytes, fingerprints_of, place_of, prepared
 from rlctl.checkpoints.fingerprints import fingerprint
+from rlctl.checkpoints.places import NAMED
 from rlctl.checkpoints.source import resolve_model
 from rlctl.errors import InputError
 from tiny_models import write_tiny_llama
@@ -31,42 +34,75 @@ def block_scaled(directory: Path) -> Path:
     return directory
 
 
-def test_block_scaled_weights_are_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
-    source = resolve_model(str(block_scaled(tmp_path / "model")))
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """HF_HOME of a user who has not said where conversions belong."""
+    for name in NAMED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_model_is_converted_once(tiny_llama: Path, home: Path) -> None:
+    source = resolve_model(str(tiny_llama))
     said: list[str] = []
     with ThreadPoolExecutor(2) as pool:  # two runs that start together
-        first, second = pool.map(lambda _: prepared(source, "float32", said.append), range(2))
+        first, second = pool.map(lambda _: prepared(source, "float32", 1, said.append), range(2))
     assert first == second
     place = place_of(source.directory, "float32")
     assert first.megatron == place / "release"
-    assert place.parent == tmp_path / "shared" / "rlctl"
-    assert "quantization_config" not in json.loads((first.directory / "config.json").read_text())
+    assert place.parent == home / "rlctl"
+    assert first.label == source.label
+    line = f"converting the model once, for every run to start from: {place} (model.convert=false does without)"
+    assert said == [line, line]
     assert [p.name for p in place.parent.iterdir()] == [place.name]
     made = (place / "release" / ".metadata").stat().st_mtime_ns
-    assert prepared(source, "float32", said.append) == first
+    assert prepared(source, "float32", 1, said.append) == first
+    assert said[-1] == f"starting from {place}, converted by an earlier run"
     assert (place / "release" / ".metadata").stat().st_mtime_ns == made
     assert place_of(source.directory, "bfloat16") != place
-
-
-def test_a_directory_that_a_user_names_has_every_model_converted(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
-    source = resolve_model(str(tiny_llama))
-    found = prepared(source, "float32", print)
-    assert found.megatron == tmp_path / "shared" / "rlctl" / place_of(tiny_llama, "float32").name / "release"
-    assert found.label == source.label
     tensors = load_file(tiny_llama / "model.safetensors")
-    assert fingerprints_of(found, "float32") == {name: fingerprint(t, t.shape) for name, t in tensors.items()}
-    assert fingerprints_of(found, "bfloat16") == fingerprints_of(source, "float32") == {}
-    assert prepared(found, "float32", print) is found
+    assert fingerprints_of(first, "float32") == {name: fingerprint(t, t.shape) for name, t in tensors.items()}
+    assert fingerprints_of(first, "bfloat16") == fingerprints_of(source, "float32") == {}
+    assert prepared(first, "float32", 1, print) is first
 
 
-def test_plain_weights_are_read_as_published(tiny_llama: Path) -> None:
+def test_block_scaled_weights_become_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
+    monkeypatch.delenv("RLCTL_MEGATRON_CHECKPOINT_DIR")
+    model = block_scaled(tmp_path / "model")
+    found = prepared(resolve_model(str(model)), "bfloat16", 1, print)
+    assert found.megatron == tmp_path / "shared" / "rlctl" / place_of(model, "bfloat16").name / "release"
+    assert "quantization_config" not in json.loads((found.directory / "config.json").read_text())
+
+
+def test_bytes_of_a_conversion_are_counted_before_it(tiny_llama: Path, tmp_path: Path) -> None:
+    elements = sum(t.numel() for t in load_file(tiny_llama / "model.safetensors").values())
+    assert converted_bytes(tiny_llama, "bfloat16") == 2 * elements
+    assert converted_bytes(tiny_llama, "float32") == 4 * elements
+    packed = {"experts.gate_up_proj_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8)}
+    save_file(packed, tmp_path / "model.safetensors")
+    assert converted_bytes(tmp_path, "bfloat16") == 2 * 2 * 3 * 4 * 32
+
+
+def test_where_there_is_no_place_the_published_files_will_do(
+    tiny_llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = resolve_model(str(tiny_llama))
-    assert not is_block_scaled(tiny_llama)
-    assert prepared(source, "float32", print) is source
+    said: list[str] = []
+    home.write_text("a file")
+    assert prepared(source, "float32", 1, said.append) is source
+    assert f"not converted: {home} is not a directory (RLCTL_MEGATRON_CHECKPOINT_DIR names another place)" in said[-1]
+    home.unlink()
+    assert prepared(source, "float32", 2, said.append) is source
+    assert f"other nodes may not see {home / 'rlctl'}" in said[-1]
+    held = sum(t.numel() * 4 for t in load_file(tiny_llama / "model.safetensors").values())
+    free = shutil.disk_usage(home.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=held))
+    assert prepared(source, "float32", 1, said.append) is source
+    assert re.search(r"has 0\.0017\d* GB free of 0\.0017\d* GB needed", said[-1])
+    monkeypatch.undo()
+    assert not home.exists()
 
 
 def test_a_conversion_that_fails_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,5 +112,5 @@ def test_a_conversion_that_fails_names_the_place(tmp_path: Path, monkeypatch: py
     del held["model.norm.weight"]
     save_file(held, model / "model.safetensors")
     with pytest.raises(InputError, match="could not be converted into") as failed:
-        prepared(resolve_model(str(model)), "float32", print)
+        prepared(resolve_model(str(model)), "float32", 1, print)
     assert "RLCTL_MEGATRON_CHECKPOINT_DIR" in (failed.value.hint or "")

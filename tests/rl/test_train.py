@@ -302,6 +302,17 @@ def test_other_layouts_compute_the_same_run(uninterrupted, tiny_llama, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.guard
+def test_published_files_train_as_their_conversion_does(uninterrupted, tiny_llama, tmp_path):
+    """Every other run of these tests starts from a conversion, which the first of them made."""
+    assert re.search(r"converting the model once|converted by an earlier run", uninterrupted[1].stderr)
+    done = finish(command(tiny_llama, tmp_path / "run", "--set", "model.convert=false"))
+    assert done.returncode == 0, done.stderr
+    assert "convert" not in done.stderr
+    assert results(tmp_path / "run") == results(uninterrupted[0])
+
+
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_megatron_checkpoint_trains_as_the_model_it_was_converted_from(uninterrupted, tiny_llama, tmp_path):
     converted, run_dir = tiny_llama.with_name("tiny-llama-in-megatron"), tmp_path / "run"
     hf_to_megatron(tiny_llama, converted)

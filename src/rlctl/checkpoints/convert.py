@@ -14,7 +14,7 @@ import torch
 from rlctl.checkpoints import huggingface, megatron, record
 from rlctl.checkpoints.adapters import adapter_keys, base_of, read_adapters
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
-from rlctl.checkpoints.identity import damaged_files, source_identity
+from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.megatron import Blocks
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
@@ -75,7 +75,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
     options = options or Options()
     model = huggingface.open_model(source)
     dtype = options.dtype or model.dtype
-    wanted = {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
+    wanted = record.wanted(source, dtype)
 
     def write(aside: Path, begun: float) -> Report:
         style = keys.default_style(model.facts)

@@ -1,32 +1,36 @@
 """Models that a run converts once, keeps in the checkpoint directory, and starts from ever after.
 
-Block-scaled weights (float8, four-bit experts), which every rank would unpack anew at every start, always are. Plain
-ones are read as fast from the published files; they are converted where a user has named a checkpoint directory, which
-other nodes may see while they do not see the model. `docs/convert.md` has the figures.
+Every rank then reads its part of plain, verified weights that all nodes see, whatever the published files are: float8,
+four-bit experts, on the disk of one node, or gone from the hub's cache.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 from rlctl.checkpoints import record
 from rlctl.checkpoints.identity import source_identity
-from rlctl.checkpoints.places import converted_directory, named_directory
+from rlctl.checkpoints.megatron_directory import RELEASE
+from rlctl.checkpoints.places import (
+    NAMED,
+    converted_directory,
+    hub_directory,
+    named_directory,
+    nearest_existing,
+    write_problem,
+)  # fmt: skip
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.source import ModelSource, resolve_model
+from rlctl.checkpoints.staging import FREE_SPACE_MARGIN
 from rlctl.errors import InputError, MachineError, RlctlError, VerificationError
 
 DIGITS = 12
 """Of the model's identity, in the name of its conversion."""
-
-
-def is_block_scaled(directory: Path) -> bool:
-    """Whether weights are stored in fewer bits, beside scales."""
-    tensors = SafetensorsDirectory.open(directory).tensors
-    return any(t.dtype.startswith("float8") or name.endswith("_blocks") for name, t in tensors.items())
 
 
 def place_of(directory: Path, dtype: str) -> Path:
@@ -36,18 +40,58 @@ def place_of(directory: Path, dtype: str) -> Path:
     return converted_directory() / f"{name}-{source_identity(directory)[:DIGITS]}-{dtype}"
 
 
-def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> ModelSource:
-    """What a run starts from: `source` itself, or its conversion, which is made now unless it is there already.
+def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelSource:
+    """What a run on `nodes` starts from: the conversion of `source`, which is made now unless it is there already.
 
-    The conversion runs in a process of its own, under the lock of its place: of several runs one converts, and the
-    others wait and reuse.
+    A Megatron checkpoint is what it is. Where the user has not said where conversions belong and the place for them
+    will not do, the published files are, and `tell` hears why.
 
     Raises the error of a conversion that fails.
     """
-    if source.megatron is not None or not (is_block_scaled(source.directory) or named_directory() is not None):
+    if source.megatron is not None:
         return source
     place = place_of(source.directory, dtype)
-    tell(f"starting from the {dtype} checkpoint in {place}, converted at the first run")
+    if _is_complete(place, source.directory, dtype):
+        tell(f"starting from {place}, converted by an earlier run")
+    elif named_directory() is None and (why := _unsuitable(place, source.directory, dtype, nodes)):
+        tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
+        return source
+    else:
+        tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
+        _convert(source, place, dtype)
+    converted = resolve_model(str(place))
+    return ModelSource(converted.directory, source.label, source.note, converted.megatron)
+
+
+def _is_complete(place: Path, source: Path, dtype: str) -> bool:
+    """Whether a conversion of `source` lies at `place`: its record does not before all else does."""
+    made = record.read(place)
+    return made is not None and made.get("wanted") == record.wanted(source, dtype) and (place / RELEASE).is_dir()
+
+
+def _unsuitable(place: Path, source: Path, dtype: str, nodes: int) -> str | None:
+    """Why a conversion of `source` cannot be kept at `place`; None: it can."""
+    there = nearest_existing(place.parent)
+    if problem := write_problem(there):
+        return problem
+    if nodes > 1 and not source.is_relative_to(hub_directory().resolve()):
+        return f"other nodes may not see {place.parent}"
+    needed, free = converted_bytes(source, dtype), shutil.disk_usage(there).free
+    if free < needed * FREE_SPACE_MARGIN:
+        return f"{there} has {free / 1e9:.3g} GB free of {needed / 1e9:.3g} GB needed"
+    return None
+
+
+def converted_bytes(directory: Path, dtype: str) -> int:
+    """Bytes of a published model's weights in `dtype`, read from the headers of its files."""
+    size = 4 if dtype == "float32" else 2
+    tensors = SafetensorsDirectory.open(directory).tensors.items()
+    packed = 2  # values in one byte of the four-bit experts
+    return sum(prod(t.shape) * size * (packed if name.endswith("_blocks") else 1) for name, t in tensors)
+
+
+def _convert(source: ModelSource, place: Path, dtype: str) -> None:
+    """In a process of its own, under the lock of the place: of several runs one converts, the others wait and reuse."""
     command = ["convert", "hf-to-megatron", str(source.directory), str(place), "--dtype", dtype, "--reuse"]
     done = subprocess.run([sys.executable, "-m", "rlctl", *command], stdout=subprocess.DEVNULL)
     if done.returncode:  # it has said on stderr what was wrong
@@ -55,10 +99,8 @@ def prepared(source: ModelSource, dtype: str, tell: Callable[[str], None]) -> Mo
         raise (kind or RlctlError)(
             f"{source.label} could not be converted into {place.parent}.",
             "Why is said above. Where it is the place: set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory with room that "
-            "every node sees.",
+            "every node sees, or start from the published files with --set model.convert=false.",
         )
-    converted = resolve_model(str(place))
-    return ModelSource(converted.directory, source.label, source.note, converted.megatron)
 
 
 def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,11 +17,34 @@ def named_directory(environment: Mapping[str, str] | None = None) -> Path | None
     return next((Path(environment[name]).expanduser() / "rlctl" for name in NAMED if environment.get(name)), None)
 
 
+def hub_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """HF_HOME, else ~/.cache/huggingface: the Hugging Face libraries' own directory, models of the hub below it."""
+    environment = os.environ if environment is None else environment
+    return Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface").expanduser()
+
+
 def converted_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """The `named_directory`, else folder `rlctl` in HF_HOME, else in ~/.cache/huggingface.
+    """The `named_directory`, else folder `rlctl` in the `hub_directory`.
 
     rlctl writes only below its own folder, so the directory may be shared.
     """
-    environment = os.environ if environment is None else environment
-    cache = environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return named_directory(environment) or Path(cache).expanduser() / "rlctl"
+    return named_directory(environment) or hub_directory(environment) / "rlctl"
+
+
+def nearest_existing(directory: Path) -> Path:
+    """`directory`, or the first of its parents that exists."""
+    directory = directory.expanduser().absolute()
+    return next(place for place in (directory, *directory.parents) if place.exists())
+
+
+def write_problem(place: Path) -> str | None:
+    """Why no file can be written in `place`, or None: tried with a real file, since modes do not tell it all."""
+    if not place.is_dir():
+        return f"{place} is not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"rlctl")
+            file.flush()
+    except OSError as error:
+        return f"no file can be written in {place} ({error.strerror})"
+    return None

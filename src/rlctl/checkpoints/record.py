@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.megatron_directory import RELEASE
 
 RECORD = "rlctl_conversion.json"
+
+
+def wanted(source: Path, dtype: str) -> dict[str, str]:
+    """What tells one conversion of a Hugging Face directory to Megatron from another."""
+    return {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
 
 
 def write(directory: Path, wanted: dict[str, Any], report: dict[str, Any], fingerprints: Mapping[str, int]) -> None:

@@ -46,6 +46,8 @@ class ModelConfig(Section):
     """A Jinja chat template: a file, or the text itself."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
+    convert: bool = True
+    """Convert the model once into the checkpoint directory, where every run starts; false: start from its own files."""
     max_length: Positive | None = None
     """Most tokens of prompt and completion together."""
     trust_remote_code: bool = False

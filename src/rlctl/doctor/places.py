@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import psutil
 
 from rlctl.checkpoints.laptop_model import cache_directory
-from rlctl.checkpoints.places import converted_directory
+from rlctl.checkpoints.places import converted_directory, nearest_existing, write_problem
 from rlctl.doctor.check import GIB, Check, gib
 
 LEAST_SPACE = 2 * GIB
@@ -34,25 +33,6 @@ def check_directory(name: str, directory: Path, needed: int, fix: str, free: int
 def make(directory: Path) -> str:
     directory.expanduser().mkdir(parents=True, exist_ok=True)
     return f"made {directory}"
-
-
-def nearest_existing(directory: Path) -> Path:
-    """`directory`, or the first of its parents that exists."""
-    directory = directory.expanduser().absolute()
-    return next(place for place in (directory, *directory.parents) if place.exists())
-
-
-def write_problem(place: Path) -> str | None:
-    """Why no file can be written in `place`, or None: tried with a real file, since modes do not tell it all."""
-    if not place.is_dir():
-        return f"{place} is not a directory"
-    try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b"rlctl")
-            file.flush()
-    except OSError as error:
-        return f"no file can be written in {place} ({error.strerror})"
-    return None
 
 
 def check_run_directory(parameters: int = 0, directory: Path = Path("runs"), free: int | None = None) -> Check:

@@ -98,7 +98,8 @@ def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
     """Start both engines, test, and stop them."""
-    job = replace(job, source=prepared(job.source, job.dtype, tell))
+    if job.config.model.convert:
+        job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
     crew_spec = job.crew()
     p = crew_spec.policy.parallel
     with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):

@@ -98,7 +98,8 @@ def run_grpo(job: Job, run: RunDirectory, display: Display, stop: StopRequest, *
 def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> bool:
     """Start the processes, run the steps, stop the processes; whether a stop was requested."""
     with contextlib.ExitStack() as stack:
-        job = replace(job, source=prepared(job.source, job.dtype, display.say))
+        if job.config.model.convert:
+            job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         display.doing("starting Ray")
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None))
         stop.install()  # Ray has brought its own handlers
