@@ -385,11 +385,11 @@ def test_adapters_without_their_model_are_refused(pools: Pools, tmp_path: Path) 
     run, _, _ = saved_run(pools, Case(), tmp_path)
     base, moved = tmp_path / "base", tmp_path / "moved"
     base.rename(moved)
-    with pytest.raises(InputError, match=r"their model is not at .*base any more"):
+    with pytest.raises(InputError, match=r"began with is not at .*base any more"):
         megatron_to_hf(run, tmp_path / "out")
     assert megatron_to_hf(run, tmp_path / "out", config_from=moved).verified
     (moved / "config.json").write_text((moved / "config.json").read_text().replace("512", "256"))
-    with pytest.raises(InputError, match="moved is not the model that the adapters"):
+    with pytest.raises(InputError, match="moved is not the model that the run"):
         megatron_to_hf(run, tmp_path / "again", config_from=moved)
     with pytest.raises(InputError, match="holds adapters and not the weights"):
         open_model(find(run), facts("llama"))

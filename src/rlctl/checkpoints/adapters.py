@@ -3,14 +3,11 @@ with as these are read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.megatron_directory import MegatronDirectory, find
+from rlctl.checkpoints.base import Base
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
@@ -31,55 +28,13 @@ def adapter_keys(shapes: Collection[str]) -> list[str]:
     return [key for key in shapes if key.startswith("decoder.") and key.endswith((A, B))]
 
 
-@dataclass(frozen=True)
-class Base:
-    """What a run's adapters were trained on."""
-
-    directory: Path
-    """With configuration and tokenizer."""
-    weights: Path
-    """A Hugging Face directory, or the shards of a Megatron checkpoint."""
-    scale: float
-    """Adapters count alpha / rank."""
-
-    @property
-    def megatron(self) -> MegatronDirectory | None:
-        """The Megatron checkpoint with the weights; None: they are safetensors."""
-        return find(self.weights) if self.weights != self.directory else None
-
-
-def base_of(found: MegatronDirectory, named: Path | None = None) -> Base:
-    """The model that the run of an adapters' checkpoint began with; `named`: where it is now.
-
-    Raises InputError where the run's manifest is not there, or the model is gone or another.
-    """
-    stored = _manifest(found)
+def scale_of(base: Base) -> float:
+    """What the adapters of a run count: alpha / rank. Raises InputError where its manifest does not say."""
     try:
-        model, config = stored["model"], stored["config"]
-        directory = named or Path(model["directory"])
-        weights = directory if named else Path(model.get("weights", directory))
-        scale = config["training.lora.alpha"]["value"] / config["training.lora.rank"]["value"]
+        return base.config["training.lora.alpha"]["value"] / base.config["training.lora.rank"]["value"]
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise InputError(f"{found.shards} holds adapters, but the manifest of its run says nothing of them.") from error
-    hint = "Name the model that the run began with, wherever it is now, with --config-from."
-    if not (directory / "config.json").is_file() or not weights.is_dir():
-        raise InputError(f"{found.shards} holds adapters, and their model is not at {weights} any more.", hint)
-    if model_fingerprint(directory, weights) != model.get("fingerprint"):
-        raise InputError(f"{weights} is not the model that the adapters of {found.shards} were trained on.", hint)
-    return Base(directory, weights, scale)
-
-
-def _manifest(found: MegatronDirectory) -> dict[str, Any]:
-    """Of the run that a checkpoint (RUN/checkpoints/step_N/policy) belongs to."""
-    path = found.shards.absolute().parents[2] / "manifest.json"
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{found.shards} holds adapters, but {path} cannot be read, which says of which model.",
-            "Name the run, or a checkpoint inside of it.",
-        ) from error
-    return stored if isinstance(stored, dict) else {}
+        hint = "Name the run that trained them, or a checkpoint inside of it."
+        raise InputError("The checkpoint holds adapters, but its run's manifest says nothing of them.", hint) from error
 
 
 @dataclass(frozen=True)

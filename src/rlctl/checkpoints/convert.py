@@ -5,28 +5,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlctl.checkpoints import huggingface, megatron, record
-from rlctl.checkpoints.adapters import adapter_keys, base_of, read_adapters
+from rlctl.checkpoints.exported import exported_weights
 from rlctl.checkpoints.hf_files import SafetensorsWriter, copy_companions
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.megatron import Blocks
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
-from rlctl.checkpoints.stream import Progress, Source, Streamed, compare, plan_between, read_back, stream
+from rlctl.checkpoints.stream import Progress, Streamed, compare, plan_between, read_back, stream
 from rlctl.checkpoints.torch_dist import TorchDistReader, TorchDistWriter
 from rlctl.errors import InputError, listed
-from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.models.registry import weights_of
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
-from rlctl.weights.plan import SingleWorld, World
+from rlctl.weights.plan import SingleWorld
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.mxfp4 import PublishedFiles
@@ -111,7 +110,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
 def megatron_to_hf(
     source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
 ) -> Report:
-    """Write the Hugging Face directory of a Megatron checkpoint; adapters are merged into the model they belong to.
+    """Write the Hugging Face directory of a Megatron checkpoint, whole (see `exported`).
 
     `config_from` is a directory with the model's config.json and tokenizer, where the checkpoint has none beside it.
 
@@ -126,7 +125,7 @@ def megatron_to_hf(
         )
     if options.verify:
         _require_undamaged(found)
-    model = _weights_of(found, config_from)
+    model = exported_weights(found, config_from, options.tell)
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
 
@@ -176,52 +175,6 @@ def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, 
             f"{found.root} is damaged: {len(changed)} tensors are not those that were converted ({listed(changed)}).",
             "Remove it, and convert the model again.",
         )
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """What a Hugging Face directory is written from."""
-
-    companions: Path
-    config: dict[str, Any]
-    facts: ModelFacts
-    world: World
-    source: Source
-    dtype: str
-
-
-def _weights_of(found: MegatronDirectory, config_from: Path | None) -> _Weights:
-    """A checkpoint's weights, those with adapters merged.
-
-    Raises InputError as `megatron_to_hf` does.
-    """
-    reader = TorchDistReader.open(found.shards)
-    if own := adapter_keys(reader.shapes):
-        return _merged(found, reader, config_from, reader.shapes[own[0]].dtype)
-    companions = config_from or found.huggingface()
-    if companions is None:
-        hint = "Name the Hugging Face model it was made from with --config-from."
-        raise InputError(f"{found.shards} has no config.json beside it.", hint)
-    return _whole(found, companions)
-
-
-def _whole(found: MegatronDirectory, companions: Path) -> _Weights:
-    config = huggingface.read_config(companions)
-    model = megatron.open_model(found, facts_from_hf_config(config))
-    blocks = Blocks(model.reader, model.blocks)
-    return _Weights(companions, config, model.facts, model.world, blocks, model.dtype)
-
-
-def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path | None, dtype: str) -> _Weights:
-    base = base_of(found, config_from)
-    if base.megatron is not None:
-        under = _whole(base.megatron, base.directory)
-    else:
-        model = huggingface.open_model(base.directory)
-        under = _Weights(base.directory, model.config, model.facts, model.world, model.source, dtype)
-    adapters = read_adapters(reader, under.facts, base.scale)
-    world = SingleWorld(adapters.onto(under.world.layout(0)))
-    return replace(under, world=world, source=adapters.beside(under.source), dtype=dtype)
 
 
 class _Rows:

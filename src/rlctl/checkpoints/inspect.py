@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlctl.checkpoints import huggingface, megatron
-from rlctl.checkpoints.adapters import adapter_keys, base_of
+from rlctl.checkpoints.adapters import adapter_keys
+from rlctl.checkpoints.base import base_of
 from rlctl.checkpoints.megatron_directory import MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.errors import InputError
@@ -102,7 +103,7 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
         if opened is not None:  # without padding rows and second spellings of norms
             from rlctl.models.registry import weights_of
 
-            result.parameters = weights_of(facts).parameters
+            result.parameters = weights_of(opened.facts).parameters
     return result
 
 
