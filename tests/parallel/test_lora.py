@@ -394,5 +394,5 @@ def test_adapters_without_their_model_are_refused(pools: Pools, tmp_path: Path) 
     with pytest.raises(InputError, match="holds adapters and not the weights"):
         open_model(find(run), facts("llama"))
     (run / "manifest.json").unlink()
-    with pytest.raises(InputError, match="cannot be read, which says of which model"):
+    with pytest.raises(InputError, match="which says of which, cannot be read"):
         megatron_to_hf(run, tmp_path / "again", config_from=moved)
