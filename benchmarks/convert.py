@@ -3,6 +3,7 @@
     python benchmarks/convert.py                        # 0.5 GB
     python benchmarks/convert.py --gigabytes 0.5 4      # the memory of both sizes side by side
     python benchmarks/convert.py --no-verify --dir /mnt/fast
+    python benchmarks/convert.py --cold                 # sources are read from the disk, not from memory
 
 `cp` is the limit: reading and writing each byte once and flushing. A verified conversion reads the result once more.
 Each conversion is a process of its own. Copies and conversions take turns, and the best of each counts: what the first
@@ -59,6 +60,15 @@ def write_model(directory: Path, gigabytes: float) -> int:
     return sum(spec.bytes for spec in specs.values())
 
 
+def forget(directory: Path) -> None:
+    """Have the kernel drop what it holds of a directory's files in memory."""
+    for path in directory.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)  # only what is on the disk is dropped
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 def timed_copy(source: Path, target: Path) -> Measured:
     """Of `cp -r` and of flushing what it wrote."""
     begun, used = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
@@ -102,6 +112,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-verify", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="drop the sources from memory before each copy")
     parser.add_argument("--dir", type=Path, help="where to work; a temporary directory where it is not given")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -109,25 +120,31 @@ def main() -> None:
         child(*arguments.child)
         return
     verify = not arguments.no_verify
-    print(f"random Llama in bfloat16, {'verified' if verify else 'not verified'}; best of {arguments.repeats}")
+    how = f"{'verified' if verify else 'not verified'}, {'cold' if arguments.cold else 'cached'} sources"
+    print(f"random Llama in bfloat16, {how}; best of {arguments.repeats}")
     for gigabytes in arguments.gigabytes:
         work = Path(tempfile.mkdtemp(prefix="rlctl-convert-", dir=arguments.dir))
         try:
-            report(write_model(work / "model", gigabytes) / 1e9, measure(work, arguments.repeats, verify))
+            report(
+                write_model(work / "model", gigabytes) / 1e9, measure(work, arguments.repeats, verify, arguments.cold)
+            )
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def measure(work: Path, repeats: int, verify: bool) -> dict[str, list[Measured]]:
+def measure(work: Path, repeats: int, verify: bool, cold: bool) -> dict[str, list[Measured]]:
     """The copy of `work/model`, its conversion and the way back, by turns."""
+    ready = forget if cold else lambda source: None
     found: dict[str, list[Measured]] = {"cp": [], "hf-to-megatron": [], "megatron-to-hf": []}
     for _ in range(repeats):
+        ready(work / "model")
         found["cp"].append(timed_copy(work / "model", work / "copy"))
         shutil.rmtree(work / "copy")
         for direction, source, target in (
             ("hf-to-megatron", "model", "megatron"),
             ("megatron-to-hf", "megatron", "back"),
         ):
+            ready(work / source)
             found[direction].append(timed_conversion(direction, work / source, work / target, verify))
         shutil.rmtree(work / "megatron")
         shutil.rmtree(work / "back")

@@ -35,18 +35,27 @@ class StopRequest:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals (again: libraries that start later bring handlers of their own)."""
+        """Take the signals (again: libraries that start later bring handlers of their own).
+
+        Raises the KeyboardInterrupt that was lost since (imports of Cython modules swallow any).
+        """
         for number in SIGNALS:
             signal.signal(number, self._handle)
+        self._raise_lost()
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """The block looks at `requested` after each step."""
+        """The block looks at `requested` after each step. Raises as `install` does."""
+        self._raise_lost()
         self._deferring = True
         try:
             yield
         finally:
             self._deferring = False
+
+    def _raise_lost(self) -> None:
+        if self._raised:  # nothing goes on after it but the clean-up
+            raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._raised:
