@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -15,11 +17,15 @@ from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.tensors import dtype_of, fill, strided, transformed
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.weights.fingerprints import combine
-from rlctl.weights.layout import ParamSpec, Shape
+from rlctl.weights.layout import Fill, ParamSpec, Shape
 from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
+
+
+MOST_THREADS = 8
+"""That make and check blocks. Each holds one: memory is bounded by their number."""
 
 
 class Source(Protocol):
@@ -54,38 +60,49 @@ def stream(
     progress: Progress,
     check: bool,
 ) -> Streamed:
-    """Make every destination param in `order` and hand it to `write`, which runs beside the making of the next.
+    """Make every destination param in `order` and hand it to `write`, a few of them side by side.
 
-    Memory holds two of them and what one is made of. `shapes` are those of the tensors; `check` computes fingerprints
-    and looks for NaNs.
+    Memory holds one for each thread, one that is written, and what they are made of. `shapes` are those of the tensors;
+    `check` computes fingerprints and looks for NaNs.
     """
     by_param: dict[str, list[Copy]] = {name: [] for name in plan.layout.params}
     for copy in plan.copies:
         by_param[copy.destination_param].append(copy)
-    result, total, scratch = Streamed(), plan.layout.bytes, _Scratch(plan)
-    seen_nan: dict[str, bool] = {}
-    padded = {f.param for f in plan.fills}
-    behind = _Behind(threads=1, depth=_Scratch.BLOCKS - 1)
-    for name in order:
-        spec = plan.layout.params[name]
-        behind.make_room()
-        values = scratch.tensor(spec)
-        if name in padded:
-            fill([f for f in plan.fills if f.param == name], {name: values}, plan.layout.params)
+    fills: dict[str, list[Fill]] = {}
+    for padding in plan.fills:
+        fills.setdefault(padding.param, []).append(padding)
+    result, total, threads = Streamed(), plan.layout.bytes, thread_count()
+    locked, scratch = _Locked(source), _Scratch(plan, threads + 1)
+    seen_nan: set[str] = set()
+
+    def make(name: str, values: torch.Tensor) -> dict[str, int]:
+        """The fingerprints of the parts of tensors in it."""
+        fill(fills.get(name, ()), {name: values}, plan.layout.params)
+        parts: dict[str, int] = {}
         for copy in by_param[name]:
             target = strided(values, copy.destination_view)
-            values_read = transformed(strided(source.read(copy.source_param), copy.source_view), copy, source.read)
+            values_read = transformed(strided(locked.read(copy.source_param), copy.source_view), copy, locked.read)
             target.copy_(values_read)
             _refuse_overflow(copy.tensor, values_read, target)
-            source.drop(copy.source_param)
+            locked.drop(copy.source_param)
             if check and copy.primary:
-                _add(result.fingerprints, copy, target, shapes)
+                _add(parts, copy, target, shapes)
                 if target.is_floating_point() and _has_nan(target):
-                    seen_nan[copy.tensor] = True
-        behind.run(write, name, values)
-        result.bytes += spec.bytes
+                    seen_nan.add(copy.tensor)
+        return parts
+
+    def put(name: str, values: torch.Tensor, made: Future[dict[str, int]]) -> None:
+        for tensor, part in made.result().items():
+            result.fingerprints[tensor] = combine([result.fingerprints.get(tensor, 0), part])
+        write(name, values)
+        result.bytes += plan.layout.params[name].bytes
         progress("convert", result.bytes, total)
-    behind.finish()
+
+    with _one_thread_each(), ThreadPoolExecutor(threads) as makers, _Behind(threads=1, depth=threads) as writer:
+        for name in order:
+            writer.make_room()
+            values = scratch.tensor(plan.layout.params[name])
+            writer.run(put, name, values, makers.submit(make, name, values))
     result.nans = sorted(seen_nan)
     return result
 
@@ -98,7 +115,6 @@ def read_back(plan: TransferPlan, shapes: Mapping[str, Shape], written: Source, 
             by_param.setdefault(copy.destination_param, []).append(copy)
     found: dict[str, int] = {}
     done, total, lock = 0, sum(plan.layout.params[name].bytes for name in by_param), Lock()
-    behind = _Behind(threads=2, depth=2)
 
     def look(name: str, values: torch.Tensor) -> None:
         nonlocal done
@@ -112,10 +128,12 @@ def read_back(plan: TransferPlan, shapes: Mapping[str, Shape], written: Source, 
             done += plan.layout.params[name].bytes
             progress("verify", done, total)
 
-    for name in by_param:
-        behind.make_room()
-        behind.run(look, name, written.read(name))
-    behind.finish()
+    with _one_thread_each(), _Behind(threads=thread_count(), depth=thread_count()) as readers:
+        for name in by_param:
+            readers.make_room()
+            with lock:
+                values = written.read(name)
+            readers.run(look, name, values)
     return found
 
 
@@ -152,15 +170,57 @@ def _has_nan(values: torch.Tensor) -> bool:
     return values.numel() > 0 and bool(torch.isnan(values.amax()))
 
 
+def thread_count() -> int:
+    """Threads that make and check blocks: memory and disks are busy with a few."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """torch computes with one thread in each of ours, which share the same cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Locked:
+    """A source for several threads. What `read` returns is mapped: the data are read outside of the lock."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._lock = source, Lock()
+
+    def read(self, param: str) -> torch.Tensor:
+        with self._lock:
+            return self._source.read(param)
+
+    def drop(self, param: str) -> None:
+        with self._lock:
+            self._source.drop(param)
+
+
 class _Behind:
     """Calls that run in threads beside their caller, no more than `depth` of them waiting or running.
 
-    What they raise is raised by the next `make_room` or by `finish`. torch and file writes let other threads run.
+    What they raise is raised by the next `make_room` or at the end of the block. torch and file writes let other
+    threads run.
     """
 
     def __init__(self, threads: int, depth: int) -> None:
         self._pool, self._depth = ThreadPoolExecutor(threads), depth
-        self._pending: deque[Future] = deque()
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending and kind is None:
+                self._pending.popleft().result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
 
     def make_room(self) -> None:
         """Wait until another call may be handed over."""
@@ -170,24 +230,16 @@ class _Behind:
     def run(self, function: Callable[..., None], *args: object) -> None:
         self._pending.append(self._pool.submit(function, *args))
 
-    def finish(self) -> None:
-        """Wait for all of them."""
-        while self._pending:
-            self._pending.popleft().result()
-        self._pool.shutdown()
-
 
 class _Scratch:
     """Memory that destination params are made in, by turns: fresh pages cost more than copying does."""
 
-    BLOCKS = 2
-
-    def __init__(self, plan: TransferPlan) -> None:
+    def __init__(self, plan: TransferPlan, blocks: int) -> None:
         largest = max((spec.bytes for spec in plan.layout.params.values()), default=0)
-        self._memory = deque(bytearray(largest) for _ in range(self.BLOCKS))
+        self._memory = deque(bytearray(largest) for _ in range(blocks))
 
     def tensor(self, spec: ParamSpec) -> torch.Tensor:
-        """An uninitialised tensor; its storage is just as long as it is. Valid until `BLOCKS` more were asked for."""
+        """An uninitialised tensor; its storage is just as long as it is. Valid until all blocks have been asked for."""
         if not spec.size:
             return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
         self._memory.rotate(1)
