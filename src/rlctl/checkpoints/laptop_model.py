@@ -20,6 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from rlctl.config.paths import user_path
 from rlctl.errors import MachineError, VerificationError, WaitTimeoutError
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -35,7 +36,7 @@ TIMEOUT_S = 900.0
 def cache_directory() -> Path:
     """rlctl's own cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
     own = os.environ.get("RLCTL_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlctl"
+    return user_path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")
 
 
 def fetch(tell: Callable[[str], None] = lambda _: None) -> Path:

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlctl.config.paths import user_path
+
 NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 """Variables by which users say where converted models belong."""
 
@@ -14,13 +16,13 @@ NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 def named_directory(environment: Mapping[str, str] | None = None) -> Path | None:
     """Folder `rlctl` in the directory that the first set variable of NAMED names."""
     environment = os.environ if environment is None else environment
-    return next((Path(environment[name]).expanduser() / "rlctl" for name in NAMED if environment.get(name)), None)
+    return next((user_path(environment[name]) / "rlctl" for name in NAMED if environment.get(name)), None)
 
 
 def hub_directory(environment: Mapping[str, str] | None = None) -> Path:
     """HF_HOME, else ~/.cache/huggingface: the Hugging Face libraries' own directory, models of the hub below it."""
     environment = os.environ if environment is None else environment
-    return Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface").expanduser()
+    return user_path(environment.get("HF_HOME") or "~/.cache/huggingface")
 
 
 def converted_directory(environment: Mapping[str, str] | None = None) -> Path:
@@ -33,8 +35,8 @@ def converted_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 def nearest_existing(directory: Path) -> Path:
     """`directory`, or the first of its parents that exists."""
-    directory = directory.expanduser().absolute()
-    return next(place for place in (directory, *directory.parents) if place.exists())
+    directory = user_path(directory).absolute()
+    return next(place for place in (directory, *directory.parents) if os.path.exists(place))  # False: not to be seen
 
 
 def write_problem(place: Path) -> str | None:

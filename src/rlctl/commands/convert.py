@@ -15,6 +15,7 @@ import typer
 from rlctl.checkpoints.staging import require_absent
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def hf_to_megatron(
     """
     if not (force or reuse):
         require_absent(destination)
-    if (revision or trust_remote_code) and Path(source).expanduser().is_dir():
+    if (revision or trust_remote_code) and user_path(source).is_dir():
         flag = "--revision" if revision else "--trust-remote-code"
         raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
     from rlctl.checkpoints import convert as conversion

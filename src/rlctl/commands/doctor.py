@@ -9,6 +9,7 @@ import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.config.paths import user_path
 from rlctl.errors import MachineError
 
 if TYPE_CHECKING:
@@ -135,4 +136,4 @@ def parameters(name: str | None, revision: str | None) -> int:
     if name is None:
         return 0
     facts = catalog.lookup(name)
-    return count(facts).total if facts is not None else stored_parameters(Path(name).expanduser())
+    return count(facts).total if facts is not None else stored_parameters(user_path(name))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.paths import user_path
 from rlctl.config.yaml_values import read_mapping
 from rlctl.errors import ConfigError
 
@@ -80,4 +81,4 @@ def beside(path: Path, extends: str | None) -> str | None:
     """What a preset file extends: a shipped preset by its name, or a file, looked for beside the one that names it."""
     if extends is None or not extends.endswith((".yaml", ".yml")):
         return extends
-    return os.path.normpath(path.parent / Path(extends).expanduser())
+    return os.path.normpath(path.parent / user_path(extends))

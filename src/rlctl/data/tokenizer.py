@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError
 
@@ -42,7 +43,7 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
 
 def require_directory(tokenizer: str | None) -> None:
     """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
-    if tokenizer and tokenizer.startswith(("/", ".", "~")) and not Path(tokenizer).expanduser().is_dir():
+    if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
 
 

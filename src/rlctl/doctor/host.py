@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from rlctl.config.paths import user_path
 from rlctl.doctor.check import Check, gib
 
 LEAST_LOCKED = 64 << 20
@@ -93,7 +94,7 @@ def check_token(model: str | None, environment: Mapping[str, str] | None = None,
     environment = os.environ if environment is None else environment
     has = bool(environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"))
     has = has or (stored_token() if stored is None else stored)
-    gated = bool(model) and not Path(model or "").expanduser().exists() and (model or "").startswith(GATED)
+    gated = bool(model) and not user_path(model or "").exists() and (model or "").startswith(GATED)
     if gated and not has:
         fix = f"Accept the terms at {HUB}/{model}, then `hf auth login` or set HF_TOKEN."
         return Check("hub-token", "warn", f"{model} is given out to accounts only, and there is no token", fix)

@@ -9,6 +9,7 @@ import psutil
 
 from rlctl.checkpoints.laptop_model import cache_directory
 from rlctl.checkpoints.places import converted_directory, nearest_existing, write_problem
+from rlctl.config.paths import user_path
 from rlctl.doctor.check import GIB, Check, gib
 
 LEAST_SPACE = 2 * GIB
@@ -31,7 +32,7 @@ def check_directory(name: str, directory: Path, needed: int, fix: str, free: int
 
 
 def make(directory: Path) -> str:
-    directory.expanduser().mkdir(parents=True, exist_ok=True)
+    user_path(directory).mkdir(parents=True, exist_ok=True)
     return f"made {directory}"
 
 

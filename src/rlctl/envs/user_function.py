@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlctl.config.paths import user_path
 from rlctl.data.names import suggest, suggest_file
 from rlctl.data.rows import PromptRow
 from rlctl.errors import InputError
@@ -26,7 +27,7 @@ def split_reference(name: str) -> tuple[Path, str]:
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function.isidentifier():
         raise InputError(f"Reward {name!r} does not name a function.", "Write path/to/file.py:function.")
-    path = Path(file).expanduser().absolute()
+    path = user_path(file).absolute()
     if not path.is_file():
         raise InputError(f"Reward {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
     return path, function

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 from rlctl.planner.cluster import ClusterFacts
 
@@ -44,9 +45,9 @@ def profile_path(environment: Mapping[str, str] | None = None) -> Path:
     """Where this machine's profile is: `RLCTL_MACHINE_PROFILE`, or a file named after the host in rlctl's cache."""
     environment = os.environ if environment is None else environment
     if environment.get("RLCTL_MACHINE_PROFILE"):
-        return Path(environment["RLCTL_MACHINE_PROFILE"]).expanduser()
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlctl"
-    return Path(environment.get("RLCTL_CACHE_DIR") or cache).expanduser() / f"machine-{platform.node() or 'local'}.json"
+        return user_path(environment["RLCTL_MACHINE_PROFILE"])
+    cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl"
+    return user_path(environment.get("RLCTL_CACHE_DIR") or cache) / f"machine-{platform.node() or 'local'}.json"
 
 
 def save_profile(profile: MachineProfile, path: Path) -> None:

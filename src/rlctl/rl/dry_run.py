@@ -9,6 +9,7 @@ from typing import Any
 from rlctl.checkpoints.megatron_directory import find
 from rlctl.checkpoints.source import ModelSource, of_megatron, resolve_model
 from rlctl.config.load import Resolved
+from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
@@ -108,7 +109,7 @@ def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None
 def _unopened(resolved: Resolved) -> ModelSource:
     """Where the model is or would be."""
     name = resolved.config.model.name or ""
-    local = find(Path(name).expanduser())
+    local = find(user_path(name))
     return of_megatron(name, local) if local is not None else ModelSource(Path(name), name)
 
 

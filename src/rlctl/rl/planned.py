@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlctl.checkpoints.source import ModelSource, read_object, resolve_model
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
+from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.catalog import lookup, near
@@ -54,7 +54,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
     """
     if not model.name:
         raise InputError("No model: model.name is not set.", "Give --model, or a preset that names one.")
-    if not Path(model.name).expanduser().is_dir() and (known := lookup(model.name)) is not None:
+    if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
         return known
     try:
         directory = resolve_model(model.name, model.revision, weights=False, tell=tell).directory

@@ -1,0 +1,55 @@
+"""Paths with `~`, of users that there are and that there are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl import cli
+from rlctl.checkpoints.places import converted_directory, nearest_existing
+from rlctl.config.paths import user_path
+from rlctl.planner.profile import profile_path
+
+NOBODY = "~no_such_user_here/x"
+
+
+def test_a_home_is_found_and_an_unknown_one_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert user_path("~/models") == Path("/somewhere/models")
+    assert user_path(Path("~root")) != Path("~root")
+    assert user_path(NOBODY) == Path(NOBODY)
+    assert user_path("a/~") == Path("a/~")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "grpo", "--model", NOBODY, "--data", "reasoning-gym:chain_sum"], "there is no such directory"),
+        (["generate", "--model", NOBODY, "--prompt", "hi"], "there is no such directory"),
+        (["plan", "--model", NOBODY], "there is no such directory"),
+        (["refit-test", "--model", NOBODY], "there is no such directory"),
+        (["convert", "hf-to-megatron", NOBODY, "out"], "there is no such directory"),
+        (["convert", "hf-to-megatron", NOBODY, "out", "--revision", "main"], "there is no such directory"),
+        (["convert", "megatron-to-hf", NOBODY, "out"], "no Megatron checkpoint"),
+        (["convert", "inspect", NOBODY], "does not exist"),
+        (["train", "grpo", "--resume", "--run-dir", NOBODY], "no_such_user_here"),
+    ],
+)
+def test_an_unknown_user_is_a_directory_that_is_not_there(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert NOBODY in error
+    assert "Traceback" not in error
+
+
+def test_variables_may_name_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert converted_directory({"RLCTL_MEGATRON_CHECKPOINT_DIR": NOBODY}) == Path(NOBODY) / "rlctl"
+    assert converted_directory({"HF_HOME": NOBODY}) == Path(NOBODY) / "rlctl"
+    assert profile_path({"RLCTL_MACHINE_PROFILE": NOBODY}) == Path(NOBODY)
+    assert profile_path({"RLCTL_CACHE_DIR": NOBODY}).parent == Path(NOBODY)
+    assert nearest_existing(Path(NOBODY)) == Path.cwd()
