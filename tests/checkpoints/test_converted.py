@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,6 +75,68 @@ def test_block_scaled_weights_become_plain(tmp_path: Path, monkeypatch: pytest.M
     found = prepared(resolve_model(str(model)), "bfloat16", 1, print)
     assert found.megatron == tmp_path / "shared" / "rlctl" / place_of(model, "bfloat16").name / "release"
     assert "quantization_config" not in json.loads((found.directory / "config.json").read_text())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda at: next(at.glob("release/*.distcp")).unlink(), "release/__0_0.distcp cannot be read"),
+        (lambda at: cut(at / "release" / ".metadata"), "release/.metadata has 100 bytes instead of "),
+        (lambda at: (at / "release" / "common.pt").unlink(), "release/common.pt cannot be read"),
+        (lambda at: (at / "huggingface" / "config.json").unlink(), "huggingface/config.json cannot be read"),
+        (lambda at: (at / "rlctl_conversion.json").write_text(""), "is not a complete conversion"),
+    ],
+)
+def test_a_conversion_that_was_damaged_is_named_for_removal(
+    harm: Callable[[Path], object], said: str, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve_model(str(tiny_llama))
+    made = prepared(source, "float32", 1, print).megatron  # where all tests of the session have it
+    assert made is not None
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "a place"))
+    place = place_of(source.directory, "float32")
+    shutil.copytree(made.parent, place)
+    harm(place)
+    with pytest.raises(InputError, match=re.escape(said)) as failed:
+        prepared(source, "float32", 1, print)
+    assert str(place) in failed.value.message
+    assert f"rm -r '{place}'" in (failed.value.hint or "")
+
+
+def test_an_iteration_saved_beside_a_conversion_is_not_started_from(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve_model(str(tiny_llama))
+    made = prepared(source, "float32", 1, print).megatron
+    assert made is not None
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path))
+    place = place_of(source.directory, "float32")
+    shutil.copytree(made.parent, place)
+    shutil.copytree(place / "release", place / "iter_0000003")
+    (place / "latest_checkpointed_iteration.txt").write_text("3")
+    assert prepared(source, "float32", 1, print).megatron == place / "release"
+
+
+def test_code_that_changes_is_converted_anew(tiny_llama: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    before = place_of(model, "float32")
+    (model / "modeling_own.py").write_text("X = 1")
+    with_code = place_of(model, "float32")
+    (model / "modeling_own.py").write_text("X = 2")
+    assert len({before, with_code, place_of(model, "float32")}) == 3
+
+
+def test_modules_where_the_user_works_are_not_imported(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
+    (tmp_path / "fractions.py").write_text("raise RuntimeError('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    assert prepared(resolve_model(str(tiny_llama)), "float32", 1, print).megatron is not None
 
 
 def test_bytes_of_a_conversion_are_counted_before_it(tiny_llama: Path, tmp_path: Path) -> None:

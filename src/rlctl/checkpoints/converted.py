@@ -6,6 +6,8 @@ four-bit experts, on the disk of one node, or gone from the hub's cache.
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from rlctl.checkpoints import record
 from rlctl.checkpoints.identity import source_identity
-from rlctl.checkpoints.megatron_directory import RELEASE
+from rlctl.checkpoints.megatron_directory import RELEASE, MegatronDirectory
 from rlctl.checkpoints.places import (
     NAMED,
     converted_directory,
@@ -25,8 +27,8 @@ from rlctl.checkpoints.places import (
     write_problem,
 )  # fmt: skip
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
-from rlctl.checkpoints.source import ModelSource, resolve_model
-from rlctl.checkpoints.staging import FREE_SPACE_MARGIN
+from rlctl.checkpoints.source import ModelSource, of_megatron
+from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
 from rlctl.errors import InputError, MachineError, RlctlError, VerificationError
 
 DIGITS = 12
@@ -46,12 +48,12 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     A Megatron checkpoint is what it is. Where the user has not said where conversions belong and the place for them
     will not do, the published files are, and `tell` hears why.
 
-    Raises the error of a conversion that fails.
+    Raises the error of a conversion that fails, and InputError where something else or a damaged one is in its place.
     """
     if source.megatron is not None:
         return source
     place = place_of(source.directory, dtype)
-    if _is_complete(place, source.directory, dtype):
+    if _is_there(place, source, dtype):
         tell(f"starting from {place}, converted by an earlier run")
     elif named_directory() is None and (why := _unsuitable(place, source.directory, dtype, nodes)):
         tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
@@ -59,14 +61,32 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     else:
         tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
         _convert(source, place, dtype)
-    converted = resolve_model(str(place))
+    # Not the iteration that somebody trained from it with other tools and saved beside it.
+    converted = of_megatron(source.label, MegatronDirectory(place, place / RELEASE, None))
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
 
 
-def _is_complete(place: Path, source: Path, dtype: str) -> bool:
-    """Whether a conversion of `source` lies at `place`: its record does not before all else does."""
+def _is_there(place: Path, source: ModelSource, dtype: str) -> bool:
+    """Whether the conversion of `source` lies at `place`: its record does not before all else does.
+
+    Raises InputError for one that is damaged (by the sizes of its files), and for anything else at `place`.
+    """
     made = record.read(place)
-    return made is not None and made.get("wanted") == record.wanted(source, dtype) and (place / RELEASE).is_dir()
+    if made is None or made.get("wanted") != record.wanted(source.directory, dtype):
+        if not os.path.exists(place) or not any_content(place):
+            return False
+        raise _to_be_removed(place, "is not a complete conversion")
+    if problem := record.damage(place, made):
+        raise _to_be_removed(place, f"was converted by an earlier run and has been damaged since: {problem}")
+    return True
+
+
+def _to_be_removed(place: Path, what: str) -> InputError:
+    return InputError(
+        f"{place} {what}.",
+        f"Remove it, and the next run converts the model again: rm -r {shlex.quote(str(place))}. "
+        "--set model.convert=false starts from the published files.",
+    )
 
 
 def _unsuitable(place: Path, source: Path, dtype: str, nodes: int) -> str | None:
@@ -93,7 +113,13 @@ def converted_bytes(directory: Path, dtype: str) -> int:
 def _convert(source: ModelSource, place: Path, dtype: str) -> None:
     """In a process of its own, under the lock of the place: of several runs one converts, the others wait and reuse."""
     command = ["convert", "hf-to-megatron", str(source.directory), str(place), "--dtype", dtype, "--reuse"]
-    done = subprocess.run([sys.executable, "-m", "rlctl", *command], stdout=subprocess.DEVNULL)
+    # -P: no module of the directory that the user works in stands for one of Python's.
+    done = subprocess.run([sys.executable, "-P", "-m", "rlctl", *command], stdout=subprocess.DEVNULL)
+    if done.returncode < 0:
+        raise RlctlError(
+            f"The conversion of {source.label} was killed by signal {-done.returncode}.",
+            "Was memory short? Run again; what it left is cleared then.",
+        )
     if done.returncode:  # it has said on stderr what was wrong
         kind = next((k for k in (InputError, MachineError, VerificationError) if k.exit_code == done.returncode), None)
         raise (kind or RlctlError)(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
+
+from rlctl.checkpoints.hf_files import COMPANIONS
 
 # Read whole. Weights are read in part: enough to tell two models apart, and quick for hundreds of gigabytes.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
@@ -55,14 +57,14 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
 
 
 def source_identity(directory: Path) -> str:
-    """Hexadecimal digest by which a model directory that was converted is known again: of its small files' content, and
-    of which its weight files are.
+    """Hexadecimal digest by which a model directory that was converted is known again: of the content of the files that
+    go along, and of which its weight files are.
 
     Those of a hub's cache are named after their content, wherever the cache lies. Others are known by place, size and
     time, so that one which was written anew is another.
     """
     digest = hashlib.sha256()
-    _add_small_files(digest, directory)
+    _add_small_files(digest, directory, COMPANIONS)
     for path in sorted(directory.glob("*.safetensors")):
         real, stat = path.resolve(), path.stat()
         known = real.name if real.parent.name == "blobs" else f"{real} {stat.st_mtime_ns}"
@@ -70,8 +72,8 @@ def source_identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _add_small_files(digest: hashlib._Hash, directory: Path) -> None:
-    for path in sorted({path for pattern in SMALL_FILES for path in directory.glob(pattern) if path.is_file()}):
+def _add_small_files(digest: hashlib._Hash, directory: Path, patterns: Sequence[str] = SMALL_FILES) -> None:
+    for path in sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}):
         _add(digest, path.name, path.read_bytes())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.identity import source_identity
-from rlctl.checkpoints.megatron_directory import RELEASE
+from rlctl.checkpoints.megatron_directory import LATEST, RELEASE
 
 RECORD = "rlctl_conversion.json"
 
@@ -19,8 +19,13 @@ def wanted(source: Path, dtype: str) -> dict[str, str]:
 
 
 def write(directory: Path, wanted: dict[str, Any], report: dict[str, Any], fingerprints: Mapping[str, int]) -> None:
-    """`wanted` tells one conversion from another; `fingerprints` are those of the tensors in their dtype there."""
-    values = {"wanted": wanted, "report": report, "fingerprints": {n: f"{v:016x}" for n, v in fingerprints.items()}}
+    """Of a `directory` that is finished otherwise. `wanted` tells one conversion from another; `fingerprints` are those
+    of the tensors in their dtype there."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = {str(path.relative_to(directory)): path.stat().st_size for path in found}
+    files.pop(LATEST, None)  # names another iteration once one is saved beside it
+    values = {"wanted": wanted, "report": report, "files": files}
+    values["fingerprints"] = {name: f"{value:016x}" for name, value in fingerprints.items()}
     (directory / RECORD).write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -31,6 +36,19 @@ def read(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
+
+
+def damage(directory: Path, made: Mapping[str, Any]) -> str | None:
+    """What is wrong with the files that a record `made` tells of, by their sizes; None: nothing that these show."""
+    files = made.get("files")
+    for name, size in files.items() if isinstance(files, dict) else ():
+        try:
+            found = (directory / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
+    return None
 
 
 def fingerprints(shards: Path, dtype: str) -> dict[str, int]:

@@ -75,11 +75,12 @@ class RefitSession:
         receive: Receive = "auto",
         members: int = 1,
         converted: Mapping[str, int] | None = None,
+        converted_at: Path | None = None,
     ) -> None:
         """`shapes` are those of the published tensors; by default what the model's family says.
 
         `converted`: fingerprints, in `dtype`, that tensors have if the policy holds what a conversion wrote; compared
-        when the first refit is.
+        when the first refit is. `converted_at`: where that conversion is, for the error's sake.
 
         `members`: how many of `engines` hold one model together (1, but for processes without an engine around them).
         """
@@ -97,7 +98,7 @@ class RefitSession:
         """The receive path of each tensor and why it takes it; more than one where workers hold it differently."""
         self.shares: tuple[Share, ...] = ()
         self.last_comparison: Comparison | None = None
-        self._dtype, self._converted = dtype, converted or {}
+        self._dtype, self._converted, self._converted_at = dtype, converted or {}, converted_at
 
     @property
     def payload_bytes(self) -> int:
@@ -336,7 +337,7 @@ class RefitSession:
         ]
         found, readings = self._guard("verify", lambda: wait_together(waits, self.settings.timeout_s))
         source = source_sums(found)
-        require_as_converted(source, converted or {})
+        require_as_converted(source, converted or {}, self._converted_at)
         firsts = range(0, len(readings), self.members)
         models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
         return [compare(source, of_one, tensors) for of_one in models]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 from rlctl.backends.vllm.messages import Reading
 from rlctl.errors import VerificationError, listed
@@ -95,14 +96,16 @@ def _site_agrees(value: int, shape: tuple[int, ...], boxes: dict[tuple, set[int]
     return covered == prod(shape) and combine([v for (v,) in boxes.values()]) == value
 
 
-def require_as_converted(source: dict[str, int], converted: Mapping[str, int]) -> None:
-    """Raise VerificationError where tensors that the policy has loaded are not what their conversion wrote."""
+def require_as_converted(source: dict[str, int], converted: Mapping[str, int], where: Path | None = None) -> None:
+    """Raise VerificationError where tensors that the policy has loaded are not what their conversion, in the directory
+    `where`, wrote."""
     changed = sorted(name for name, value in source.items() if converted.get(name, value) != value)
     if changed:
         raise VerificationError(
             f"{len(changed)} of {len(source)} tensors that the policy has loaded are not those that were converted: "
             f"{listed(changed, 5)}.",
-            "The checkpoint was damaged since: remove it. A run converts a model again; for another, `rlctl convert`.",
+            f"{where or 'The checkpoint'} was damaged since: remove it. What a run converted, the next one converts "
+            "again; for another checkpoint, `rlctl convert`.",
         )
 
 

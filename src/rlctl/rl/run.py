@@ -175,6 +175,7 @@ def _parts(job: Job, crew: Crew, policy: Policy, display: Display, converted: Ma
         settings=config.refit,
         dtype=job.dtype,
         converted=converted,
+        converted_at=job.source.megatron and job.source.megatron.parent,
     )
     sleeps = job.crew_spec().engine.sleeps
     turns = DeviceTurns(crew.policy, crew.engines, offload=job.offload, engines_sleep=sleeps)
