@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
 import pytest
 
-from rlctl.backends.vllm.interfaces import INTERFACES, installed_package, missing
+from rlctl.backends.vllm import interfaces
+from rlctl.backends.vllm.interfaces import INTERFACES, OWN_METHODS, installed_package, missing
 from rlctl.doctor.software import check_vllm_interfaces
 
 
@@ -38,6 +40,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("v1/engine/core.py", "def pause_scheduler(", "def hold_scheduler(", "EngineCore.pause_scheduler"),
         ("v1/engine/llm_engine.py", "reset_running_requests: bool", "with_running: bool", "reset_running_requests"),
         ("v1/worker/gpu_worker.py", "_weight_update_active", "_updating", "Worker._weight_update_active"),
+        (
+            "distributed/weight_transfer/base.py",
+            "    @abstractmethod\n    def shutdown(self",
+            "    @abstractmethod\n    def describe(self):\n        ...\n\n    @abstractmethod\n    def shutdown(self",
+            "WeightTransferEngine.describe is asked for",
+        ),
     ],
 )
 def test_what_a_version_lacks_is_named(copy: Path, tmp_path: Path, file: str, old: str, new: str, named: str) -> None:
@@ -53,3 +61,9 @@ def test_what_a_version_lacks_is_named(copy: Path, tmp_path: Path, file: str, ol
     assert found.status == "fail"
     assert named in found.detail
     assert check_vllm_interfaces(copy, "cpu").status == "ok"
+
+
+def test_the_transfer_engine_has_the_methods_that_are_counted_on() -> None:
+    source = Path(interfaces.__file__).with_name("transfer.py").read_text()  # importing it brings vLLM along
+    engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "RlctlTransferEngine")
+    assert {node.name for node in engine.body if isinstance(node, ast.FunctionDef)} >= OWN_METHODS

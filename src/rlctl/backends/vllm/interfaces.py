@@ -120,13 +120,25 @@ INTERFACES: tuple[Interface, ...] = (
     Interface("vllm._custom_ops:cpu_prepack_moe_weight", ("weight", "isa"), CPU),
 )  # fmt: skip
 
+TRANSFER_ENGINE = f"{TRANSFER}.base:WeightTransferEngine"
+OWN_METHODS = frozenset(
+    {
+        "init_transfer_engine", "start_weight_update", "update_weights", "receive_weights", "finish_weight_update",
+        "shutdown", "trainer_send_weights",
+    }
+)  # fmt: skip
+"""What rlctl's transfer engine defines: a version that asks for more of one cannot make it."""
+
 
 def missing(package: Path, platform: str) -> list[str]:
     """What of the interfaces the vLLM in `package` (the folder `vllm`) lacks on `platform`; empty: nothing.
 
     `platform` is `cpu` or `cuda`.
     """
-    return [why for one in INTERFACES if platform in one.platforms for why in _missing(package, one)]
+    lacking = [why for one in INTERFACES if platform in one.platforms for why in _missing(package, one)]
+    return lacking + [
+        f"{TRANSFER_ENGINE}.{name} is asked for" for name in _asked_for(package) if name not in OWN_METHODS
+    ]
 
 
 def installed_package() -> Path | None:
@@ -149,6 +161,16 @@ def _missing(package: Path, interface: Interface) -> Iterator[str]:
         lacking = [name for name in interface.parameters if name not in names]
         if lacking and not given.kwarg:
             yield f"{interface.where} takes no {', '.join(lacking)}"
+
+
+def _asked_for(package: Path) -> Iterator[str]:
+    """The abstract methods of vLLM's weight-transfer engine."""
+    module, owner = TRANSFER_ENGINE.split(":")
+    tree = _parsed(package.joinpath(*module.split(".")[1:]).with_suffix(".py"))
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            methods = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from (one.name for one in methods if "abstractmethod" in map(ast.unparse, one.decorator_list))
 
 
 def _alternatives(where: str) -> tuple[list[tuple[str, str]], str]:

@@ -168,6 +168,11 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.inlet.close()
             self.inlet = None
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """The trainer's side as vLLM before 0.29 asks for it; rlctl's is a mover of `refit.session`."""
+        raise NotImplementedError("weights are sent by rlctl's refit session")
+
 
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
 if current_platform.is_cpu():
