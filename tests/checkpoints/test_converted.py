@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,3 +180,29 @@ def test_a_conversion_that_fails_names_the_place(tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match="could not be converted into") as failed:
         prepared(resolve_model(str(model)), "float32", 1, print)
     assert "RLCTL_MEGATRON_CHECKPOINT_DIR" in (failed.value.hint or "")
+
+
+RUN = """
+import sys
+from rlctl.checkpoints import converted
+from rlctl.checkpoints.source import resolve_model
+from rlctl.runs.interrupt import StopRequest
+
+with StopRequest(print):
+    converted.prepared(resolve_model(sys.argv[1]), "float32", 1, print)
+"""
+
+
+def test_a_signal_to_the_run_alone_leaves_no_part_of_a_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_llama(tmp_path / "model", vocab_size=200_000)  # 0.2 GB: longer than to see that it has begun
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
+    place = tmp_path / "shared" / "rlctl"
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(model)], stderr=subprocess.PIPE)
+    while not list(place.glob(".*.partial/release/*.distcp")):
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.terminate()
+    assert "KeyboardInterrupt" in run.communicate(timeout=60)[1].decode()
+    assert not [path for path in place.iterdir() if not path.name.endswith(".lock")]

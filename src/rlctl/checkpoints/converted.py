@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from rlctl.checkpoints.source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
 from rlctl.errors import InputError, MachineError, RlctlError, VerificationError
 
+CLEARING_S = 30.0
+"""That an interrupted conversion may take to remove what it wrote."""
 DIGITS = 12
 """Of the model's identity, in the name of its conversion."""
 
@@ -114,19 +117,34 @@ def _convert(source: ModelSource, place: Path, dtype: str) -> None:
     """In a process of its own, under the lock of the place: of several runs one converts, the others wait and reuse."""
     command = ["convert", "hf-to-megatron", str(source.directory), str(place), "--dtype", dtype, "--reuse"]
     # -P: no module of the directory that the user works in stands for one of Python's.
-    done = subprocess.run([sys.executable, "-P", "-m", "rlctl", *command], stdout=subprocess.DEVNULL)
-    if done.returncode < 0:
+    code = _run([sys.executable, "-P", "-m", "rlctl", *command])
+    if code < 0:
         raise RlctlError(
-            f"The conversion of {source.label} was killed by signal {-done.returncode}.",
+            f"The conversion of {source.label} was killed by signal {-code}.",
             "Was memory short? Run again; what it left is cleared then.",
         )
-    if done.returncode:  # it has said on stderr what was wrong
-        kind = next((k for k in (InputError, MachineError, VerificationError) if k.exit_code == done.returncode), None)
+    if code:  # it has said on stderr what was wrong
+        kind = next((k for k in (InputError, MachineError, VerificationError) if k.exit_code == code), None)
         raise (kind or RlctlError)(
             f"{source.label} could not be converted into {place.parent}.",
             "Why is said above. Where it is the place: set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory with room that "
             "every node sees, or start from the published files with --set model.convert=false.",
         )
+
+
+def _run(command: list[str]) -> int:
+    """Exit code of a command whose results nobody wants. An interruption reaches it, too: it clears what it wrote."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(CLEARING_S)
+        raise
+    finally:
+        process.kill()  # nothing, where it has ended
+        process.wait()
 
 
 def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:

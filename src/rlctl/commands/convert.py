@@ -17,6 +17,7 @@ from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
+from rlctl.runs.interrupt import StopRequest
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.convert import Options, Report
@@ -76,7 +77,7 @@ def hf_to_megatron(
     found = resolve_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
     if found.note:
         message(found.note)
-    with progress(not json_) as show:
+    with StopRequest(lambda _: None), progress(not json_) as show:  # SIGTERM, too, leaves nothing behind
         settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
         report = conversion.hf_to_megatron(found.directory, destination, settings)
     _print(report, json_)
@@ -115,7 +116,7 @@ def megatron_to_hf(
 
     companions = resolve_model(config_from, weights=False, tell=message).directory if config_from else None
     size = parse_size(shard_size)
-    with progress(not json_) as show:
+    with StopRequest(lambda _: None), progress(not json_) as show:  # SIGTERM, too, leaves nothing behind
         settings = _settings(dtype, no_verify, force, show, size)
         report = conversion.megatron_to_hf(source, destination, companions, settings)
     _print(report, json_)
