@@ -9,6 +9,7 @@ import pytest
 from rlctl import cli
 from rlctl.checkpoints.places import converted_directory, nearest_existing
 from rlctl.config.paths import user_path
+from rlctl.errors import InputError
 from rlctl.planner.profile import profile_path
 
 NOBODY = "~no_such_user_here/x"
@@ -48,7 +49,9 @@ def test_an_unknown_user_is_a_directory_that_is_not_there(
 
 
 def test_variables_may_name_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert converted_directory({"RLCTL_MEGATRON_CHECKPOINT_DIR": NOBODY}) == Path(NOBODY) / "rlctl"
+    for name in ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR"):  # nothing is to be made there
+        with pytest.raises(InputError, match=f"{name}={NOBODY}: there is no user no_such_user_here"):
+            converted_directory({name: NOBODY})
     assert converted_directory({"HF_HOME": NOBODY}) == Path(NOBODY) / "rlctl"
     assert profile_path({"RLCTL_MACHINE_PROFILE": NOBODY}) == Path(NOBODY)
     assert profile_path({"RLCTL_CACHE_DIR": NOBODY}).parent == Path(NOBODY)

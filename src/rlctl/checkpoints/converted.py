@@ -97,7 +97,7 @@ def _unsuitable(place: Path, source: Path, dtype: str, nodes: int) -> str | None
     there = nearest_existing(place.parent)
     if problem := write_problem(there):
         return problem
-    if nodes > 1 and not source.is_relative_to(hub_directory().resolve()):
+    if nodes > 1 and not source.resolve().is_relative_to(hub_directory().resolve()):
         return f"other nodes may not see {place.parent}"
     needed, free = converted_bytes(source, dtype), shutil.disk_usage(there).free
     if free < needed * FREE_SPACE_MARGIN:

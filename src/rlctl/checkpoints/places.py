@@ -8,15 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlctl.config.paths import user_path
+from rlctl.errors import InputError
 
 NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
 """Variables by which users say where converted models belong."""
 
 
 def named_directory(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Folder `rlctl` in the directory that the first set variable of NAMED names."""
+    """Folder `rlctl` in the directory that the first set variable of NAMED names.
+
+    Raises InputError where that is in the home of a user who is not known here.
+    """
     environment = os.environ if environment is None else environment
-    return next((user_path(environment[name]) / "rlctl" for name in NAMED if environment.get(name)), None)
+    name = next((name for name in NAMED if environment.get(name)), None)
+    if name is None:
+        return None
+    directory = user_path(environment[name])
+    if directory.parts[:1] and directory.parts[0].startswith("~"):
+        raise InputError(f"{name}={directory}: there is no user {directory.parts[0][1:]}.", "Write the whole path.")
+    return directory / "rlctl"
 
 
 def hub_directory(environment: Mapping[str, str] | None = None) -> Path:
