@@ -172,6 +172,14 @@ def test_a_wrong_byte_in_a_converted_checkpoint_is_found(model: Path, tmp_path: 
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", options=Options(verify=False))
 
 
+def test_a_file_that_no_tensor_is_in_belongs_to_the_whole(model: Path, tmp_path: Path) -> None:
+    hf_to_megatron(model, tmp_path / "megatron")
+    (tmp_path / "megatron" / "release" / "common.pt").unlink()
+    assert "release/common.pt cannot be read" in inspect(tmp_path / "megatron").problems[0]
+    with pytest.raises(InputError, match="not the complete conversion"):
+        hf_to_megatron(model, tmp_path / "megatron", Options(reuse=True))
+
+
 def test_what_was_trained_from_a_conversion_is_not_taken_for_it(model: Path, tmp_path: Path) -> None:
     """Megatron-LM saves its iterations beside what it began with, where it loads and saves in one directory."""
     converted, trained = tmp_path / "megatron", tmp_path / "other" / "model"

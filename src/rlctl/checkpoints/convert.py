@@ -244,8 +244,8 @@ def _report(
 
 
 def _record(destination: Path) -> dict[str, Any] | None:
-    """What a conversion wrote beside its result; None where there is none, where files of the result are absent, or
-    where the checkpoint to load is one that was trained from it."""
+    """What a conversion wrote beside its result; None where there is none, where files of the result are not
+    whole, or where the checkpoint to load is one that was trained from it."""
     try:
         checkpoint = find(destination)
         if checkpoint is not None and checkpoint.shards.name != RELEASE:
@@ -253,7 +253,8 @@ def _record(destination: Path) -> dict[str, Any] | None:
         TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
     except (OSError, ValueError, RecursionError):
         return None
-    return record.read(destination)
+    made = record.read(destination)
+    return None if made is None or record.damage(destination, made) else made
 
 
 def _put(writer: TorchDistWriter, chunk: keys.Chunk, values: torch.Tensor) -> None:

@@ -8,10 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlctl.checkpoints import huggingface, megatron
+from rlctl.checkpoints import huggingface, megatron, record
 from rlctl.checkpoints.adapters import adapter_keys
 from rlctl.checkpoints.base import base_of
-from rlctl.checkpoints.megatron_directory import MegatronDirectory, find
+from rlctl.checkpoints.megatron_directory import RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.safetensors import SafetensorsDirectory
 from rlctl.errors import InputError
 from rlctl.models.registry import facts_from_hf_config, family_of_config
@@ -83,6 +83,9 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     reader = _noting(result, lambda: TorchDistReader.open(found.shards))
     if reader is None:
         return result
+    made = record.read(found.root) if found.shards == found.root / RELEASE else None
+    if made and (problem := record.damage(found.root, made, f"{RELEASE}/")):
+        result.problems.append(f"changed since its conversion: {problem}")
     model = {key: spec for key, spec in reader.shapes.items() if key.startswith(megatron.MODEL_PREFIXES)}
     result.adapters = bool(adapter_keys(reader.shapes))
     result.parameters = sum(spec.size for spec in model.values())

@@ -38,10 +38,13 @@ def read(directory: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
 
 
-def damage(directory: Path, made: Mapping[str, Any]) -> str | None:
-    """What is wrong with the files that a record `made` tells of, by their sizes; None: nothing that these show."""
+def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | None:
+    """What is wrong with the files (those `below` a folder) that the record `made` tells of, by their sizes; None:
+    nothing that these show."""
     files = made.get("files")
     for name, size in files.items() if isinstance(files, dict) else ():
+        if not name.startswith(below):
+            continue
         try:
             found = (directory / name).stat().st_size
         except OSError as error:
