@@ -1,4 +1,4 @@
-"""What depends on vLLM's version. Written for 0.26 to 0.33; run on 0.32 (CPU); `interfaces` checks the others.
+"""What depends on vLLM's version. Written for 0.26 to 0.33; run on 0.26 to 0.32 (CPU); `interfaces` checks.
 
 Private names of vLLM are used here and nowhere else.
 """
