@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlctl.checkpoints.converted import _unsuitable, converted_bytes, fingerprints_of, place_of, prepared
+from rlctl.checkpoints.converted import _unseen, converted_bytes, fingerprints_of, place_of, prepared
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.places import NAMED
 from rlctl.checkpoints.source import resolve_model
@@ -171,13 +171,19 @@ def test_where_there_is_no_place_the_published_files_will_do(
     assert not home.exists()
 
 
+def test_a_conversion_on_this_node_alone_is_not_for_runs_on_several(tiny_llama: Path, home: Path) -> None:
+    source = resolve_model(str(tiny_llama))
+    assert prepared(source, "float32", 1, print).megatron is not None
+    assert prepared(source, "float32", 2, print) is source
+
+
 def test_all_nodes_see_what_lies_beside_the_models_of_the_hub(tiny_llama: Path, home: Path) -> None:
     (home.parent / "large disk").mkdir()
     home.symlink_to(home.parent / "large disk")  # as many users have it
     model = home / "hub" / "models--owner--name" / "snapshots" / "0123"
     shutil.copytree(tiny_llama, model)
-    assert _unsuitable(place_of(model, "float32"), model, "float32", 2) is None
-    assert "other nodes may not see" in (_unsuitable(place_of(model, "float32"), tiny_llama, "float32", 2) or "")
+    assert _unseen(place_of(model, "float32"), model, 2) is None
+    assert "other nodes may not see" in (_unseen(place_of(model, "float32"), tiny_llama, 2) or "")
 
 
 def test_a_conversion_that_fails_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,11 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     """
     if source.megatron is not None:
         return source
-    place = place_of(source.directory, dtype)
-    if _is_there(place, source, dtype):
+    place, named = place_of(source.directory, dtype), named_directory() is not None
+    why = None if named else _unseen(place, source.directory, nodes)
+    if why is None and _is_there(place, source, dtype):
         tell(f"starting from {place}, converted by an earlier run")
-    elif named_directory() is None and (why := _unsuitable(place, source.directory, dtype, nodes)):
+    elif not named and (why := why or _unsuitable(place, source.directory, dtype)):
         tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
         return source
     else:
@@ -92,13 +93,17 @@ def _to_be_removed(place: Path, what: str) -> InputError:
     )
 
 
-def _unsuitable(place: Path, source: Path, dtype: str, nodes: int) -> str | None:
-    """Why a conversion of `source` cannot be kept at `place`; None: it can."""
+def _unseen(place: Path, source: Path, nodes: int) -> str | None:
+    """Why processes on other nodes may not find what is at `place`, though they find `source`; None: they do."""
+    beside = source.resolve().is_relative_to(hub_directory().resolve())
+    return None if nodes == 1 or beside else f"other nodes may not see {place.parent}"
+
+
+def _unsuitable(place: Path, source: Path, dtype: str) -> str | None:
+    """Why no conversion of `source` can be written at `place`; None: one can."""
     there = nearest_existing(place.parent)
     if problem := write_problem(there):
         return problem
-    if nodes > 1 and not source.resolve().is_relative_to(hub_directory().resolve()):
-        return f"other nodes may not see {place.parent}"
     needed, free = converted_bytes(source, dtype), shutil.disk_usage(there).free
     if free < needed * FREE_SPACE_MARGIN:
         return f"{there} has {free / 1e9:.3g} GB free of {needed / 1e9:.3g} GB needed"
