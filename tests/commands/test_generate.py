@@ -105,3 +105,10 @@ def test_a_megatron_checkpoint_generates_what_its_model_does(tiny_llama: Path, t
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
     assert logits.argmax(-1).tolist() == ids
+    shard = tmp_path / "ckpt" / "release" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x10  # in the values of a tensor
+    shard.write_bytes(content)
+    damaged = rlctl("generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--gpu", "cpu")
+    assert damaged.returncode == 5, damaged.stderr
+    assert f"{tmp_path / 'ckpt'} was damaged since" in damaged.stderr

@@ -28,6 +28,13 @@ def test_refit_test_of_a_megatron_checkpoint(tiny_llama: Path, tmp_path: Path) -
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"] is True
+    shard = tmp_path / "ckpt" / "release" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x10  # in the values of a tensor
+    shard.write_bytes(content)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+    assert done.returncode == 5, done.stderr
+    assert f"{tmp_path / 'ckpt'} was damaged since" in json.loads(done.stdout)["error"]["hint"]
 
 
 def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:

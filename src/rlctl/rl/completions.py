@@ -271,6 +271,7 @@ def _plain(job: CompletionJob, plan: Plan, logs: Path) -> Iterator[WorkerGroup]:
 @contextlib.contextmanager
 def _refitted(job: CompletionJob, plan: Plan, logs: Path, tell: Tell) -> Iterator[WorkerGroup]:
     """Engines refitted from a Megatron checkpoint, which a policy on the same devices reads."""
+    from rlctl.checkpoints.converted import fingerprints_of
     from rlctl.refit.session import RefitSession
     from rlctl.rl.crew import start_crew
 
@@ -281,13 +282,16 @@ def _refitted(job: CompletionJob, plan: Plan, logs: Path, tell: Tell) -> Iterato
             crew.policy.call("load", job.checkpoint.policy)
         else:
             crew.policy.call("load_hf", job.megatron)
+        dtype = spec.engine.arguments["dtype"]
         session = RefitSession(
             crew.policy,
             crew.engines,
             job.facts,
             parallel=megatron_parallel(spec.policy.parallel),
             settings=job.config.refit,
-            dtype=spec.engine.arguments["dtype"],
+            dtype=dtype,
+            converted={} if job.checkpoint else fingerprints_of(job.model.source, dtype),
+            converted_at=job.megatron and job.megatron.parent,
         )
         sleeps = spec.engine.sleeps
         turns = DeviceTurns(crew.policy, crew.engines, offload=sleeps, engines_sleep=sleeps)

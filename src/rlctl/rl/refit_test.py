@@ -12,7 +12,7 @@ from rlctl.backends.megatron.weights import megatron_parallel
 from rlctl.backends.packing import plan_batch
 from rlctl.backends.vllm.args import resolve_dtype
 from rlctl.backends.vllm.messages import GroupResult
-from rlctl.checkpoints.converted import prepared
+from rlctl.checkpoints.converted import fingerprints_of, prepared
 from rlctl.checkpoints.source import ModelSource
 from rlctl.cluster.session import ray_session
 from rlctl.cluster.workers import WorkerGroup
@@ -116,6 +116,8 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                 settings=job.config.refit,
                 dtype=job.dtype,
                 receive=job.receive,
+                converted=fingerprints_of(job.source, job.dtype),
+                converted_at=job.source.megatron and job.source.megatron.parent,
             )
             turns.to_weights()
             session.open()

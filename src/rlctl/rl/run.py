@@ -99,6 +99,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
     """Start the processes, run the steps, stop the processes; whether a stop was requested."""
     with contextlib.ExitStack() as stack:
         if job.config.model.convert:
+            display.close()  # a conversion has a bar of its own
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         display.doing("starting Ray")
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None))
