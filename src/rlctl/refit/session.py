@@ -309,9 +309,8 @@ class RefitSession:
         if sample == []:
             return 0, 0.0
         begun = time.perf_counter()
-        converted = self._as_converted() if self.refits == 1 else {}
         try:
-            for index, comparison in enumerate(self.compare(sample, converted)):
+            for index, comparison in enumerate(self.compare(sample)):
                 self.last_comparison = comparison
                 require_equal(comparison, version, f"engine {index}")
         except RlctlError:
@@ -329,15 +328,19 @@ class RefitSession:
         names = [row.name for row in self.setup.table]
         return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
 
-    def compare(self, tensors: list[str] | None = None, converted: Mapping[str, int] | None = None) -> list[Comparison]:
-        """The policy's tensors (None: all) against what each engine computes with now, and against `converted`."""
+    def compare(self, tensors: list[str] | None = None) -> list[Comparison]:
+        """The policy's tensors (None: all) against what each engine computes with now.
+
+        Raises VerificationError where those of the first refit are not what their conversion wrote.
+        """
         waits = [
             (self.policy, "refit_fingerprints", self.policy.submit("refit_fingerprints", tensors)),
             (self.engines, "readings", self.engines.submit("readings", tensors)),
         ]
         found, readings = self._guard("verify", lambda: wait_together(waits, self.settings.timeout_s))
         source = source_sums(found)
-        require_as_converted(source, converted or {}, self._converted_at)
+        if self.refits == 1:
+            require_as_converted(source, self._as_converted(), self._converted_at)
         firsts = range(0, len(readings), self.members)
         models = [[one for of in readings[first : first + self.members] for one in of] for first in firsts]
         return [compare(source, of_one, tensors) for of_one in models]
