@@ -16,14 +16,20 @@ from rlctl.backends.vllm.messages import Reading
 from rlctl.checkpoints.fingerprints import fingerprint
 
 ROTARY_TABLE = "cos_sin_cache"
-_recorded: WeakKeyDictionary[torch.nn.Module, dict[str, int]] = WeakKeyDictionary()
+ROUNDED = (torch.bfloat16, torch.float16)
+"""To which the first call of a layer rounds its float32 table, where it computes in them."""
+Expected = dict[tuple[str, torch.dtype], int]
+_recorded: WeakKeyDictionary[torch.nn.Module, Expected] = WeakKeyDictionary()
 
 
-def record(model: torch.nn.Module) -> dict[str, int]:
+def record(model: torch.nn.Module) -> Expected:
     """Fingerprints that the buffers must have; to be called before the first refit, the first call counts."""
     if model not in _recorded:
-        held = {name: _fingerprint(buffer) for name, buffer in _buffers(model)}
-        _recorded[model] = held | {name: _fingerprint(table) for name, table in _rotary_tables(model)}
+        found = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
+        for name, table in _rotary_tables(model):
+            for dtype in (table.dtype, *(ROUNDED if table.dtype == torch.float32 else ())):
+                found[name, dtype] = _fingerprint(table.to(dtype))
+        _recorded[model] = found
     return _recorded[model]
 
 
@@ -32,8 +38,8 @@ def read(model: torch.nn.Module) -> Iterator[Reading]:
     expected = record(model)
     for name, buffer in _buffers(model):
         shape = tuple(buffer.shape)
-        value = _fingerprint(buffer)
-        yield Reading(name, shape, (0,) * len(shape), shape, value, name, expected=expected.get(name, 0))
+        value, wanted = _fingerprint(buffer), expected.get((name, buffer.dtype), 0)
+        yield Reading(name, shape, (0,) * len(shape), shape, value, name, expected=wanted)
 
 
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
