@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlctl.checkpoints import converted
 from rlctl.checkpoints.converted import _unseen, converted_bytes, fingerprints_of, place_of, prepared
 from rlctl.checkpoints.fingerprints import fingerprint
 from rlctl.checkpoints.places import NAMED
 from rlctl.checkpoints.source import resolve_model
-from rlctl.errors import InputError
+from rlctl.errors import InputError, MachineError
 from tiny_models import write_tiny_llama
 
 
@@ -169,6 +170,18 @@ def test_where_there_is_no_place_the_published_files_will_do(
     assert re.search(r"has 0\.0017\d* GB free of 0\.0017\d* GB needed", said[-1])
     monkeypatch.undo()
     assert not home.exists()
+
+
+def test_a_place_that_fills_up_does_not_stop_a_run_unless_it_was_named(
+    tiny_llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, said = resolve_model(str(tiny_llama)), []
+    monkeypatch.setattr(converted, "_run", lambda command: MachineError.exit_code)
+    assert prepared(source, "float32", 1, said.append) is source
+    assert "starting from the published files" in said[-1]
+    monkeypatch.setenv(NAMED[0], str(home / "named"))
+    with pytest.raises(MachineError, match="could not be converted into"):
+        prepared(source, "float32", 1, said.append)
 
 
 def test_a_conversion_on_this_node_alone_is_not_for_runs_on_several(tiny_llama: Path, home: Path) -> None:

@@ -64,7 +64,13 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
         return source
     else:
         tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
-        _convert(source, place, dtype)
+        try:
+            _convert(source, place, dtype)
+        except MachineError:  # what was free when it began is no more
+            if named:
+                raise
+            tell(f"starting from the published files ({NAMED[0]} names another place for conversions)")
+            return source
     # Not the iteration that somebody trained from it with other tools and saved beside it.
     converted = of_megatron(source.label, MegatronDirectory(place, place / RELEASE, None))
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
