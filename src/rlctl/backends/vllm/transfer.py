@@ -170,8 +170,11 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """The trainer's side as vLLM before 0.29 asks for it; rlctl's is a mover of `refit.session`."""
-        raise NotImplementedError("weights are sent by rlctl's refit session")
+        """Refuses: vLLM before 0.29 asks every engine for a sender of its own, and this one's is `refit.session`.
+
+        Raises RlctlError.
+        """
+        raise RlctlError("vLLM's trainer cannot send to rlctl's engine.", "Refit it with a RefitSession.")
 
 
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
