@@ -1,4 +1,5 @@
-# `make demo` trains a small model; `make test` runs the tests. Both set up .venv first and need only Python 3.11 and pip.
+# `make demo` trains a small model, `make test` runs the tests, `make lint` checks style, imports and types. Each sets up
+# .venv first and needs only Python 3.11 and pip.
 .PHONY: demo test lint venv
 
 PYTEST_ARGS ?=
@@ -13,6 +14,7 @@ lint: venv
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/lint-imports
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
 
 venv:
 	@bash .ci/setup

@@ -1,4 +1,4 @@
-"""Seconds and peak memory of conversions, against copying the same bytes with `cp` in the same run.
+"""Measures seconds and peak memory of conversions, against copying the same bytes with `cp` in the same run.
 
     python benchmarks/convert.py                        # 0.5 GB
     python benchmarks/convert.py --gigabytes 0.5 4      # the memory of both sizes side by side
@@ -6,8 +6,8 @@
     python benchmarks/convert.py --cold                 # sources are read from the disk, not from memory
 
 `cp` is the limit: reading and writing each byte once and flushing. A verified conversion reads the result once more.
-Each conversion is a process of its own. Copies and conversions take turns, and the best of each counts: what the first
-of them pays for memory that the kernel has not handed out yet can be several times what the copying costs.
+Each conversion is a process of its own. Copies and conversions take turns, and the best of each counts, because the
+first one may spend several times the cost of copying on memory that the kernel has not handed out yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HIDDEN, FFN, VOCAB = 2048, 8192, 32_000
 
 
 class Measured(NamedTuple):
-    """Seconds on the clock and on processors, and by how many bytes the process grew."""
+    """Seconds on the clock and on processors, and the bytes by which the process grew."""
 
     seconds: float
     cpu: float
@@ -36,10 +36,10 @@ class Measured(NamedTuple):
 
 
 def write_model(directory: Path, gigabytes: float) -> int:
-    """A random Llama in bfloat16 of about that size; returns its bytes."""
+    """Write a random Llama in bfloat16 of about that size; returns its bytes."""
     import torch
 
-    from rlctl.checkpoints.hf_files import SafetensorsWriter
+    from rlctl.checkpoints.hf.safetensors_files import SafetensorsWriter
     from rlctl.models.registry import facts_from_hf_config
     from rlctl.weights.hf import layout
 
@@ -61,7 +61,7 @@ def write_model(directory: Path, gigabytes: float) -> int:
 
 
 def forget(directory: Path) -> None:
-    """Have the kernel drop what it holds of a directory's files in memory."""
+    """Let the kernel drop the files of a directory from its page cache."""
     for path in directory.rglob("*"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)  # only what is on the disk is dropped
@@ -70,7 +70,7 @@ def forget(directory: Path) -> None:
 
 
 def timed_copy(source: Path, target: Path) -> Measured:
-    """Of `cp -r` and of flushing what it wrote."""
+    """Measure `cp -r`, with flushing the files that it wrote."""
     begun, used = time.perf_counter(), cpu_seconds(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     for path in target.rglob("*"):
@@ -81,20 +81,20 @@ def timed_copy(source: Path, target: Path) -> Measured:
 
 
 def cpu_seconds(who: int) -> float:
-    """Seconds on processors, which other programs on the machine change less than the seconds on the clock."""
+    """Return the seconds on processors; other programs change them less than the seconds on the clock."""
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
 
 
 def timed_conversion(direction: str, source: Path, target: Path, verify: bool) -> Measured:
-    """Of one conversion, in a process of its own."""
+    """Measure one conversion in a process of its own."""
     command = [sys.executable, __file__, "--child", direction, str(source), str(target), str(int(verify))]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=3600)
     return Measured(**json.loads(done.stdout))
 
 
 def child(direction: str, source: str, target: str, verify: str) -> None:
-    from rlctl.checkpoints.convert import Options, hf_to_megatron, megatron_to_hf
+    from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 
     options, before = Options(verify=verify == "1"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun, used = time.perf_counter(), cpu_seconds(resource.RUSAGE_SELF)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--cold", action="store_true", help="drop the sources from memory before each copy")
-    parser.add_argument("--dir", type=Path, help="where to work; a temporary directory where it is not given")
+    parser.add_argument("--dir", type=Path, help="the working directory; a temporary one if it is not given")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def measure(work: Path, repeats: int, verify: bool, cold: bool) -> dict[str, list[Measured]]:
-    """The copy of `work/model`, its conversion and the way back, by turns."""
+    """Measure the copy of `work/model`, its conversion and the conversion back, in turns."""
     ready = forget if cold else lambda source: None
     found: dict[str, list[Measured]] = {"cp": [], "hf-to-megatron": [], "megatron-to-hf": []}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Seconds of a whole GRPO step by phase, against the same step written in plain transformers.
+"""Measures a whole GRPO step by phase, against the same step written in plain transformers.
 
     python benchmarks/grpo_step.py --model DIR [--shape 8x8x32 --shape 8x4x16 --steps 4 --threads 2]
 
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.apps.prepare import prepare_job
 from rlctl.config.load import Resolved, resolve
-from rlctl.rl.job import prepare_job
 from rlctl.telemetry.metrics import read_metrics
 
 LIMIT_S = 3600
@@ -36,7 +36,7 @@ LIMIT_S = 3600
 
 @dataclass(frozen=True)
 class Shape:
-    """Prompts a step, samples a prompt, most new tokens of a sample."""
+    """Prompts of a step, samples of a prompt, and the most new tokens of a sample."""
 
     prompts: int
     samples: int
@@ -48,10 +48,10 @@ class Shape:
 
     def settings(self, steps: int) -> dict[str, Any]:
         return {
-            "grpo.prompts": self.prompts,
-            "grpo.generations": self.samples,
+            "batch.prompts": self.prompts,
+            "batch.generations": self.samples,
             "generation.max_new_tokens": self.new_tokens,
-            "grpo.steps": steps,
+            "run.steps": steps,
             "run.checkpoint_every": 0,
             "run.save_final": False,
             "run.tensorboard": False,
@@ -63,7 +63,7 @@ def resolved(model: Path, shape: Shape, steps: int) -> Resolved:
 
 
 def rlctl_steps(model: Path, shape: Shape, steps: int, threads: int) -> tuple[list[dict[str, float]], list[int]]:
-    """Seconds by phase, and generated tokens, of each step of the real command."""
+    """Run the real command; returns the seconds by phase and the generated tokens of each step."""
     with tempfile.TemporaryDirectory() as directory:
         settings = shape.settings(steps) | {"training.threads": threads, "generation.threads": threads}
         command = [
@@ -78,7 +78,7 @@ def rlctl_steps(model: Path, shape: Shape, steps: int, threads: int) -> tuple[li
 
 
 class Peer:
-    """The step as a short transformers script has it."""
+    """The same step as a short script for transformers would have it."""
 
     def __init__(self, config: Resolved, model: Path, shape: Shape, threads: int) -> None:
         import torch
@@ -94,11 +94,11 @@ class Peer:
         self.ends = torch.tensor(sorted({*ends, *self.prompts.stop_token_ids} - {None}))
 
     def step(self, step: int) -> tuple[dict[str, float], int]:
-        """Seconds by phase and generated tokens of one step."""
+        """Run one step; returns the seconds by phase and the generated tokens."""
         marks = [time.perf_counter()]
         ids, mask, response = self._generate(self.prompts.tokens(step))
         marks.append(time.perf_counter())
-        if self.settings.grpo.recomputes_old_logprobs:
+        if "old_logprobs" in self.settings.logprobs_needed:
             with self.torch.no_grad():
                 self._logprobs(ids, mask, response.shape[1])
         marks.append(time.perf_counter())
@@ -109,7 +109,7 @@ class Peer:
         return seconds | {"total": marks[-1] - marks[0]}, int(response.sum())
 
     def _generate(self, prompts: Sequence[Sequence[int]]) -> tuple[Any, Any, Any]:
-        """Token ids and attention mask [B, S], prompts padded on the left, and the mask of the response [B, new]."""
+        """Return token ids and attention mask [B, S], prompts padded on the left, and the response mask [B, new]."""
         torch, wide = self.torch, max(map(len, prompts))
         rows = [list(tokens) for tokens in prompts for _ in range(self.shape.samples)]
         ids = torch.tensor([[0] * (wide - len(row)) + row for row in rows])
@@ -126,7 +126,7 @@ class Peer:
         return out, torch.cat([held, response], 1), response
 
     def _logprobs(self, ids: Any, mask: Any, new: int) -> Any:
-        """Log-probs [B, new] of the last `new` tokens."""
+        """Return the log-probs [B, new] of the last `new` tokens."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         out = self.model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=new + 1, use_cache=False)
         logits, targets = out.logits[:, :-1], ids[:, -new:]
@@ -145,7 +145,7 @@ class Peer:
 
 
 def summary(seconds: Sequence[dict[str, float]], tokens: Sequence[int]) -> dict[str, Any]:
-    """Medians over the steps after the first."""
+    """Return the medians over the steps after the first."""
     phases = {name: round(statistics.median(step[name] for step in seconds[1:]), 3) for name in seconds[0]}
     rates = [count / step["total"] for count, step in zip(tokens[1:], seconds[1:], strict=True)]
     return {"seconds": phases, "generated_tokens_per_s": round(statistics.median(rates), 1)}

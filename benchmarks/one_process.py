@@ -1,4 +1,4 @@
-"""What the training benchmarks share: a policy of one process, a loss, and the memory that a step takes."""
+"""Parts that the training benchmarks share: a policy of one process, a loss, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.backends.base import LossOutput, PolicySpec, TokenBatch
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.batch import LossOutput, TokenBatch
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config
 
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class PolicyGradient:
-    """Plain policy gradient."""
+    """The plain policy gradient loss."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        return LossOutput(-(batch.logprobs_T * batch.advantages_T * batch.token_weights_T).sum())
+        return LossOutput(-(batch.logprobs_R * batch.advantages_R * batch.token_weights_R).sum())
 
 
 def facts_of(model: Path) -> ModelFacts:
-    """Of a Hugging Face directory."""
+    """Read the facts of a model from its Hugging Face directory."""
     return facts_from_hf_config(json.loads((model / "config.json").read_text()))
 
 
 @contextlib.contextmanager
 def policy(model: Path, threads: int) -> Iterator[MegatronWorker]:
-    """A policy of one process, this one, in float32, with the model's weights."""
+    """Make this process a policy in float32 with the model's weights."""
     from rlctl.backends.megatron.worker import MegatronWorker
 
     worker = MegatronWorker(0, 1, "127.0.0.1", PolicySpec(facts_of(model), threads=threads))
@@ -46,7 +47,7 @@ def policy(model: Path, threads: int) -> Iterator[MegatronWorker]:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """By how much the memory of this process is larger at its highest in `step` than before it (Linux)."""
+    """Return by how much the memory of this process grows at most during `step` (Linux)."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here on (proc(5))

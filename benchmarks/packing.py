@@ -1,4 +1,4 @@
-"""What packing makes of the lengths of real rollouts: padding, imbalance between ranks, and training tokens per second.
+"""Measures packing on the lengths of real rollouts: padding, imbalance between ranks, and training tokens per second.
 
     python benchmarks/packing.py [--lengths FILE] [--dp 4] [--micro-batch-tokens 2048] [--model DIR --threads 2]
 
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from one_process import PolicyGradient, facts_of, policy
 
-from rlctl.backends.base import BatchShard, RolloutRow
+from rlctl.backends.batch import BatchShard, RolloutRow
 from rlctl.backends.packing import plan_batch, row_tokens
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.catalog import lookup
@@ -41,7 +41,7 @@ Shards = tuple[BatchShard, ...]
 
 
 def read_rows(path: Path) -> list[RolloutRow]:
-    """One rollout a line: group, prompt_tokens, completion_tokens."""
+    """Read one rollout from each line: group, prompt_tokens, completion_tokens."""
     seen: dict[int, int] = {}
     rows = []
     for line in csv.DictReader(path.open()):
@@ -52,7 +52,7 @@ def read_rows(path: Path) -> list[RolloutRow]:
 
 
 def padded(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
-    """No packing: rollouts as they come, a fixed number to a micro-batch."""
+    """Plan without packing: rollouts in their order, the same number in each micro-batch."""
     size = max(1, limit // max(row.tokens for row in rows))
     count = -(-len(rows) // (size * dp))
     micros = [tuple(rows[i * size : (i + 1) * size]) for i in range(count * dp)]
@@ -88,7 +88,7 @@ WAYS: dict[str, Callable[..., Shards]] = {
 
 
 def computed(shard: BatchShard) -> tuple[int, int]:
-    """(tokens of rollouts, tokens with padding) of a rank; rows that exist only to pair up are one token each."""
+    """Return (tokens of rollouts, tokens with padding) of a rank; an empty micro-batch counts one token."""
     used = total = 0
     for micro in shard.minibatches[0]:
         length = row_tokens(micro, shard.share_prompts)
@@ -98,7 +98,7 @@ def computed(shard: BatchShard) -> tuple[int, int]:
 
 
 def compute(shard: BatchShard, facts: ModelFacts) -> float:
-    """Multiplications of a rank's forward pass: matrices by tokens, attention by pairs of tokens."""
+    """Count the multiplications of a rank's forward pass: matrices by tokens, attention by pairs of tokens."""
     per_token = facts.layers * (
         facts.hidden * facts.head_dim * (2 * facts.heads + 2 * facts.kv_heads) + 3 * facts.hidden * facts.intermediate
     )
@@ -117,7 +117,7 @@ def compute(shard: BatchShard, facts: ModelFacts) -> float:
 
 
 def random_columns(rows: Sequence[RolloutRow], vocab: int) -> dict[int, RolloutColumns]:
-    """Random tokens of the rollouts' lengths."""
+    """Draw random tokens of the rollouts' lengths."""
     rng = np.random.default_rng(0)
     found = {}
     for group in sorted({row.group for row in rows}):
@@ -132,7 +132,7 @@ def random_columns(rows: Sequence[RolloutRow], vocab: int) -> dict[int, RolloutC
 
 
 def train_seconds(plans: dict[str, Shards], args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a step, that is of its slowest rank, for each way."""
+    """Return the seconds of a step for each way, which are those of its slowest rank."""
     best = {name: [float("inf")] * len(shards) for name, shards in plans.items()}
     with policy(args.model, args.threads) as worker:
 
@@ -153,8 +153,8 @@ def train_seconds(plans: dict[str, Shards], args: argparse.Namespace) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="CSV: group, prompt_tokens, completion_tokens")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory: also measure training")
-    parser.add_argument("--groups", type=int, help="only the first so many prompts")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory; with it, training is measured too")
+    parser.add_argument("--groups", type=int, help="use only this many prompts, from the first on")
     for name, value in (("dp", 4), ("micro-batch-tokens", 2048), ("threads", 2), ("repeats", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()

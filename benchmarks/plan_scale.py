@@ -1,10 +1,10 @@
-"""Seconds and memory of one rank's part of a transfer plan as ranks and experts grow.
+"""Measures seconds and memory of one rank's part of a transfer plan as ranks and experts grow.
 
     python benchmarks/plan_scale.py            # DeepSeek-V3, up to 1,024 training ranks and 256 generation ranks
     python benchmarks/plan_scale.py --quick    # the smallest row only
 
-Each row is a process of its own, so that its memory is its own. The limit is what a rank would wait for at the start
-of a run: a plan is made once and used for every refit.
+Each row runs in a process of its own, so that its memory is its own. A rank waits this long once, at the start of a
+run; every refit uses the same plan.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ ROWS = (  # experts, training (tp, pp, ep, dp), generation (tp, dp)
 
 def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]) -> dict[str, float]:
     """Plan for one destination rank and one source rank of DeepSeek-V3 with `experts` experts a layer."""
+    from rlctl.config.parallel import ParallelSpec
     from rlctl.models.catalog import lookup
     from rlctl.models.registry import weights_of
-    from rlctl.weights.megatron import MegatronParallel, MegatronWorld
+    from rlctl.weights.megatron import MegatronWorld
     from rlctl.weights.plan import receive_plan, send_plan
     from rlctl.weights.vllm import VllmParallel, VllmWorld
 
@@ -39,7 +40,7 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     facts = replace(facts, moe=replace(facts.moe, experts=experts), mtp_layers=0)
     tp, pp, ep, dp = training
     first = 61 - (pp - 1) * (61 // pp) if 61 % pp else None
-    parallel = MegatronParallel(tp, pp, dp, ep=ep, etp=1, first_stage_layers=first)
+    parallel = ParallelSpec(tp=tp, pp=pp, dp=dp, ep=ep, etp=1, first_stage_layers=first)
     source = MegatronWorld(facts, parallel, "te", "bfloat16", "grouped")
     target = VllmWorld(facts, VllmParallel(generation[0], generation[1], ep=True))
     begun = time.perf_counter()
@@ -51,8 +52,8 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     done = time.perf_counter()
     return {
         "tensors": tensors, "training": source.size, "generation": target.size, "describe_s": described - begun,
-        "receive_s": received - described, "send_s": done - received, "copies_in": plan.messages.copies,
-        "peers_in": plan.messages.peers, "copies_out": len(sent), "peers_out": len({c.destination_rank for c in sent}),
+        "receive_s": received - described, "send_s": done - received, "copies_in": len(plan.copies),
+        "peers_in": len(plan.sources), "copies_out": len(sent), "peers_out": len({c.destination_rank for c in sent}),
         "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Holds the planner against published runs: does it say that they fit, how long they take, what it would choose.
+"""Compares the planner with published runs: whether they fit, how long they take, and which layout it would choose.
 
     python benchmarks/planner.py [--data benchmarks/data] [--rows] [--fit]
 
-Prints every row's error. `--fit` refits the listed constants leaving one row out at a time, within their bounds.
+It prints the error of every row. `--fit` fits the listed constants within their bounds, leaving out a group at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.cluster import GIB, make_cluster
 from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.make_plan import Plan, make_plan
 from rlctl.planner.parameters import count
-from rlctl.planner.plan import Plan, make_plan
 from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
 
@@ -43,7 +43,7 @@ FITTED = (
 
 
 def for_row(row: Row, constants: GatheringConstants) -> GatheringConstants:
-    """Megatron-Bridge's performance tables run with balanced routing forced and a fused cross-entropy."""
+    """Adapt the constants to Megatron-Bridge's tables: balanced routing and a fused cross-entropy."""
     if row.fields["kind"] != "pretrain" and "megatron-bridge perf" not in row.fields["source"]:
         return constants
     return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0)
@@ -51,7 +51,7 @@ def for_row(row: Row, constants: GatheringConstants) -> GatheringConstants:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a published layout fits, by phase."""
+    """The memory of a published layout by phase, and the phases in which it does not fit."""
 
     row: Row
     training: mem.PhaseMemory
@@ -64,8 +64,10 @@ class Fit:
 
 
 def fit_of(row: Row, constants: GatheringConstants = GATHERING) -> Fit:
-    """The memory of a published layout against the device. Where a pretraining table does not state recomputation, the
-    least that fits is taken."""
+    """Compare the memory of a published layout with the device.
+
+    Where a pretraining table does not state recomputation, the least that fits is assumed.
+    """
     constants = for_row(row, constants)
     device = row.cluster.device.memory
     asleep = constants.engine_asleep_bytes if row.colocated and row.generation else 0.0
@@ -95,7 +97,7 @@ def generation_fit(row: Row, generation: GenerationChoice, constants: GatheringC
 
 
 def seconds_of(row: Row, constants: GatheringConstants = GATHERING) -> dict[str, float]:
-    """Predicted seconds of the published layout by phase, with `total`."""
+    """Predict the seconds of the published layout by phase, and their `total`."""
     constants = for_row(row, constants)
     choice = replace(row.training, recompute=fit_of(row, constants).recompute)
     seconds = {
@@ -164,13 +166,15 @@ def show_squeezed(rows: list[Row], every: bool) -> None:
 
 
 def halved(row: Row) -> Row | None:
-    """Half the training GPUs, out of data parallelism first, then pipeline, context, tensor; None: one GPU already."""
-    t = row.training
+    """Halve the training GPUs: data parallelism first, then pipeline, context, tensor. None: it is one GPU already."""
+    t = row.training.parallel
     for key in ("dp", "pp", "cp", "tp"):
         value = getattr(t, key)
         if value % 2 == 0:
-            smaller = replace(t, **{key: value // 2}, ep=min(t.ep, t.tp * t.cp * t.dp // 2) if t.ep > 1 else 1)
-            return replace(row, training=replace(smaller, vpp=1 if smaller.pp == 1 else smaller.vpp))
+            ep = min(t.ep, t.tp * t.cp * t.dp // 2) if t.ep > 1 else 1
+            smaller = replace(t, **{key: value // 2, "ep": ep})
+            smaller = replace(smaller, vpp=1 if smaller.pp == 1 else smaller.vpp)
+            return replace(row, training=replace(row.training, parallel=smaller))
     return None
 
 
@@ -357,8 +361,10 @@ def show_throughput(rows: list[Row], every: bool) -> None:
 
 
 def show_releases(rows: list[Row]) -> None:
-    """How far the same layout on the same machine differs between releases of the software that ran it: what no
-    prediction from the stated columns can tell apart."""
+    """Return how much releases of the software differ with the same layout on the same machine.
+
+    No prediction from the stated columns can tell these apart.
+    """
     groups: dict[tuple[str, tuple], list[float]] = {}
     for row in rows:
         seen = throughput(row)
@@ -394,12 +400,14 @@ def throughput(row: Row) -> float | None:
 
 
 Observation = tuple[str, Row, Callable[[GatheringConstants], float], float]
-"""(group, row, prediction under constants, published)"""
+"""(group, row, prediction under given constants, published value)"""
 
 
 def observations(rows: list[Row]) -> list[Observation]:
-    """Everything that is fitted to. Rows of one model on one machine are one group, and are left out together: they are
-    not independent."""
+    """Return all values that constants are fitted to.
+
+    Rows of one model on one machine depend on each other: they are one group, and are left out together.
+    """
     found: list[Observation] = []
     for row in rows:
         group = f"{row.fields['model']} {row.cluster.device.name}"
@@ -421,7 +429,7 @@ def observations(rows: list[Row]) -> list[Observation]:
 def loss(
     constants: GatheringConstants, data: Iterable[tuple[str, Row, Callable[[GatheringConstants], float], float]]
 ) -> float:
-    """Mean absolute logarithm of predicted over published, each group weighted the same."""
+    """Return the mean absolute logarithm of predicted over published values, with equal weights for all groups."""
     groups: dict[str, list[float]] = {}
     for group, _, predict, seen in data:
         groups.setdefault(group, []).append(abs(math.log(predict(constants) / seen)))
@@ -431,7 +439,7 @@ def loss(
 def fitted(
     data: list[tuple[str, Row, Callable[[GatheringConstants], float], float]], rounds: int = 2
 ) -> GatheringConstants:
-    """Coordinate descent over `FITTED`, each constant within its bounds, from the defaults."""
+    """Fit the constants in `FITTED` within their bounds by coordinate descent from the defaults."""
     constants = GATHERING
     best = loss(constants, data)
     for _ in range(rounds):
@@ -493,7 +501,7 @@ def show_choices(rows: list[Row]) -> None:
 
 
 def with_gathering_refit(plan: Plan) -> float:
-    """Seconds of a step of `plan` if it moved weights as the published systems do: only the layouts are compared."""
+    """Return the seconds of a step of `plan` with the refit of the published systems, to compare layouts alone."""
     assert plan.training is not None
     assert plan.generation is not None
     gathering = gathering_refit_time(
@@ -503,8 +511,8 @@ def with_gathering_refit(plan: Plan) -> float:
 
 
 def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
-    """Rows that state a part of their layout: the best plan with that part pinned against the own choice, and against
-    the published phases."""
+    """Compare rows that state a part of their layout: the best plan with that part pinned, the planner's own choice,
+    and the published phases."""
     for number, fields, why in skipped:
         if why != "TP and PP not stated" or not fields["step_time_s"]:
             continue
@@ -532,7 +540,7 @@ def show_partly_stated(skipped: list[tuple[int, dict[str, str], str]]) -> None:
 
 
 def difference(row: Row, plan: Plan) -> str:
-    """Why the own layout of the policy differs from the published one: both under the same model."""
+    """Explain why the planner's own layout differs from the published one; both are planned in the same way."""
     if plan.training.name() == replace(row.training, grouped_experts=True).name():
         return "the same layout of the policy"
     both = []

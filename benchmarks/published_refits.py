@@ -1,5 +1,5 @@
-"""Refits of published systems: those that gather each tensor before they hand it over, in whose step times a refit is
-such a one, and those that send shard to shard, as rlctl does."""
+"""Refits of published systems. Some gather each tensor before they hand it over, and their step times include that.
+Others send shard to shard, as rlctl does."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts, make_cluster
 from rlctl.planner.constants import BOUNDS, Constants
-from rlctl.planner.generation import counted
-from rlctl.planner.refit import refit_time, tensor_count
-from rlctl.planner.time import offload_seconds
+from rlctl.planner.parameters import count
+from rlctl.planner.time import offload_seconds, refit_time, tensor_count
 
 
 @dataclass(frozen=True)
 class GatheringConstants(Constants):
-    """The planner's constants, and those of a refit that gathers."""
+    """The planner's constants, with those of a refit that gathers tensors."""
 
     refit_tensor_s: float = 0.0006
-    """Per tensor: gathering it over its group, handing it over, loading it."""
+    """Seconds to gather a tensor over its group, hand it over and load it."""
     refit_bytes_per_s: float = 12e9
-    """Bytes of a full copy that one device can gather, hand over and load."""
+    """Bytes of a full copy that one device can gather, hand over and load in a second."""
     staging_bytes: float = 1.0 * GIB
-    """Bucket of gathered tensors that a refit holds on each side."""
+    """Bytes of the bucket of gathered tensors that a refit holds on each side."""
 
 
 OWNERS = {"Qwen3": "Qwen/", "DeepSeek": "deepseek-ai/"}
@@ -44,8 +44,8 @@ def gathering_refit_time(
     colocated: bool,
     constants: GatheringConstants,
 ) -> float:
-    """Seconds of a published system's refit."""
-    payload = counted(facts).total * (4 if choice.precision == "float32" else 2)
+    """Return the seconds of a refit in a published system."""
+    payload = count(facts).total * (4 if choice.precision == "float32" else 2)
     each = tensor_count(facts) * constants.refit_tensor_s
     if colocated:
         offload = offload_seconds(facts, choice, cluster, constants)
@@ -55,7 +55,7 @@ def gathering_refit_time(
 
 
 def show_shard_to_shard(path: Path) -> None:
-    """Predicted against published seconds of refits that send shard to shard between two groups of GPUs."""
+    """Print the predicted and published seconds of refits that send shard to shard between two groups of GPUs."""
     errors = []
     with path.open() as file:
         rows = [row for row in csv.DictReader(file) if row["mode"].endswith("shard-to-shard")]
@@ -66,7 +66,7 @@ def show_shard_to_shard(path: Path) -> None:
         trains, serves = (_sizes(part) for part in row["mapping"].split("->"))
         policy = _policy(trains)
         generation = GenerationChoice(tp=serves.get("TP", 1))
-        gpus = policy.world_size + generation.tp * serves.get("DP", 1)
+        gpus = policy.parallel.world_size + generation.tp * serves.get("DP", 1)
         cluster = make_cluster(row["hardware"].lower(), -(-gpus // 8), 8)
         predicted = refit_time(facts, policy, generation, cluster, False)
         seen = median(float(text) for text in row["seconds"].split("-"))
@@ -81,4 +81,5 @@ def _sizes(text: str) -> dict[str, int]:
 
 def _policy(sizes: dict[str, int]) -> TrainingChoice:
     dp = max(sizes.get("DP", 1), sizes.get("EP", 1))
-    return TrainingChoice(tp=sizes.get("TP", 1), pp=sizes.get("PP", 1), ep=sizes.get("EP", 1), dp=dp)
+    parallel = ParallelSpec(tp=sizes.get("TP", 1), pp=sizes.get("PP", 1), ep=sizes.get("EP", 1), etp=1, dp=dp)
+    return TrainingChoice(parallel)

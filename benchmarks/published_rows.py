@@ -1,5 +1,7 @@
-"""Published configurations as planner inputs: reads `published_recipes.csv` and turns each row into model, machine,
-layout and workload, saying why a row cannot be used."""
+"""Reads `published_recipes.csv` and turns each row into the planner's inputs: model, machine, layout and workload.
+
+A row that cannot be used is returned with the reason.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
@@ -32,12 +35,12 @@ NAMES = {
 
 
 class Unusable(Exception):
-    """Why a row cannot be planned."""
+    """The reason why a row cannot be planned."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published configuration as planner inputs."""
+    """One published configuration as inputs of the planner."""
 
     number: int
     fields: dict[str, str]
@@ -57,7 +60,7 @@ class Row:
         )
 
     def published(self, field: str) -> float | None:
-        """A number of the row; None: not published."""
+        """Return a number of the row, or None if it was not published."""
         try:
             return float(self.fields[field])
         except ValueError:
@@ -98,7 +101,7 @@ def precision_of(fields: dict[str, str]) -> str:
 
 
 def parse(number: int, fields: dict[str, str]) -> Row:
-    """A row's planner inputs. Raises Unusable with the reason."""
+    """Turn a row into inputs of the planner. Raises Unusable with the reason."""
     facts, per_node = facts_of(fields), size(fields, "gpus_per_node", 0)
     gpus = size(fields, "num_gpus", 0) or size(fields, "train_gpus", 0)
     if not gpus or not per_node:
@@ -155,12 +158,14 @@ def training_of(fields: dict[str, str], facts: ModelFacts, gpus: int, workload: 
     megatron = fields["train_backend"] == "megatron"
     nemo = "nemo" in fields["source"].lower() or "bridge" in fields["source"]
     fsdp = not megatron or ("FSDP=" in fields["notes"] and "FSDP=0" not in fields["notes"])
-    return TrainingChoice(
+    splits = fields["sp"] == "True" or facts.moe or fields["kind"] == "pretrain" or fields["status"] == "published"
+    parallel = ParallelSpec(
         tp=tp, pp=pp, vpp=size(fields, "vpp"), cp=cp, ep=size(fields, "ep") if facts.moe else 1,
-        etp=size(fields, "etp") if facts.moe else 1,
-        dp=gpus // (tp * pp * cp),
-        sequence_parallel=tp > 1 and (fields["sp"] == "True" or facts.moe is not None or fields["kind"] == "pretrain"
-                                      or fields["status"] == "published"),
+        etp=size(fields, "etp") if facts.moe else 1, dp=gpus // (tp * pp * cp),
+        sequence_parallel=tp > 1 and bool(splits),
+    )  # fmt: skip
+    return TrainingChoice(
+        parallel,
         adapters=adapters_of(fields),
         micro_batch_tokens=max(tokens, workload.max_length) if workload.rollouts else tokens,
         recompute="full" if fields["act_ckpt"] == "True" else "none",
@@ -173,7 +178,7 @@ def training_of(fields: dict[str, str], facts: ModelFacts, gpus: int, workload: 
 
 
 def adapters_of(fields: dict[str, str]) -> Adapters | None:
-    """LoRA rows; the rank is 16 where it is not stated (it hardly matters beside the frozen weights)."""
+    """Return the adapters of a LoRA row. An unstated rank counts as 16; frozen weights are much larger anyway."""
     if "lora" not in (fields["algorithm"] + fields["source_path"] + fields["notes"]).lower():
         return None
     rank = re.search(r"LoRA rank (\d+)", fields["notes"])
@@ -206,7 +211,7 @@ def generation_of(fields: dict[str, str], workload: Workload) -> GenerationChoic
 
 
 def usable(path: Path) -> tuple[list[Row], list[tuple[int, dict[str, str], str]]]:
-    """(rows that can be planned, the others with the reason)."""
+    """Return (rows that can be planned, the others with the reason)."""
     rows, skipped = [], []
     for number, fields in enumerate(read(path)):
         try:

@@ -1,4 +1,4 @@
-"""What a refit costs: by the tensor at DeepSeek-V3's tensor count, by the byte against memcpy, and how both grow.
+"""Measures the cost of a refit: per tensor at DeepSeek-V3's count, per byte against memcpy, and as both grow.
 
     python benchmarks/refit.py ablation [--model deepseek-v3] [--hidden 64] [--repeats 3]
     python benchmarks/refit.py memcpy [--gb 0.5 1.0] [--staging-mb 8 16 64]
@@ -9,8 +9,7 @@
 which published systems became fast. Every way is run in the same processes and is checked at the end. `memcpy` moves
 whole-width Llama layers straight into parameters, between two processes, and compares with copying as many bytes
 within one. `growth` varies tensors and ranks. `engine` refits into a running vLLM engine (`refit_engine.py`). Each
-number is the best of the repeats. vLLM's own transfer engines (NCCL, CUDA IPC) take no part on a CPU: none of them runs
-there.
+number is the best of the repeats. vLLM's own transfer engines (NCCL, CUDA IPC) are left out, since they need a GPU.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from typing import Any
 
 import refit_engine
 import torch
-from refit_executor import executor_main, ring_of
+from refit_executor import executor_main, ring_of, tensor_at
 
-from rlctl.backends.vllm.channel import chunk_world, cut_rounds, whole_tensors
-from rlctl.backends.vllm.ring import Ring, ring_bytes
-from rlctl.backends.vllm.segment import Segment
-from rlctl.checkpoints.tensors import dtype_of, strided, transformed
+from rlctl.apps.refit_synthetic import MODELS
+from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.packing import Packer, source_view
 from rlctl.refit.synthetic import SyntheticSource, reduced
-from rlctl.rl.refit_synthetic import MODELS
+from rlctl.transport.packing import Packer, source_view
+from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
+from rlctl.transport.shared_memory import Ring, Segment, ring_bytes
 from rlctl.weights import hf
-from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan import RememberingWorld, SingleWorld, many_objects, receive_plan
 
 EXECUTORS = 2
@@ -47,7 +46,7 @@ STAGES = (
 
 
 class Trainer:
-    """The sending process, and the executors it talks to."""
+    """The sending process and the executors that it talks to."""
 
     def __init__(self, facts: ModelFacts, executors: int = EXECUTORS) -> None:
         torch.set_num_threads(1)
@@ -61,9 +60,9 @@ class Trainer:
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.source = SyntheticSource(0, facts, MegatronParallel(), "bfloat16", 1)
+        self.source = SyntheticSource(0, MegatronWorld(facts, ParallelSpec(), "local", "bfloat16"), 1)
         self.source.setup()
-        self.world = RememberingWorld(self.source.refit_world(None))  # type: ignore[arg-type]
+        self.world = RememberingWorld(self.source.layouts())
         self.params = self.source.parameters()
         self.rows = [(name, spec.dtype, spec.shape) for name, spec in hf.layout(facts, "bfloat16").params.items()]
         self.whole = whole_tensors(self.rows)
@@ -92,7 +91,7 @@ class Trainer:
         self.order("handles", len(self.rows))
         for name, dtype, shape in self.rows:
             segment = Segment.create(self.whole.params[name].bytes)
-            self.write(name, segment.view(0, shape, dtype_of(dtype)))
+            self.write(name, tensor_at(segment, 0, shape, dtype_of(dtype)))
             self.order(name, dtype, shape, segment.address)
             self.finish()
             segment.close()
@@ -110,7 +109,7 @@ class Trainer:
     def send_packed(self, metadata: str) -> None:
         segment, table = self._packed()
         for name, dtype, shape, offset in table:
-            self.write(name, segment.view(offset, shape, dtype_of(dtype)))
+            self.write(name, tensor_at(segment, offset, shape, dtype_of(dtype)))
         tables: Any = dict.fromkeys(range(self.executors), table) if metadata == "all" else table
         if metadata == "all":  # each executor's list is a message of its own to everybody
             tables = {rank: list(own) for rank, own in tables.items()}
@@ -180,7 +179,7 @@ class Trainer:
 
 
 def best(action: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """(seconds of the first, least seconds of the others)."""
+    """Return (seconds of the first run, least seconds of the others)."""
     seconds = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
@@ -190,7 +189,7 @@ def best(action: Callable[[], None], repeats: int) -> tuple[float, float]:
 
 
 def memcpy_seconds(size: int) -> float:
-    """Least seconds of copying `size` bytes within this process, on one thread, into pages that exist."""
+    """Return the least seconds to copy `size` bytes within this process, on one thread, into pages that exist."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     return best(lambda: target.copy_(source), 5)[1]
 

@@ -1,4 +1,4 @@
-"""Refit into a running vLLM engine against memcpy, with the decode speed of the same engine beside it.
+"""Measures refits into a running vLLM engine against memcpy, and the decode speed of the same engine.
 
 `python benchmarks/refit.py engine` runs this. A random Llama of the size asked for (bfloat16, layers as wide as
 those of published models) is held by one policy process in Megatron's layout, without a trainer around it, and refitted
@@ -16,15 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlctl.backends.base import EngineWorker
+from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.args import engine_spec
-from rlctl.backends.vllm.messages import GroupRequest, Sampling
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.load import resolve
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
+from rlctl.refit.policy import WeightSender
 from rlctl.refit.session import Receive, RefitSession
-from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.refit.synthetic import SyntheticSource
+from rlctl.weights.megatron import MegatronWorld
 
 SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.backends.vllm.engine:VllmEngine"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 32
@@ -33,14 +37,14 @@ NOISE = 0.02
 
 
 def llama_of(gigabytes: float) -> ModelFacts:
-    """A Llama of about this size in bfloat16, with tensors as wide as those of published models."""
+    """Return a Llama of about this size in bfloat16, with tensors as wide as those of published models."""
     layer = 4 * 2048 * 2048 // 2 * 3 // 2 + 3 * 2048 * 5632
     layers = max(1, round((gigabytes * 5e8 - 2 * 16000 * 2048) / layer))
     return ModelFacts("llama", layers, 2048, 16, 8, 128, 5632, 16000, 4096, norm_eps=1e-5)
 
 
 def write_model(directory: Path, facts: ModelFacts) -> None:
-    """A Hugging Face directory without weights: the engine fills its parameters with noise until the first refit."""
+    """Write a Hugging Face directory without weights; the engine holds noise until the first refit."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -57,14 +61,15 @@ def write_model(directory: Path, facts: ModelFacts) -> None:
 
 @contextmanager
 def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) -> Iterator[tuple[Any, Any]]:
-    """The policy's process and the engine's."""
+    """Start the processes of the policy and of the engine."""
     config = resolve(None, [], {}, []).config
     spec = engine_spec(config, facts, directory, device="cpu", max_length=256, dtype="bfloat16", threads=threads,
                        plain_parameters=plain, dummy_weights=True)  # fmt: skip
     logs = directory / ("logs-plain" if plain else "logs-repacked")
     logs.mkdir()
     placement = Placement(1, gpus=False, timeout_s=LIMIT_S)
-    policy = {"rank": 0, "facts": facts, "parallel": MegatronParallel(), "dtype": "bfloat16", "threads": threads}
+    world = MegatronWorld(facts, ParallelSpec(), "local", "bfloat16")
+    policy = {"rank": 0, "world": world, "threads": threads}
     engine = WorkerSpec({"spec": spec}, (placement.bundles[0],), spec.environment)
     source = WorkerSpec(policy, (placement.bundles[0],), {"OMP_NUM_THREADS": str(threads)})
     groups: list[WorkerGroup] = []
@@ -74,8 +79,8 @@ def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) 
                                       call_timeout_s=LIMIT_S, wait=False, concurrency=2))  # fmt: skip
         for group in groups:
             group.ready()
-        groups[0].call("setup")
-        groups[1].call("start")
+        groups[0].call(SyntheticSource.setup)
+        groups[1].call(EngineWorker.start)
         yield groups[0], groups[1]
     finally:
         for group in groups:
@@ -84,13 +89,13 @@ def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) 
 
 
 def decode(engine: WorkerGroup, seed: int) -> float:
-    """Generated tokens a second of `PROMPTS` samples side by side, prompts of `PROMPT_TOKENS` included in the time."""
+    """Return the generated tokens per second of `PROMPTS` samples at once; the time includes their prompts."""
     requests = [
         GroupRequest(i, tuple(3 + (7 * i + 11 * j + seed) % 1000 for j in range(PROMPT_TOKENS)), (seed + i,))
         for i in range(PROMPTS)
     ]
     begun = time.perf_counter()
-    results = engine.call("generate", requests, Sampling(NEW_TOKENS), LIMIT_S, timeout_s=LIMIT_S)[0]
+    results = engine.within(LIMIT_S).call(EngineWorker.generate, requests, Sampling(NEW_TOKENS), LIMIT_S)[0]
     return sum(sum(result.response_tokens) for result in results) / (time.perf_counter() - begun)
 
 
@@ -98,20 +103,19 @@ def measure(
     policy: WorkerGroup, engine: WorkerGroup, facts: ModelFacts, *, receive: Receive, mover: str, staging_mb: int,
     repeats: int, changed: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One way to receive: refits into the engine, the first verified, and decoding after them.
+    """Measure one way to receive: refits into the engine, of which the first is verified, then decoding.
 
-    `changed`: part of the elements that change between refits, which are sent alone.
+    With `changed`, that share of the elements changes between refits, and only these elements are sent.
     """
     flags = {"refit.staging_mb": staging_mb, "refit.sparse": changed is not None, "refit.mover": mover}
     settings = resolve(None, [], flags, []).config.refit
-    session = RefitSession(policy, engine, facts, parallel=MegatronParallel(), settings=settings, dtype="bfloat16",
-                           receive=receive)  # fmt: skip
+    session = RefitSession(policy, engine, facts, settings=settings, dtype="bfloat16", receive=receive)
     session.open()
     reports = [session.refit(1, verify=True)]
     for version in range(2, repeats + 2):
-        policy.call("refit_perturb", version, NOISE, changed or 1.0)
+        policy.call(WeightSender.refit_perturb, version, NOISE, changed or 1.0)
         reports.append(session.refit(version, verify=version == repeats + 1))
-    speed = policy.call("refit_copy_gb_per_s", session.payload_bytes)[0]
+    speed = policy.call(WeightSender.refit_copy_gb_per_s, session.payload_bytes)[0]
     best = min(reports[1:], key=lambda report: sum(report.seconds.values()))
     seconds = sum(best.seconds.values())
     found = {
@@ -128,7 +132,7 @@ def measure(
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Every way to receive, for every size."""
+    """Measure every way to receive, for every size."""
     found = []
     for gigabytes in args.gb:
         facts = llama_of(gigabytes)
@@ -163,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         nargs="*",
         default=[0.01, 0.03],
-        help="parts of the elements to change, which are then sent alone (plain parameters)",
+        help="shares of the elements that change and are sent alone (with plain parameters)",
     )
     parser.add_argument("--mover", choices=("auto", "shared-memory", "collective"), default="auto")
     parser.add_argument("--staging-mb", type=int, default=16)

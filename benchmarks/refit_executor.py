@@ -1,27 +1,29 @@
-"""The engines' side of the ways of refitting that `refit.py ablation` and `memcpy` compare: a process a rank.
+"""The engines' side of the refits that `refit.py ablation` and `memcpy` compare, with one process for each rank.
 
-An order names a way: the function `receive_<way>` here takes part in it.
+An order names a way of refitting, and the function `receive_<way>` carries it out.
 """
 
 from __future__ import annotations
 
+from math import prod
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from rlctl.backends.vllm.channel import cut_rounds, rows_of
-from rlctl.backends.vllm.receiver import DirectReceiver, Timed, chunk_view
-from rlctl.backends.vllm.ring import Ring
-from rlctl.backends.vllm.segment import Segment
-from rlctl.checkpoints.tensors import dtype_of
+from rlctl.backends.vllm.weights.write import DirectWriter
+from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.synthetic import SyntheticEngine
+from rlctl.transport.base import TimedReceiver
+from rlctl.transport.packing import chunk_view
+from rlctl.transport.rounds import cut_rounds, rows_of
+from rlctl.transport.shared_memory import Ring, Segment
 from rlctl.weights.vllm import VllmParallel
 
 
-class RingInlet:
-    """The receiving end of a ring, as the shared memory mover has it."""
+class RingReceiver:
+    """The receiving end of a ring, as in the shared memory mover."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
@@ -34,7 +36,7 @@ class RingInlet:
 
 
 class Executor:
-    """An engine rank: parameters in vLLM's layout, and the boxes of each published tensor that they hold."""
+    """An engine rank with parameters in vLLM's layout, and the boxes of each published tensor that they hold."""
 
     def __init__(self, rank: int, facts: ModelFacts, executors: int) -> None:
         self.engine = SyntheticEngine(rank, facts, VllmParallel(tp=executors), "bfloat16", 1)
@@ -46,10 +48,10 @@ class Executor:
             shape = tuple(span.count for span in piece.tensor_box)
             self.places.setdefault(piece.tensor, []).append((box, target.view(shape) if target.dim() == len(shape)
                                                             else target[0]))  # fmt: skip
-        self.direct = DirectReceiver(self.engine._targets)
+        self.direct = DirectWriter(self.engine._targets)
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """What a loader does with a whole tensor: find the parameter, take the rank's part."""
+        """Load a whole tensor as a loader does: find the parameter and take the rank's part."""
         for box, target in self.places[name]:
             target.copy_(tensor[box])
 
@@ -66,34 +68,34 @@ def executor_main(rank: int, facts: ModelFacts, executors: int, pipe: Connection
 
 
 def receive_handles(me: Executor, pipe: Connection, held: dict, count: int) -> None:
-    """A handle for each tensor, opened, read and let go."""
+    """Open, read and close one handle for each tensor."""
     for _ in range(count):
         name, dtype, shape, address = pipe.recv()
         segment = Segment(address)
-        me.load(name, segment.view(0, shape, dtype_of(dtype)))
+        me.load(name, tensor_at(segment, 0, shape, dtype_of(dtype)))
         segment.close()
         pipe.send(None)
 
 
 def receive_packed(me: Executor, pipe: Connection, held: dict, address: Any, tables: Any) -> None:
-    """One buffer; where each tensor lies in it is told in every refit, for all executors or for this one."""
+    """Read all tensors from one buffer, whose table comes with each refit for all executors or for this one."""
     if address not in held:
         held[address] = Segment(address)
     if tables is not None:
         held["table"] = tables if isinstance(tables, list) else tables[me.engine.index]
     for name, dtype, shape, offset in held["table"]:
-        me.load(name, held[address].view(offset, shape, dtype_of(dtype)))
+        me.load(name, tensor_at(held[address], offset, shape, dtype_of(dtype)))
 
 
 def receive_layout(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, layout: Any,
                    receivers: int) -> None:  # fmt: skip
-    """What the rounds of whole tensors will be."""
+    """Prepare for the rounds of whole tensors that later refits send."""
     rounds = cut_rounds(layout, capacity)
     held["rounds", address] = rounds, ring_of(address, capacity, rounds, 1 + me.engine.index, receivers)
 
 
 def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, epoch: int) -> None:
-    """Rounds of whole tensors, handed over by counters."""
+    """Read rounds of whole tensors that counters hand over."""
     rounds, ring = held["rounds", address]
     with ring.refit(epoch, epoch):
         for index, chunks in enumerate(rounds):
@@ -104,22 +106,27 @@ def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, epo
 
 
 def receive_direct(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, epoch: int) -> None:
-    """Rounds of this executor's own boxes, written into parameters by views that are kept."""
+    """Write rounds of this executor's own boxes into parameters by views that are kept."""
     if ("direct", address) not in held:
         rounds = cut_rounds(me.layout, capacity)
         held["direct", address] = rounds, ring_of(address, capacity, rounds, 1, 1)
     rounds, ring = held["direct", address]
     with ring.refit(epoch, epoch):
-        me.direct.receive(rounds, Timed(RingInlet(ring)))  # type: ignore[arg-type]
+        me.direct.write_rounds(rounds, TimedReceiver(RingReceiver(ring)))  # type: ignore[arg-type]
 
 
 def receive_check(me: Executor, pipe: Connection, held: dict) -> float:
-    """A number that all elements enter, and NaN for the next way to overwrite."""
+    """Sum up all elements, then fill them with NaN for the next way to overwrite."""
     total = sum(float(value.double().abs().sum()) for value in me.engine.params.values())
     me.engine.poison()
     for name, value in me.engine.params.items():
-        value[me.layout.params[name].shape[0] :].zero_()  # padding is nobody's to write
+        value[me.layout.params[name].shape[0] :].zero_()  # nobody writes the padding
     return total
+
+
+def tensor_at(segment: Segment, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor at byte `offset` of a segment."""
+    return segment.buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def ring_of(address: Any, capacity: int, rounds: Any, me: int, receivers: int, segment: Segment | None = None) -> Ring:

@@ -1,4 +1,4 @@
-"""One training step (forward, backward, optimizer) against transformers: seconds, tokens per second, memory.
+"""Measures a training step (forward, backward, optimizer) against transformers: seconds, tokens per second, memory.
 
     python benchmarks/train.py --model DIR [--shape 4x4x45x16 --shape 2x4x64x64 --shape 1x2x64x448 --threads 2]
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from one_process import PolicyGradient, peak_bytes, policy
 
-from rlctl.backends.base import RolloutRow
+from rlctl.backends.batch import RolloutRow
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.data.rollouts import RolloutColumns
@@ -37,7 +37,7 @@ LR = 0.0  # the work of a step without its effect: all three see the same weight
 
 @dataclass(frozen=True)
 class Shape:
-    """Prompts a step, completions of each, tokens of a prompt and most of a completion."""
+    """Prompts of a step, completions of each, tokens of a prompt, and the most tokens of a completion."""
 
     prompts: int
     generations: int
@@ -50,7 +50,7 @@ class Shape:
 
 
 def make_groups(args: Shape, vocab: int) -> dict[int, RolloutColumns]:
-    """Random tokens; prompts of about `prompt_tokens`, completions of at most `new_tokens`."""
+    """Draw random tokens: prompts of about `prompt_tokens`, completions of at most `new_tokens`."""
     rng = np.random.default_rng(0)
     groups = {}
     for group in range(args.prompts):
@@ -93,7 +93,7 @@ def megatron_step(worker: MegatronWorker, batch: BatchPlan) -> Callable[[], floa
 
 
 def transformers_step(model: Any, groups: dict[int, RolloutColumns]) -> Callable[[], float]:
-    """Right-padded prompts cannot share a rectangle with completions, so prompts are padded left, as TRL pads them."""
+    """Pad prompts on the left, as TRL does, so that prompts and completions form one rectangle."""
     prompts, completions, advantages = [], [], []
     for columns in groups.values():
         for row in range(columns.rollouts):
@@ -127,7 +127,7 @@ def transformers_step(model: Any, groups: dict[int, RolloutColumns]) -> Callable
 
 
 def best(steps: dict[str, Callable[[], float]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds, gradient norm of the first step) of each."""
+    """Return (seconds, gradient norm of the first step) of each way."""
     norms = {name: step() for name, step in steps.items()}
     seconds = dict.fromkeys(steps, float("inf"))
     for _ in range(repeats):

@@ -23,9 +23,9 @@ os.environ.update(
     }
 )
 
-from tiny_models import write_tiny_llama, write_tiny_qwen3_moe
+from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
-pytest_plugins = ["engines"]
+pytest_plugins = ["support.commands", "support.engines"]
 
 
 @pytest.fixture(scope="session", autouse=True)

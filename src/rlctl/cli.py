@@ -27,7 +27,7 @@ REFUSALS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
     errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.ESTALE,
 })  # fmt: skip
-"""What a file system says to a user, and not to a programmer."""
+"""Errors of a file system that a user can do something about."""
 
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -138,7 +138,7 @@ def run(argv: list[str] | None = None) -> int:
 
 
 def refused(error: OSError) -> RlctlError:
-    """What the file system refuses and nobody closer to the cause has explained: the path says what it is about."""
+    """Explain a refusal of the file system that nobody closer to the cause has: the path says what it is about."""
     if error.filename is None and error.errno == errno.ENOSPC:
         return RlctlError("the output cannot be written: no space left on its device")
     what = "the working directory" if error.filename is None else os.fsdecode(error.filename)

@@ -1,4 +1,4 @@
-"""Every error that rlctl raises on purpose; each class carries the exit code of the process.
+"""The errors that rlctl raises on purpose. Each class carries the exit code of the process.
 
 Raise them where the cause is known, name the user's own word for the thing (the flag, the file, the tensor) in
 `message`, and say what to do next in `hint`. The command line prints both without a traceback.
@@ -12,7 +12,7 @@ EXIT_INTERRUPTED = 130
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first `most` names, and say how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -52,7 +52,7 @@ class NoPlanError(RlctlError):
 
     exit_code = 4
     rejected: tuple[tuple[str, str], ...] = ()
-    """Layouts that came closest, each with why it does not fit."""
+    """The layouts that came closest, each with the reason why it does not fit."""
 
 
 class VerificationError(RlctlError):
@@ -66,7 +66,7 @@ class WorkerError(RlctlError):
 
 
 class PeerFailedError(WorkerError):
-    """A worker broke off because another one, which it worked with, did; that one says why (exit code 1)."""
+    """A worker stopped because another one did, whose own error says why (exit code 1)."""
 
 
 class WaitTimeoutError(RlctlError, TimeoutError):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.backends.base import RolloutRow
+from rlctl.backends.batch import RolloutRow
 from rlctl.backends.packing import plan_batch, row_tokens
 from rlctl.config.schema import TrainingConfig
 from rlctl.errors import ConfigError

@@ -66,8 +66,8 @@ def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture
     [
         (["trian"], "Did you mean 'train'"),
         (["config", "show", "--preset", "laptpo"], "`laptop`"),
-        (["config", "show", "--set", "grpo.stepps=3"], "`grpo.steps`"),
-        (["config", "show", "--set", "grpo.steps=none-at-all"], "`grpo.steps` = 'none-at-all' (--set)"),
+        (["config", "show", "--set", "run.stepps=3"], "`run.steps`"),
+        (["config", "show", "--set", "run.steps=none-at-all"], "`run.steps` = 'none-at-all' (--set)"),
         (["config", "show", "--config", "absent.yaml"], "absent.yaml"),
         (["config", "show", "--colour"], "--colour"),
         (["train", "grpo", "--backend", "megatorn"], "megatorn"),
@@ -128,11 +128,11 @@ def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyP
 
 
 def test_json_errors_are_one_object_on_stdout() -> None:
-    done = rlctl("config", "show", "--set", "grpo.stepps=3", "--json")
+    done = rlctl("config", "show", "--set", "run.stepps=3", "--json")
     assert done.returncode == 2
     error = json.loads(done.stdout)["error"]
     assert error["kind"] == "ConfigError"
-    assert "grpo.stepps" in error["message"]
+    assert "run.stepps" in error["message"]
     assert error["exit_code"] == 2
 
 
@@ -163,11 +163,14 @@ def test_json_is_printed_once_when_a_check_fails() -> None:
     assert set(checks["python"]) == {"name", "status", "detail", "fix"}
 
 
-@pytest.mark.parametrize(("kind", "code", "words"), [("h100", 3, "no NVIDIA GPU; 1"), ("h10", 2, "no such device")])
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [("h100", 3, "no NVIDIA GPU was found, but each node needs 1"), ("h10", 2, "no such device")],
+)
 def test_a_gpu_that_is_named_is_looked_for(kind: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlctl.commands.doctor import wanted
     from rlctl.config.load import resolve
-    from rlctl.doctor.hardware import check_gpus
+    from rlctl.doctor.gpus import check_gpus
     from rlctl.errors import InputError
 
     config = resolve(sets=[f"cluster.gpu={kind}"], environment={}).config
@@ -207,7 +210,7 @@ def test_presets_are_listed_shown_and_copied(tmp_path: Path) -> None:
     copy = tmp_path / "mine.yaml"
     assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 0
     assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 2
-    assert json.loads(rlctl("config", "show", "--preset", str(copy), "--json").stdout)["grpo"]["steps"] == 12
+    assert json.loads(rlctl("config", "show", "--preset", str(copy), "--json").stdout)["run"]["steps"] == 12
 
 
 def test_shown_configuration_reads_back_as_itself(tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_schema_lists_every_key() -> None:
 
     text = rlctl("config", "schema").stdout
     assert all(f"  {key.partition('.')[2]}: " in text for key in known_keys())
-    assert json.loads(rlctl("config", "schema", "grpo", "--json").stdout)["properties"]["steps"]["default"] == 100
+    assert json.loads(rlctl("config", "schema", "run", "--json").stdout)["properties"]["steps"]["default"] == 100
 
 
 def test_missing_engine_is_the_machines_lack(

@@ -12,7 +12,7 @@ from ray import cloudpickle
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import ray_session
-from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
 # Workers cannot import a test module: its classes travel by value.
@@ -44,6 +44,10 @@ class Counter:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def die_on(self, rank: int) -> None:
+        if self.rank == rank:
+            self.die()
+
     def hang(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
@@ -61,22 +65,36 @@ def placement():
         yield Placement(2, gpus=False, timeout_s=240)
 
 
+def start_group(placement, logs):
+    specs = [WorkerSpec({"rank": r}, (placement.bundles[r],), {"FLAVOUR": f"f{r}"}) for r in range(2)]
+    return WorkerGroup("counter", Counter, specs, placement, logs, start_timeout_s=120, call_timeout_s=60)
+
+
 @pytest.fixture
 def group(placement, tmp_path):
-    specs = [WorkerSpec({"rank": r}, (placement.bundles[r],), {"FLAVOUR": f"f{r}"}) for r in range(2)]
-    group = WorkerGroup("counter", Counter, specs, placement, tmp_path / "logs", start_timeout_s=120, call_timeout_s=60)
+    group = start_group(placement, tmp_path / "logs")
     yield group
     group.kill()
 
 
-def test_results_come_in_rank_order_and_environment_is_per_rank(group):
-    assert group.call("rank_plus", 10) == [10, 11]
-    assert group.call_each("rank_plus", [(1,), (5,)]) == [1, 6]
-    assert group.call("environment", "FLAVOUR") == ["f0", "f1"]
+@pytest.fixture(scope="module")
+def lasting(placement, tmp_path_factory):
+    """A group for the tests that leave it as it was."""
+    group = start_group(placement, tmp_path_factory.mktemp("logs"))
+    yield group
+    group.kill()
+
+
+def test_results_come_in_rank_order_and_environment_is_per_rank(lasting):
+    group = lasting
+    assert group.call(Counter.rank_plus, 10) == [10, 11]
+    assert group.call_each(Counter.rank_plus, [(1,), (5,)]) == [1, 6]
+    assert group.call(Counter.environment, "FLAVOUR") == ["f0", "f1"]
     assert len(set(group.pids)) == 2
 
 
-def test_the_memory_of_each_process_is_told(group):
+def test_the_memory_of_each_process_is_told(lasting):
+    group = lasting
     peaks = group.peak_memory()
     assert len(peaks) == 2
     assert all(10e6 < peak["host"] < 10e9 for peak in peaks)
@@ -84,62 +102,61 @@ def test_the_memory_of_each_process_is_told(group):
 
 def test_what_a_worker_made_passes_to_others_by_handle_and_outlives_it(group):
     lengths = [(5, 10**6), ()]  # small ones travel with the answer, large ones stay in the store
-    asked, (handles, none) = group.submit_apart("make", [(part,) for part in lengths], [len(part) for part in lengths])
-    assert group.wait("make", asked) == ["made by 0", "made by 1"]
+    asked, (handles, none) = group.submit_apart(
+        Counter.make, [(part,) for part in lengths], [len(part) for part in lengths]
+    )
+    assert asked.results() == ["made by 0", "made by 1"]
     assert none == []
     os.kill(group.pids[0], signal.SIGKILL)
     with pytest.raises(WorkerError):
-        group.call("rank_plus", 0)
+        group.call(Counter.rank_plus, 0)
     survivor = group.part([1])
     for length, handle in zip(lengths[0], handles, strict=True):
-        assert survivor.call("total", handle) == [length * (length - 1) // 2]
+        assert survivor.call(Counter.total, handle) == [length * (length - 1) // 2]
         assert fetch(handle).shape == (length,)
 
 
 def test_what_a_dead_worker_was_to_make_is_an_error_like_its_result(group):
-    asked, _ = group.submit_apart("die", [()] * 2, [3, 3])
-    assert [type(found).__name__ for found in group.outcomes("die", asked)] == ["WorkerDiedError"] * 2
+    asked, _ = group.submit_apart(Counter.die, [()] * 2, [3, 3])
+    assert [type(found).__name__ for found in asked.outcomes()] == ["WorkerDiedError"] * 2
 
 
 def test_a_worker_that_does_not_answer_takes_no_result_of_the_others_along(group):
-    answered, late = group.outcomes("hang", group.submit("hang", 1), timeout_s=5)
+    answered, late = group.within(5).submit(Counter.hang, 1).outcomes()
     assert answered is None
     assert isinstance(late, WaitTimeoutError)
     assert "counter rank 1 did not finish `hang` in 5 s" in late.message
+    with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `rank_plus` in 2 s"):
+        group.within(2).call(Counter.rank_plus, 1)  # it still hangs
 
 
-def test_an_error_meant_for_the_user_arrives_as_it_was_raised(group):
+def test_an_error_meant_for_the_user_arrives_as_it_was_raised(lasting):
     with pytest.raises(InputError, match="the file `x` is empty") as caught:
-        group.call("refuse")
+        lasting.call(Counter.refuse)
     assert caught.value.hint == "Fill it."
     assert caught.value.exit_code == 2
 
 
 def test_a_worker_that_raises_is_named_at_once_though_others_still_work(group):
     with pytest.raises(WorkerError, match=r"counter rank 1 failed in `break_down`: ZeroDivisionError: by zero"):
-        group.call("break_down", 1)
+        group.call(Counter.break_down, 1)
 
 
 def test_a_worker_that_dies_is_named_with_its_last_lines(group):
     with pytest.raises(WorkerError, match=r"counter rank 0 .*died during `die`[\s\S]*last words"):
-        group.wait("die", group.submit("die")[:1])
-
-
-def test_a_wait_that_runs_out_names_the_rank(group):
-    with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `hang` in 5 s"):
-        group.call("hang", 1, timeout_s=5)
+        group.part([0]).call(Counter.die)
 
 
 def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_for(group):
     pids = list(group.pids)
-    asked = [group.submit("rank_plus", 10)[0], group.hosts[1].call.remote("die", (), {})]
-    found = group.outcomes("die", asked)
+    asked = [group.submit(Counter.rank_plus, 10).refs[0], group.submit(Counter.die_on, 1).refs[1]]
+    found = PendingCall(group, "die_on", asked).outcomes()
     assert found[0] == 10
     assert isinstance(found[1], WorkerError)
     assert "counter rank 1" in found[1].message
     group.restart([1])
-    assert group.call("rank_plus", 10) == [10, 11]
-    assert group.call("environment", "FLAVOUR") == ["f0", "f1"]
+    assert group.call(Counter.rank_plus, 10) == [10, 11]
+    assert group.call(Counter.environment, "FLAVOUR") == ["f0", "f1"]
     assert group.pids[0] == pids[0] != group.pids[1] != pids[1]
     group.drop([0])
-    assert group.call("rank_plus", 10) == [11]
+    assert group.call(Counter.rank_plus, 10) == [11]

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-RLCTL = Path(sys.executable).with_name("rlctl")
+from support.commands import Run
 
 
-def rlctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=os.environ)
-
-
-def test_generate_json_lines_agree_with_transformers(tiny_llama: Path, tmp_path: Path) -> None:
+def test_generate_json_lines_agree_with_transformers(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "What is 3 + 4?"}) + "\n")
-    done = rlctl(
+    done = run_here(
         "generate", "--model", str(tiny_llama), "--prompt", "Name a colour.", "--prompts-file", str(prompts),
         "--n", "3",
         "--max-new-tokens", "12", "--temperature", "0.5", "--seed", "3", "--gpu", "cpu", "--json",
@@ -60,22 +52,22 @@ def test_generate_json_lines_agree_with_transformers(tiny_llama: Path, tmp_path:
         (["--prompt", "x", "--run-dir", "absent-run"], "absent-run"),
     ],
 )
-def test_bad_input_is_named(arguments: list[str], message: str, tiny_llama: Path) -> None:
-    done = rlctl("generate", "--model", str(tiny_llama), *arguments)
+def test_bad_input_is_named(run_here: Run, arguments: list[str], message: str, tiny_llama: Path) -> None:
+    done = run_here("generate", "--model", str(tiny_llama), *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_prompts_are_completed_alike_by_one_engine_and_by_two(tiny_llama: Path) -> None:
+def test_prompts_are_completed_alike_by_one_engine_and_by_two(run_here: Run, tiny_llama: Path) -> None:
     """In the order of the prompts, whichever engine made the completion."""
     prompts = [
         argument for text in ("Name a colour.", "What is 3 + 4?", "Say hello.") for argument in ("--prompt", text)
     ]
     outputs = []
     for engines in ("1", "2"):
-        done = rlctl(
+        done = run_here(
             "generate", "--model", str(tiny_llama), *prompts, "--max-new-tokens", "8", "--seed", "3", "--gpu", "cpu",
             "--json", "--set", f"generation.engines={engines}", "--set", "generation.threads=1",
         )  # fmt: skip
@@ -87,12 +79,12 @@ def test_prompts_are_completed_alike_by_one_engine_and_by_two(tiny_llama: Path) 
 
 @pytest.mark.slow
 @pytest.mark.guard
-def test_a_megatron_checkpoint_generates_what_its_model_does(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_megatron_checkpoint_generates_what_its_model_does(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    converted = rlctl("convert", "hf-to-megatron", str(tiny_llama), str(tmp_path / "ckpt"))
+    converted = run_here("convert", "hf-to-megatron", str(tiny_llama), str(tmp_path / "ckpt"))
     assert converted.returncode == 0, converted.stderr
-    done = rlctl(
+    done = run_here(
         "generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--max-new-tokens", "8",
         "--temperature", "0", "--gpu", "cpu", "--json",
     )  # fmt: skip
@@ -109,6 +101,6 @@ def test_a_megatron_checkpoint_generates_what_its_model_does(tiny_llama: Path, t
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0x10  # in the values of a tensor
     shard.write_bytes(content)
-    damaged = rlctl("generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--gpu", "cpu")
+    damaged = run_here("generate", "--model", str(tmp_path / "ckpt"), "--prompt", "Name a colour.", "--gpu", "cpu")
     assert damaged.returncode == 5, damaged.stderr
     assert f"{tmp_path / 'ckpt'} was damaged since" in damaged.stderr

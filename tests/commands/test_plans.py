@@ -30,10 +30,13 @@ def test_a_dry_generate_shows_the_engines_alone(capsys: pytest.CaptureFixture[st
     plan = found["plan"]
     assert plan["training"] is None
     assert plan["mover"] is None
-    assert (plan["generation"]["tp"], plan["generation"]["engines"]) == (2, 1)  # one engine completes one prompt
+    assert (plan["generation"]["tp"], plan["generation"]["engines"]) == (
+        2,
+        1,
+    )  # one engine completes one prompt
     assert list(plan["memory_gib"]) == ["generation"]
     assert plan["seconds"]["generation"] == plan["seconds"]["total"] > 0
-    assert {reason["value"]: reason["rule"] for reason in plan["reasons"]}["generation.tp=2"].startswith("pinned")
+    assert {reason["value"]: reason["rule"] for reason in plan["reasons"]}["generation.tp=2"].startswith("It is pinned")
     assert found["arguments"]["vllm"]["tensor_parallel_size"] == 2
     assert found["config"]["generation.tp"]["value"] == 2
     assert not any(key.startswith("megatron") for key in found["arguments"])
@@ -85,7 +88,7 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
         (GENERATE, ["--run-dir", "absent"], 2, "absent is no run: it has no manifest.json"),
         (GENERATE, ["--temperature", "-1"], 2, "(flag --temperature)"),
         (["plan", "--run", "x"], ["--model", "y"], 2, "--model would do nothing"),
-        (GENERATE, ["--set", "grpo.steps=3"], 2, "--set grpo.steps=3 has no effect on completions"),
+        (GENERATE, ["--set", "run.steps=3"], 2, "--set run.steps=3 has no effect on completions"),
         (["plan", "--model", "Qwen/Qwen3-8B"], ["--max-length", "1"], 2, "--max-length 1 leaves no room"),
         (["plan", "--run", "x"], ["--explain"], 2, "--explain would do nothing"),
         (["plan", "--run", "x"], ["--split"], 2, "--split would do nothing"),
@@ -106,9 +109,9 @@ def test_what_has_no_plan_is_refused_as_train_refuses_it(
 def test_devices_that_lack_are_named_before_anything_is_opened(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, command: list[str]
 ) -> None:
-    monkeypatch.setattr("rlctl.rl.planned.local_gpus", lambda: [])
-    monkeypatch.setattr("rlctl.rl.job.StepPrompts.open", lambda *_: pytest.fail("the data was opened"))
-    monkeypatch.setattr("rlctl.rl.completions.load_tokenizer", lambda *_: pytest.fail("the tokenizer was opened"))
+    monkeypatch.setattr("rlctl.apps.prepare.local_gpus", lambda: [])
+    monkeypatch.setattr("rlctl.apps.prepare.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
+    monkeypatch.setattr("rlctl.apps.generate.load_tokenizer", lambda *_: pytest.fail("the tokenizer was opened"))
     code, _, err = rlctl(capsys, *command, "--model", str(tiny_llama), "--gpu", "h100", "--gpus-per-node", "1")
     assert code == 3, err
     assert "needs 1 GPU, and this machine has none" in err

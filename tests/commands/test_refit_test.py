@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rlctl.checkpoints.convert import hf_to_megatron
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from support.commands import Run
 
-RLCTL = Path(sys.executable).with_name("rlctl")
 KEYS = {
     "model", "mover", "receive", "refits", "tensors", "mismatched", "missing", "extra", "payload_bytes",
     "staging_peak_bytes", "seconds", "seconds_first", "gb_per_s", "limit_gb_per_s", "fraction_of_limit", "logprobs",
@@ -21,29 +18,27 @@ KEYS = {
 
 
 @pytest.mark.slow
-def test_refit_test_of_a_megatron_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:
+def test_refit_test_of_a_megatron_checkpoint(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     hf_to_megatron(tiny_llama, tmp_path / "ckpt")
-    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
     arguments = ["refit-test", "--model", str(tmp_path / "ckpt"), "--gpu", "cpu", "--json"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+    done = run_here(*arguments)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"] is True
     shard = tmp_path / "ckpt" / "release" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0x10  # in the values of a tensor
     shard.write_bytes(content)
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+    done = run_here(*arguments)
     assert done.returncode == 5, done.stderr
     assert f"{tmp_path / 'ckpt'} was damaged since" in json.loads(done.stdout)["error"]["hint"]
 
 
-def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:
-    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+def test_refit_test_passes_between_real_engines(run_here: Run, tiny_llama_tied: Path) -> None:
     arguments = [
         "refit-test", "--model", str(tiny_llama_tied), "--tp", "2", "--repeat", "3", "--gpu", "cpu", "--json",
         "--set", "training.threads=1", "--set", "generation.threads=1",
     ]  # fmt: skip
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+    done = run_here(*arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) >= KEYS
@@ -59,15 +54,14 @@ def test_refit_test_passes_between_real_engines(tiny_llama_tied: Path) -> None:
 
 
 @pytest.mark.slow
-def test_changed_elements_alone_reach_an_engine(tiny_llama: Path) -> None:
+def test_changed_elements_alone_reach_an_engine(run_here: Run, tiny_llama: Path) -> None:
     """Plainly stored parameters take them; repacked ones are sent whole, and the result says so."""
     for plain, said in (("true", "2.0% of the elements have changed"), ("false", "everything: ")):
-        command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
         arguments = [
             "refit-test", "--model", str(tiny_llama), "--repeat", "3", "--gpu", "cpu", "--json", "--sparse",
             "--set", f"generation.plain_parameters={plain}", "--set", "generation.threads=1",
         ]  # fmt: skip
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+        done = run_here(*arguments)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["passed"] is True
@@ -76,14 +70,13 @@ def test_changed_elements_alone_reach_an_engine(tiny_llama: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_quantised_engine_takes_both_paths_and_each_tensor_says_which(tiny_llama: Path) -> None:
-    command = [str(RLCTL)] if RLCTL.exists() else [sys.executable, "-m", "rlctl"]
+def test_a_quantised_engine_takes_both_paths_and_each_tensor_says_which(run_here: Run, tiny_llama: Path) -> None:
     arguments = [
         "refit-test", "--model", str(tiny_llama), "--gpu", "cpu", "--json", "--explain",
         "--set", "model.dtype=bfloat16", "--set", "generation.threads=1", "--set", "vllm.quantization=online",
         "--set", "vllm.quantization_config={linear: fp8_per_channel}",
     ]  # fmt: skip
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900, env=os.environ)
+    done = run_here(*arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["passed"], found["receive"]) == (True, "mixed")

@@ -17,6 +17,7 @@ import pytest
 
 import rlctl
 from rlctl.cli import COMMANDS
+from rlctl.commands import options
 from rlctl.config.keys import known_keys
 from rlctl.config.schema import RlctlConfig
 
@@ -108,7 +109,7 @@ def test_a_key_of_the_schema_is_read(key: str, places: dict[str, list[str]]) -> 
 
 
 def test_the_search_finds_nothing_for_a_key_that_is_not_there(places: dict[str, list[str]]) -> None:
-    assert "grpo.no_such_key" not in places
+    assert "batch.no_such_key" not in places
     assert all(place.partition(":")[0].endswith(".py") for found in places.values() for place in found)
 
 
@@ -123,5 +124,7 @@ def test_an_option_of_a_command_is_used_in_its_body(command: str, sub: str, func
     tree = ast.parse(inspect.getsource(function))  # type: ignore[arg-type]
     body = ast.Module(tree.body[0].body, [])  # type: ignore[attr-defined]
     used = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+    if "resolve_config(**context.params" in inspect.getsource(function):  # type: ignore[arg-type]
+        used |= {"preset", "config", "set_", *options.KEYS}  # it takes all parameters, and reads these
     unused = set(inspect.signature(function).parameters) - used  # type: ignore[arg-type]
     assert not unused, f"rlctl {command} {sub}: {unused} are parsed and not used"

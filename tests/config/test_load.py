@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rlctl.config.keys import known_keys, nearest
-from rlctl.config.load import Flag, resolve
+from rlctl.config.load import from_sources, resolve, stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
+from rlctl.config.sources import Flag, Source
 from rlctl.errors import ConfigError
 
 
@@ -20,20 +21,20 @@ def write(path: Path, text: str) -> Path:
 
 def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
     file = write(
-        tmp_path / "c.yaml", "grpo: {steps: 2, prompts: 2, generations: 2, optimizer_steps: 2}\nrun: {seed: 2}\n"
+        tmp_path / "c.yaml", "batch: {prompts: 2, generations: 2, optimizer_steps: 2}\nrun: {steps: 2, seed: 2}\n"
     )
-    environment = {"RLCTL_GRPO__PROMPTS": "3", "RLCTL_GRPO__GENERATIONS": "3", "RLCTL_GRPO__OPTIMIZER_STEPS": "3"}
-    flags = {"grpo.generations": Flag("--generations", 4), "grpo.optimizer_steps": Flag("--x", 4)}
-    resolved = resolve("laptop", [file], flags, ["grpo.optimizer_steps=6"], environment)
-    grpo = resolved.config.grpo
-    assert (grpo.steps, grpo.prompts, grpo.generations, grpo.optimizer_steps) == (2, 3, 4, 6)
+    environment = {"RLCTL_BATCH__PROMPTS": "3", "RLCTL_BATCH__GENERATIONS": "3", "RLCTL_BATCH__OPTIMIZER_STEPS": "3"}
+    flags = {"batch.generations": Flag("--generations", 4), "batch.optimizer_steps": Flag("--x", 4)}
+    resolved = resolve("laptop", [file], flags, ["batch.optimizer_steps=6"], environment)
+    batch = resolved.config.batch
+    assert (resolved.config.run.steps, batch.prompts, batch.generations, batch.optimizer_steps) == (2, 3, 4, 6)
     assert resolved.config.run.seed == 2
     origin = resolved.origin
     assert origin["optimizer.lr"] == "preset laptop"
-    assert origin["grpo.steps"] == f"file {file}"
-    assert origin["grpo.prompts"] == "environment RLCTL_GRPO__PROMPTS"
-    assert origin["grpo.generations"] == "flag --generations"
-    assert origin["grpo.optimizer_steps"] == "--set"
+    assert origin["run.steps"] == f"file {file}"
+    assert origin["batch.prompts"] == "environment RLCTL_BATCH__PROMPTS"
+    assert origin["batch.generations"] == "flag --generations"
+    assert origin["batch.optimizer_steps"] == "--set"
     assert origin["optimizer.beta1"] == "default"
 
 
@@ -47,6 +48,24 @@ def test_values_of_the_planner_keep_the_origins_of_the_others() -> None:
     assert planned.origin["training.tp"] == "planner"
     assert planned.origin["optimizer.lr"] == "preset laptop"
     assert planned.origin["data.params.min_terms"] == "preset laptop"
+
+
+def test_what_the_user_has_set_stays_the_users_after_planning() -> None:
+    asked = resolve(sets=["training.tp=2", "training.pp=null", "training.backend=auto"], environment={})
+    planned = asked.with_values({"training.tp": 2, "training.pp": 4, "training.backend": "megatron"})
+    assert (planned.config.training.tp, planned.origin["training.tp"]) == (2, "--set")
+    assert (planned.config.training.pp, planned.origin["training.pp"]) == (4, "planner")
+    assert (planned.config.training.backend, planned.origin["training.backend"]) == ("megatron", "planner")
+    again = planned.with_values({"training.tp": 8, "training.pp": 8})
+    assert (again.config.training.tp, again.origin["training.tp"]) == (2, "--set")
+    assert (again.config.training.pp, again.origin["training.pp"]) == (8, "planner")
+
+
+def test_a_stored_configuration_is_read_back_with_its_origins() -> None:
+    planned = resolve("laptop", sets=["training.tp=1"], environment={}).with_values({"training.pp": 1})
+    again = from_sources([Source(stored_values(planned.to_json()))])
+    assert again == planned
+    assert type(again.config).__name__ == "RlctlConfig"
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -69,7 +88,7 @@ def test_laptop_preset_needs_nothing_else() -> None:
     ("text", "key", "value"),
     [
         ("optimizer.lr=1e-4", "optimizer.lr", 1e-4),
-        ("grpo.importance_correction=off", "grpo.importance_correction", "off"),
+        ("loss.importance_correction=off", "loss.importance_correction", "off"),
         ("training.packing=false", "training.packing", False),
         ("model.revision=2024", "model.revision", "2024"),
         ("model.revision=null", "model.revision", None),
@@ -88,18 +107,18 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("sets", "parts"),
     [
-        (["grpo.stpes=3"], ["`grpo.stpes` (--set)", "`grpo.steps`"]),
+        (["run.stpes=3"], ["`run.stpes` (--set)", "`run.steps`"]),
         (["optimzer.lr=3"], ["`optimzer.lr`", "`optimizer.lr`"]),
-        (["grpo.lr=3"], ["`grpo.lr`", "`optimizer.lr`"]),
-        (["grpo=3"], ["`grpo` (--set) is a section"]),
-        (["grpo.steps.x=3"], ["unknown key `grpo.steps.x`"]),
-        (["grpo.steps"], ["there is no value"]),
-        (["grpo.steps=0"], ["`grpo.steps` = 0 (--set)", "greater than 0"]),
+        (["batch.lr=3"], ["`batch.lr`", "`optimizer.lr`"]),
+        (["batch=3"], ["`batch` (--set) is a section"]),
+        (["run.steps.x=3"], ["unknown key `run.steps.x`"]),
+        (["run.steps"], ["there is no value"]),
+        (["run.steps=0"], ["`run.steps` = 0 (--set)", "greater than 0"]),
         (["generation.stop=x"], ["`generation.stop` = 'x'", "a valid list"]),
         (["reward.terms=[{nam: x}]"], ["`reward.terms`", "there is no such key", "`0.name`"]),
-        (["grpo.optimizer_steps=3"], ["do not split"]),
+        (["batch.optimizer_steps=3"], ["do not split"]),
         (["optimizer.lr=inf"], ["`optimizer.lr`", "finite"]),
-        (["optimizer.lr=-1", "grpo.clip_low=2"], ["`optimizer.lr` = -1", "`grpo.clip_low` = 2"]),
+        (["optimizer.lr=-1", "loss.clip_low=2"], ["`optimizer.lr` = -1", "`loss.clip_low` = 2"]),
     ],
 )
 def test_wrong_keys_and_values_are_named(sets: list[str], parts: list[str]) -> None:
@@ -109,20 +128,37 @@ def test_wrong_keys_and_values_are_named(sets: list[str], parts: list[str]) -> N
 
 
 def test_unknown_section_in_the_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`grop.steps` \(environment RLCTL_GROP__STEPS\); did you mean `grpo.steps`"):
+    with pytest.raises(ConfigError, match=r"`grop.steps` \(environment RLCTL_GROP__STEPS\); did you mean `run.steps`"):
         resolve(environment={"RLCTL_GROP__STEPS": "3", "RLCTL_DEBUG": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("RLCTL_STEPS", "`run.steps` is set by RLCTL_RUN__STEPS"),
+        ("RLCTL_TRAINING_TP", "`training.tp` is set by RLCTL_TRAINING__TP"),
+        ("RLCTL_LOSS", "RLCTL_LOSS__<KEY>"),
+        ("RLCTL_CACHEDIR", "did you mean RLCTL_CACHE_DIR?"),
+        ("RLCTL_ZZZ", "RLCTL_<SECTION>__<KEY>"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_refused(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(environment={name: "3", "RLCTL_CACHE_DIR": "/tmp"})
+    assert f"unknown environment variable {name}" in caught.value.message
+    assert hint in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("grpo: {steps: 1}\ngrpo: {steps: 2}\n", "given twice"),
-        ("grpo: [", "not valid YAML"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "given twice"),
+        ("run: [", "not valid YAML"),
         ("- a\n", "sections of keys"),
         ("extend: laptop\n", "unknown key `extend`"),
-        ("grpo: 3\n", "is a section"),
+        ("run: 3\n", "is a section"),
         ("[" * 50_000, "nested too deeply"),
-        ("grpo: {steps: " + "9" * 5000 + "}", "a number of 5000 digits"),
+        ("run: {steps: " + "9" * 5000 + "}", "a number of 5000 digits"),
     ],
 )
 def test_wrong_files_are_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
@@ -133,9 +169,9 @@ def test_wrong_files_are_refused_by_name(text: str, reason: str, tmp_path: Path)
 
 
 def test_presets_extend_each_other_and_not_in_a_circle(tmp_path: Path) -> None:
-    child = write(tmp_path / "child.yaml", "extends: laptop\ngrpo: {steps: 5}\n")
+    child = write(tmp_path / "child.yaml", "extends: laptop\nrun: {steps: 5}\n")
     resolved = resolve(str(child), environment={})
-    assert resolved.config.grpo.steps == 5
+    assert resolved.config.run.steps == 5
     assert resolved.origin["optimizer.lr"] == "preset laptop"
     circle = tmp_path / "circle.yaml"
     write(circle, f"extends: {circle}\n")
@@ -153,6 +189,21 @@ def test_other_data_does_not_inherit_the_presets_parameters() -> None:
     assert own.config.data.params == {"min_terms": 3}
 
 
+def test_a_presets_own_parameters_go_with_the_data_that_it_builds_on(tmp_path: Path) -> None:
+    child = write(tmp_path / "child.yaml", "extends: laptop\ndata: {params: {max_terms: 3}}\n")
+    assert resolve(str(child), environment={}).config.data.params["max_terms"] == 3
+    assert resolve(str(child), sets=["data.name=reasoning-gym:countdown"], environment={}).config.data.params == {}
+
+
+def test_a_stronger_source_wins_inside_of_a_mapping(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "vllm: {hf_overrides: {a: 1}}\ndata: {params: {a: 1, b: 1}}\n")
+    environment = {"RLCTL_VLLM__HF_OVERRIDES__A": "2", "RLCTL_VLLM__HF_OVERRIDES__B": "2"}
+    resolved = resolve(files=[file], sets=["vllm.hf_overrides={a: 3}", "data.params.b=3"], environment=environment)
+    assert resolved.config.vllm.passed == {"hf_overrides": {"a": 3, "b": 2}}
+    assert resolved.config.data.params == {"a": 1, "b": 3}
+    assert (resolved.origin["data.params.a"], resolved.origin["data.params.b"]) == (f"file {file}", "--set")
+
+
 def test_nearest_key() -> None:
     assert nearest("generation.max_tokens") == "generation.max_new_tokens"
     assert nearest("zzz.qqq") is None
@@ -164,12 +215,12 @@ def test_presets_are_found_in_a_checkout_and_shipped_in_the_wheel() -> None:
 
 def test_a_config_file_can_extend_a_preset(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
-    mine = write(tmp_path / "mine.yaml", "description: Mine.\nextends: 1node\ngrpo: {steps: 3}\n")
-    over = write(tmp_path / "deep" / "over.yaml", "extends: ../mine.yaml\ngrpo: {prompts: 4}\n")
+    mine = write(tmp_path / "mine.yaml", "description: Mine.\nextends: 1node\nrun: {steps: 3}\n")
+    over = write(tmp_path / "deep" / "over.yaml", "extends: ../mine.yaml\nbatch: {prompts: 4}\n")
     resolved = resolve(files=[over], environment={})
-    assert (resolved.config.grpo.steps, resolved.config.grpo.prompts) == (3, 4)
-    assert resolved.origin["grpo.prompts"] == f"file {over}"
-    assert resolved.origin["grpo.steps"] == f"preset {mine}"
+    assert (resolved.config.run.steps, resolved.config.batch.prompts) == (3, 4)
+    assert resolved.origin["batch.prompts"] == f"file {over}"
+    assert resolved.origin["run.steps"] == f"preset {mine}"
     assert resolved.origin["scheduler.warmup_steps"] == "preset 1node"
     assert resolve(str(over), environment={}).config == resolved.config
 

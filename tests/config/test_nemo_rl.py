@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.config.load import resolve
-from rlctl.config.nemo_rl import import_recipe
-from rlctl.config.nemo_rl_file import is_nemo_rl, read_recipe
-from rlctl.config.nemo_rl_import import Import
+from rlctl.config.load import from_sources, resolve, stored_values
+from rlctl.config.nemo_rl.mapping_rules import Import
+from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
+from rlctl.config.sources import Source
 from rlctl.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "nemo_rl"
@@ -55,11 +55,11 @@ def test_a_colocated_synchronous_megatron_recipe_runs() -> None:
     resolved.require_supported()
     config = resolved.config
     assert (config.training.backend, config.training.tp, config.training.recompute) == ("megatron", 2, "full")
-    assert (config.grpo.prompts, config.grpo.generations, config.grpo.optimizer_steps) == (32, 16, 1)
+    assert (config.batch.prompts, config.batch.generations, config.batch.optimizer_steps) == (32, 16, 1)
     assert config.training.micro_batch_tokens == 4096
     assert config.optimizer.lr == 5e-6
     assert config.scheduler.warmup_steps == 13
-    assert config.grpo.baseline == "leave-one-out"
+    assert config.advantage.baseline == "leave-one-out"
     assert config.generation.memory_fraction == 0.6
     assert config.reward.terms[0].name == "math-verify"
     assert resolved.origin["training.tp"].endswith("policy.megatron_cfg.tensor_model_parallel_size")
@@ -138,7 +138,7 @@ def test_dtensor_alone_is_imported_and_says_that_it_cannot_run() -> None:
     resolved = resolve(files=[RECIPES / "base.yaml"], environment={})
     with pytest.raises(ConfigError, match="dtensor_cfg"):
         resolved.require_supported()
-    assert resolved.with_values({"training.dp": 2}).unsupported == resolved.unsupported
+    assert resolved.with_values({"training.dp": 2}).refusals == resolved.refusals
 
 
 def test_the_other_spelling_of_the_dtensor_section_is_read(tmp_path: Path) -> None:
@@ -251,6 +251,17 @@ def test_fields_of_the_engines_are_passed_through(tmp_path: Path) -> None:
     assert config.megatron.passed["moe_router_dtype"] == "fp64"
 
 
+def test_a_recipes_fields_may_have_no_effect_also_when_it_is_resumed() -> None:
+    asked = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["megatron.moe_z_loss_coeff=0.1"], environment={})
+    planned = asked.with_values({"training.pp": 1})
+    again = from_sources([Source(stored_values(planned.to_json()))])
+    for resolved in (asked, planned, again):
+        assert "megatron.moe_router_dtype" in resolved.optional
+        assert "megatron.moe_z_loss_coeff" not in resolved.optional
+    assert all(line.startswith("runs differently: ") for line in planned.notes)
+    assert planned.notes == asked.notes != ()
+
+
 def test_what_is_neither_nemo_rls_nor_a_field_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy.megatron_cfg.moe_router_dtyp`: neither NeMo-RL's nor a field"):
         recipe(tmp_path, policy__megatron_cfg__moe_router_dtyp="fp32")
@@ -269,7 +280,7 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
 
 
 def test_optimizer_steps_follow_from_the_global_batch(tmp_path: Path) -> None:
-    assert recipe(tmp_path, policy__train_global_batch_size=128).values["grpo.optimizer_steps"] == 4
+    assert recipe(tmp_path, policy__train_global_batch_size=128).values["batch.optimizer_steps"] == 4
 
 
 def test_a_prompt_template_is_put_behind_the_question(tmp_path: Path) -> None:
@@ -285,15 +296,15 @@ def test_a_file_dataset_keeps_its_fields(tmp_path: Path) -> None:
 
 
 def test_other_yaml_is_not_taken_for_a_recipe(tmp_path: Path) -> None:
-    assert not is_nemo_rl({"grpo": {"steps": 3}, "training": {"tp": 2}})
+    assert not is_nemo_rl({"run": {"steps": 3}, "training": {"tp": 2}})
     path = tmp_path / "mine.yaml"
-    path.write_text("grpo: { steps: 3 }\n")
-    assert resolve(files=[path], environment={}).config.grpo.steps == 3
+    path.write_text("run: { steps: 3 }\n")
+    assert resolve(files=[path], environment={}).config.run.steps == 3
 
 
 def test_flags_and_set_win_over_a_recipe() -> None:
-    resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "grpo.steps=2"], environment={})
-    assert (resolved.config.training.tp, resolved.config.grpo.steps) == (1, 2)
+    resolved = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["training.tp=1", "run.steps=2"], environment={})
+    assert (resolved.config.training.tp, resolved.config.run.steps) == (1, 2)
 
 
 def test_dynamic_batching_is_dynamic_batching(tmp_path: Path) -> None:

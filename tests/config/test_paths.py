@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rlctl import cli
-from rlctl.checkpoints.places import converted_directory, nearest_existing
+from rlctl.checkpoints.locations import converted_directory, nearest_existing
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
-from rlctl.planner.profile import profile_path
+from rlctl.planner.cluster import profile_path
 
 NOBODY = "~no_such_user_here/x"
 

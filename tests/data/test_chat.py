@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.schema import DataConfig, ModelConfig
-from rlctl.data.chat import PLAIN_STOP, PromptEncoder
+from rlctl.data.chat import PLAIN_STOP, PromptEncoder, load_tokenizer
 from rlctl.data.rows import PromptRow
-from rlctl.data.tokenizer import load_tokenizer
 from rlctl.errors import InputError
 
 DEFAULT_SYSTEM = (

@@ -1,4 +1,4 @@
-"""The order of prompts: whole epochs, and a pure function of the step."""
+"""The order of prompts: whole epochs, and a pure function of the position."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.data.order import PromptOrder
+from rlctl.rollouts.prompts import PromptOrder
+
+
+def rows(order: PromptOrder, first: int, count: int) -> list[int]:
+    return [order.at(position) for position in range(first, first + count)]
 
 
 @settings(max_examples=50, deadline=None)
-@given(size=st.integers(1, 40), seed=st.integers(0, 2**32), prompts=st.integers(1, 17), shuffle=st.booleans())
-def test_every_epoch_holds_every_prompt_once(size: int, seed: int, prompts: int, shuffle: bool) -> None:
-    order = PromptOrder(size, seed, shuffle)
-    steps = -(-3 * size // prompts)
-    drawn = [row for step in range(steps) for row in order.step(step, prompts)]
+@given(size=st.integers(1, 40), seed=st.integers(0, 2**32), shuffle=st.booleans())
+def test_every_epoch_holds_every_prompt_once(size: int, seed: int, shuffle: bool) -> None:
+    drawn = rows(PromptOrder(size, seed, shuffle), 0, 3 * size)
     for epoch in range(3):
         assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-def test_a_resumed_run_goes_on_where_it_was() -> None:
-    whole = [PromptOrder(50, seed=7).step(step, 8) for step in range(20)]
-    resumed = [PromptOrder(50, seed=7).step(step, 8) for step in range(11, 20)]
-    assert whole[11:] == resumed
+def test_a_position_can_be_asked_for_at_any_time() -> None:
+    whole = rows(PromptOrder(50, seed=7), 0, 160)
+    order = PromptOrder(50, seed=7)
+    assert [order.at(position) for position in reversed(range(160))] == whole[::-1]
 
 
 def test_seeds_and_epochs_differ() -> None:
     first = PromptOrder(100, seed=0)
-    assert first.step(0, 100) != PromptOrder(100, seed=1).step(0, 100)
-    assert first.step(0, 100) != first.step(1, 100)
+    assert rows(first, 0, 100) != rows(PromptOrder(100, seed=1), 0, 100)
+    assert rows(first, 0, 100) != rows(first, 100, 100)
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
     """A checkpoint of an older version must resume: these numbers are part of the format of a run."""
-    assert PromptOrder(6, seed=42).step(0, 6) == [4, 1, 3, 0, 2, 5]
+    assert rows(PromptOrder(6, seed=42), 0, 6) == [4, 1, 3, 0, 2, 5]
 
 
 def test_without_shuffling_prompts_come_in_file_order() -> None:
-    assert PromptOrder(3, seed=9, shuffle=False).step(1, 4) == [1, 2, 0, 1]
+    assert rows(PromptOrder(3, seed=9, shuffle=False), 4, 4) == [1, 2, 0, 1]
 
 
 def test_an_empty_order_is_refused() -> None:

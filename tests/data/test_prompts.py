@@ -255,7 +255,7 @@ def test_a_dataset_out_of_reach_is_said_clearly() -> None:
 
 def test_prompts_import_nothing_heavy() -> None:
     code = (
-        "import sys; import rlctl.data.prompts, rlctl.data.order, rlctl.data.chat, rlctl.data.tokenizer;"
+        "import sys; import rlctl.data.prompts, rlctl.rollouts.prompts, rlctl.data.chat;"
         "import rlctl.envs.worker, rlctl.envs.rewards;"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'math_verify', 'ray', 'pyarrow'};"
         "print(sorted(heavy & sys.modules.keys()))"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.doctor import communication, examine, gpus, hardware, host, network, places, software
+from rlctl.doctor import communication, directories, examine, gpus, host, network, software
 from rlctl.doctor.check import GIB, Check
-from rlctl.doctor.hardware import Gpu
+from rlctl.doctor.gpus import Gpu
 from rlctl.doctor.network import NodeFacts
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, "570.1")
@@ -79,36 +79,36 @@ def test_transformer_engine() -> None:
 
 
 def test_cpu() -> None:
-    expect(hardware.check_cpu(frozenset({"avx2"}), 2), "ok", "AVX2")
-    expect(hardware.check_cpu(frozenset({"sse4_2"}), 8), "fail", "no AVX2")
-    expect(hardware.check_cpu(frozenset({"avx2"}), 1), "warn", "1 core")
-    assert "fpu" in hardware.cpu_flags()
+    expect(host.check_cpu(frozenset({"avx2"}), 2), "ok", "AVX2")
+    expect(host.check_cpu(frozenset({"sse4_2"}), 8), "fail", "no AVX2")
+    expect(host.check_cpu(frozenset({"avx2"}), 1), "warn", "1 core")
+    assert "fpu" in host.cpu_flags()
 
 
 def test_gpus() -> None:
-    expect(hardware.check_gpus(0, gpus=()), "ok", "runs on the CPU")
-    expect(hardware.check_gpus(8, gpus=(H100,) * 8), "ok", "8 x NVIDIA H100")
-    expect(hardware.check_gpus(8, gpus=()), "fail", "8 on each node asked for", "--preset laptop")
-    expect(hardware.check_gpus(1, "a100", (H100,)), "fail", "a100 asked for")
-    expect(hardware.check_gpus(1, "h100", (H100,)), "ok")
-    expect(hardware.check_gpus(2, gpus=(H100, Gpu("NVIDIA L4", 24 * GIB, "570.1"))), "warn", "CUDA_VISIBLE_DEVICES")
+    expect(gpus.check_gpus(0, gpus=()), "ok", "runs on the CPU")
+    expect(gpus.check_gpus(8, gpus=(H100,) * 8), "ok", "8 x NVIDIA H100")
+    expect(gpus.check_gpus(8, gpus=()), "fail", "each node needs 8", "--preset laptop")
+    expect(gpus.check_gpus(1, "a100", (H100,)), "fail", "a100 was asked for")
+    expect(gpus.check_gpus(1, "h100", (H100,)), "ok")
+    expect(gpus.check_gpus(2, gpus=(H100, Gpu("NVIDIA L4", 24 * GIB, "570.1"))), "warn", "CUDA_VISIBLE_DEVICES")
 
 
 def test_memory() -> None:
-    expect(hardware.check_memory(available=16 * GIB), "ok")
-    expect(hardware.check_memory(available=1 * GIB), "fail", "1.0 GiB free")
-    expect(hardware.check_memory(8_000_000_000, available=64 * GIB), "fail", "149.0 GiB needed")
-    expect(hardware.check_memory(8_000_000_000, gpus=8, available=64 * GIB), "ok")
+    expect(host.check_memory(available=16 * GIB), "ok")
+    expect(host.check_memory(available=1 * GIB), "fail", "1.0 GiB free")
+    expect(host.check_memory(8_000_000_000, available=64 * GIB), "fail", "149.0 GiB needed")
+    expect(host.check_memory(8_000_000_000, gpus=8, available=64 * GIB), "ok")
 
 
 def test_memory_of_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{2 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 2}\n")
-    total, free = hardware.memory_bytes(tmp_path)
+    total, free = host.memory_bytes(tmp_path)
     assert total == 2 * GIB
     assert free <= 1.5 * GIB
-    assert hardware.memory_bytes(tmp_path / "none")[0] >= total
+    assert host.memory_bytes(tmp_path / "none")[0] >= total
 
 
 def test_bytecode(tmp_path: Path) -> None:
@@ -125,38 +125,41 @@ def test_bytecode(tmp_path: Path) -> None:
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    expect(hardware.check_shared_memory(directory=tmp_path, free=64 * 2**20), "fail", "--shm-size")
-    expect(hardware.check_shared_memory(directory=tmp_path, free=2 * GIB), "ok")
-    expect(hardware.check_shared_memory(8 * GIB, tmp_path, 2 * GIB), "fail", "9.0 GiB needed")
-    expect(hardware.check_shared_memory(directory=tmp_path / "none"), "fail", "missing")
+    expect(host.check_shared_memory(directory=tmp_path, free=64 * 2**20), "fail", "--shm-size")
+    expect(host.check_shared_memory(directory=tmp_path, free=2 * GIB), "ok")
+    expect(host.check_shared_memory(8 * GIB, tmp_path, 2 * GIB), "fail", "9.0 GiB needed")
+    expect(host.check_shared_memory(directory=tmp_path / "none"), "fail", "missing")
 
 
 def test_open_files() -> None:
-    expect(hardware.check_open_files(1024), "warn", "ulimit")
-    expect(hardware.check_open_files(65536), "ok")
-    expect(hardware.check_open_files(resource.RLIM_INFINITY), "ok", "unlimited")
+    expect(host.check_open_files(1024), "warn", "ulimit")
+    expect(host.check_open_files(65536), "ok")
+    expect(host.check_open_files(resource.RLIM_INFINITY), "ok", "unlimited")
 
 
 def test_run_directory(tmp_path: Path) -> None:
-    expect(places.check_run_directory(directory=tmp_path / "a" / "b", free=10 * GIB), "ok", "made when needed")
-    expect(places.check_run_directory(directory=tmp_path, free=GIB), "fail", "--run-dir")
-    expect(places.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "178.8 GiB needed")
+    expect(directories.check_run_directory(directory=tmp_path / "a" / "b", free=10 * GIB), "ok", "will be made")
+    expect(directories.check_run_directory(directory=tmp_path, free=GIB), "fail", "--run-dir")
+    expect(directories.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "178.8 GiB needed")
 
 
 def test_converted_models_and_cache(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    expect(places.check_converted_models(directory=tmp_path, free=10 * GIB), "ok")
+    expect(directories.check_converted_models(directory=tmp_path, free=10 * GIB), "ok")
     expect(
-        places.check_converted_models(directory=file / "x"), "fail", "not a directory", "RLCTL_MEGATRON_CHECKPOINT_DIR"
+        directories.check_converted_models(directory=file / "x"),
+        "fail",
+        "not a directory",
+        "RLCTL_MEGATRON_CHECKPOINT_DIR",
     )
-    expect(places.check_cache(tmp_path, free=10 * GIB), "ok")
-    expect(places.check_cache(tmp_path, free=0), "fail", "RLCTL_CACHE_DIR")
+    expect(directories.check_cache(tmp_path, free=10 * GIB), "ok")
+    expect(directories.check_cache(tmp_path, free=0), "fail", "RLCTL_CACHE_DIR")
 
 
 def test_place_where_nothing_can_be_written() -> None:
     """/proc takes no files, whoever asks."""
-    expect(places.check_cache(Path("/proc/rlctl")), "fail", "no file can be written in /proc")
+    expect(directories.check_cache(Path("/proc/rlctl")), "fail", "no file can be written in /proc")
 
 
 def answers(**by_query: str) -> gpus.Ask:
@@ -171,18 +174,16 @@ def answers(**by_query: str) -> gpus.Ask:
 
 
 def test_memory_errors_of_gpus() -> None:
-    expect(gpus.check_ecc(()), "ok", "no GPU")
-    expect(gpus.check_ecc((H100,), answers(gpu="0, Enabled, 0, 0\n")), "ok")
-    expect(gpus.check_ecc((H100,) * 2, answers(gpu="0, Enabled, 0, 0\n1, Enabled, 3, 0\n")), "fail", "on GPU 1")
-    expect(gpus.check_ecc((H100,), answers(gpu="0, Enabled, 0, 1\n")), "fail", "on GPU 0")
-    expect(gpus.check_ecc((H100,), answers(gpu="0, Disabled, [N/A], [N/A]\n")), "warn", "nvidia-smi -e 1")
+    expect(gpus.check_ecc(answers(gpu="0, Enabled, 0, 0\n")), "ok")
+    expect(gpus.check_ecc(answers(gpu="0, Enabled, 0, 0\n1, Enabled, 3, 0\n")), "fail", "on GPU 1")
+    expect(gpus.check_ecc(answers(gpu="0, Enabled, 0, 1\n")), "fail", "on GPU 0")
+    expect(gpus.check_ecc(answers(gpu="0, Disabled, [N/A], [N/A]\n")), "warn", "nvidia-smi -e 1")
 
 
 def test_programs_on_gpus() -> None:
-    expect(gpus.check_other_programs(()), "ok")
-    expect(gpus.check_other_programs((H100,), answers(used="0, 4, 81559\n")), "ok")
-    expect(gpus.check_other_programs((H100,), answers(compute_apps="77, python, 9000\n")), "warn", "python (pid 77")
-    expect(gpus.check_other_programs((H100,), answers(used="0, 60000, 81559\n")), "warn", "not shown here")
+    expect(gpus.check_other_programs(answers(used="0, 4, 81559\n")), "ok")
+    expect(gpus.check_other_programs(answers(compute_apps="77, python, 9000\n")), "warn", "python (pid 77")
+    expect(gpus.check_other_programs(answers(used="0, 60000, 81559\n")), "warn", "not shown here")
 
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
@@ -201,7 +202,6 @@ def test_links_between_gpus() -> None:
 
 def test_driver_and_torch() -> None:
     ask = answers(summary="| NVIDIA-SMI 570.1   Driver Version: 570.1   CUDA Version: 12.8 |")
-    expect(gpus.check_driver((), {}), "ok")
     expect(gpus.check_driver((H100,), {"torch": "2.9.0+cu126"}, ask), "ok", "built with 12.6")
     expect(gpus.check_driver((H100,), {"torch": "2.9.0+cu129"}, ask), "ok", "built with 12.9")
     expect(gpus.check_driver((H100,), {"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, ask), "fail", "13.0")
@@ -239,10 +239,10 @@ def test_clock() -> None:
 
 def test_token(tmp_path: Path) -> None:
     gated = "meta-llama/Llama-3.1-8B"
-    expect(host.check_token(gated, {}, stored=False), "warn", "hf auth login")
-    expect(host.check_token(gated, {"HF_TOKEN": "x"}, stored=False), "ok")
-    expect(host.check_token(gated, {}, stored=True), "ok")
-    expect(host.check_token("Qwen/Qwen3-8B", {}, stored=False), "ok", "none needed")
+    expect(network.check_token(gated, {}, stored=False), "warn", "hf auth login")
+    expect(network.check_token(gated, {"HF_TOKEN": "x"}, stored=False), "ok")
+    expect(network.check_token(gated, {}, stored=True), "ok")
+    expect(network.check_token("Qwen/Qwen3-8B", {}, stored=False), "ok", "none is needed")
 
 
 def test_left_over_shared_memory_is_named_and_repaired(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_fix_repairs_and_says_what_it_did(
 ) -> None:
     from rlctl.commands.doctor import repaired
 
-    check = places.check_ray_directory(Path("/tmp") / f"rlctl-{os.getpid()}")
+    check = directories.check_ray_directory(Path("/tmp") / f"rlctl-{os.getpid()}")
     expect(check, "fail", "mkdir -p")
     made = repaired(check)
     expect(made, "ok", "fixed: made /tmp/rlctl-")
@@ -293,9 +293,9 @@ def test_ranks_that_do_not_answer(code: str, words: str) -> None:
 
 
 def test_ray_directory(tmp_path: Path) -> None:
-    expect(places.check_ray_directory(Path("/tmp")), "ok")
-    expect(places.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
-    expect(places.check_ray_directory(Path("/proc/x")), "fail", "no file can be written")
+    expect(directories.check_ray_directory(Path("/tmp")), "ok")
+    expect(directories.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
+    expect(directories.check_ray_directory(Path("/proc/x")), "fail", "no file can be written")
 
 
 def test_ray() -> None:
@@ -303,7 +303,7 @@ def test_ray() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         expect(network.check_ray(address), "ok", "answers")
-    expect(network.check_ray(address), "fail", "no answer", "ray start --head")
+    expect(network.check_ray(address), "fail", "does not answer", "ray start --head")
     expect(network.check_ray("nonsense"), "fail", "HOST:PORT")
     expect(network.check_loopback("no-such-host.invalid"), "fail", "/etc/hosts")
 
@@ -335,7 +335,7 @@ def test_nodes(tmp_path: Path) -> None:
         return {"10.0.0.1": node(), "10.0.0.2": node(**changes)}
 
     expect(network.compare_directories(tmp_path, two()), "ok", "2 node(s)")
-    expect(network.compare_directories(tmp_path, two(sees=False)), "fail", "10.0.0.2 is another directory")
+    expect(network.compare_directories(tmp_path, two(sees=False)), "fail", "10.0.0.2 is not the directory")
     expect(network.compare_directories(tmp_path, two(writable=False)), "fail", "cannot be written on 10.0.0.2")
     expect(network.compare_directories(tmp_path, two(free_bytes=GIB), 2 * GIB), "fail", "2.0 GiB needed")
     expect(network.compare_versions(two()), "ok")
@@ -367,7 +367,7 @@ def test_the_interfaces_looked_for_are_those_of_the_devices_that_are_here(
 ) -> None:
     asked: list[str] = []
     missing = software.interfaces.missing
-    monkeypatch.setattr(hardware, "list_gpus", lambda: found)
+    monkeypatch.setattr(gpus, "list_gpus", lambda: found)
     monkeypatch.setattr(software.interfaces, "missing", lambda *args: asked.append(args[1]) or missing(*args))
     names = (check.name for check in examine.examine(examine.Wanted(), quick=True))
     assert "vllm-interfaces" in names  # stops there: the checks behind it are not this test's

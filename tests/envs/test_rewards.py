@@ -16,8 +16,8 @@ from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompts import open_prompts
 from rlctl.data.rows import PromptSource
 from rlctl.envs import scoring_process
-from rlctl.envs.plan import RewardPlan
 from rlctl.envs.rewards import prepare_rewards
+from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
@@ -40,10 +40,9 @@ def score(plan: RewardPlan, source: PromptSource, *completions: str, index: int 
     """Scores `completions` as one group of row `index`."""
     worker = RewardWorker(plan, fetch=lambda handle: {"handle": list(completions)}[handle])
     try:
-        (scores,) = worker.score([ScoreRequest(7, source[index], "handle")])
+        (scores,) = worker.score([ScoreRequest(source[index], "handle")])
     finally:
         worker.close()
-    assert scores.group == 7
     return scores
 
 
@@ -107,8 +106,8 @@ def test_several_groups_keep_their_order_and_their_rows() -> None:
     try:
         worker.setup()
         for _ in range(2):
-            first, second = worker.score([ScoreRequest(4, source[1], "a"), ScoreRequest(2, source[2], "b")])
-            assert (first.group, first.rewards, second.group, second.rewards) == (4, (1, 0), 2, (0, 0, 1))
+            first, second = worker.score([ScoreRequest(source[1], "a"), ScoreRequest(source[2], "b")])
+            assert (first.rewards, second.rewards) == ((1, 0), (0, 0, 1))
         assert worker.score([]) == []
     finally:
         worker.close()
@@ -253,7 +252,7 @@ def test_a_completion_that_a_parser_gets_lost_in_counts_as_wrong(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """countdown's own scorer evaluates the expression; this one does not end within the age of the universe."""
-    monkeypatch.setattr(scoring_process, "BUILT_IN_LIMIT_S", 8.0)
+    monkeypatch.setattr(scoring_process, "BUILT_IN_LIMIT_S", 4.0)
     source = gym("countdown")
     plan = prepare_rewards(RewardConfig(), source)
     right = source[0].answer

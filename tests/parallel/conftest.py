@@ -1,4 +1,4 @@
-"""One pool of policy processes per world size, started when a test first needs it."""
+"""Pools of policy processes, one at a time: idle ones keep polling threads, which would slow the others."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pool import Pool
+from support.pool import Pool
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """world size -> its pool."""
-    started: dict[int, Pool] = {}
+    """world size -> the pool of that size."""
+    known: dict[int, Pool] = {}
 
     def pool(world_size: int) -> Pool:
-        if world_size not in started:
-            started[world_size] = Pool(world_size)
-        return started[world_size]
+        for size, other in known.items():
+            if size != world_size:
+                other.close()
+        return known.setdefault(world_size, Pool(world_size))
 
     yield pool
-    for each in started.values():
+    for each in known.values():
         each.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Parity comes last: its idle pools keep polling threads, which would slow every test after them."""
+    """Parity comes last: its idle pool keeps polling threads, which would slow every test after it."""
     here = Path(__file__).parent
     items.sort(key=lambda item: here in item.path.parents)

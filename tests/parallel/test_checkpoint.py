@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.cases import Case, assemble, run_checkpoint
-from parallel.pool import Pool
-from parallel.reference import hf_model, make_batch, megatron_weights
-from rlctl.backends.base import ParallelSpec, only_result
+from rlctl.backends.clients import only_result
+from rlctl.config.parallel import ParallelSpec
+from support.parallel_cases import Case, assemble, run_checkpoint
+from support.pool import Pool
+from support.reference import hf_model, make_batch, megatron_weights
 
 Pools = Callable[[int], Pool]
 SAME = {

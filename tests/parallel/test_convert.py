@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.cases import Case, assemble, make_worker, pieces
-from parallel.pool import Pool
-from parallel.reference import hf_model, megatron_weights
-from rlctl.backends.base import ParallelSpec
-from rlctl.checkpoints.convert import hf_to_megatron, megatron_to_hf
-from rlctl.checkpoints.safetensors import SafetensorsDirectory
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.config.parallel import ParallelSpec
+from support.parallel_cases import Case, assemble, make_worker, pieces
+from support.pool import Pool
+from support.reference import hf_model, megatron_weights
 
 CASES = {
     "alone": Case(),

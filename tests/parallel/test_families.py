@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.cases import assemble
-from parallel.families import FAMILIES, VOCAB, Cell, cotangent, hf_model, make_batch, run_cell
-from parallel.pool import Pool
-from rlctl.backends.base import ParallelSpec
-from rlctl.checkpoints.convert import hf_to_megatron
-from rlctl.checkpoints.huggingface import read_config
-from rlctl.checkpoints.tensors import dtype_of, execute
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.plan_execution import dtype_of, execute
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import facts_from_hf_config, weights_of
-from rlctl.weights.hf import module_layout
-from rlctl.weights.megatron import MegatronParallel, MegatronWorld
+from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan import SingleWorld, receive_plan
+from support.dtensor_layouts import module_layout
+from support.parallel_cases import assemble
+from support.parallel_families import FAMILIES, VOCAB, Cell, cotangent, hf_model, make_batch, run_cell
+from support.pool import Pool
 
 Pools = Callable[[int], Pool]
 Convert = Callable[[str], tuple[Path, ModelFacts]]
@@ -69,7 +69,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Convert:
 def module_names(facts: ModelFacts, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """Megatron's tensors of the whole model under transformers' names."""
     zero_centered = weights_of(facts).zero_centered_norms
-    world = MegatronWorld(facts, MegatronParallel(), "local", "float32", zero_centered_norms=zero_centered)
+    world = MegatronWorld(facts, ParallelSpec(), "local", "float32", zero_centered_norms=zero_centered)
     plan = receive_plan(world, SingleWorld(module_layout(facts, "float32")), 0).prove()
     found = {name: torch.zeros(s.shape, dtype=dtype_of(s.dtype)) for name, s in plan.layout.params.items()}
     for copy in plan.copies:

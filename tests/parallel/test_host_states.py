@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.cases import Case
-from parallel.host_states import run_counted, run_resumed, run_steps
-from parallel.pool import Pool
-from parallel.reference import hf_model, make_batch, megatron_weights
-from rlctl.backends.base import ParallelSpec
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig
+from support.host_states import run_counted, run_resumed, run_steps
+from support.parallel_cases import Case
+from support.pool import Pool
+from support.reference import hf_model, make_batch, megatron_weights
 
 Pools = Callable[[int], Pool]
 STEPS = {

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.cases import (
+from rlctl.backends.clients import only_result
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.inspection import inspect
+from rlctl.checkpoints.megatron.megatron_directory import find
+from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import LoraConfig
+from rlctl.errors import InputError
+from support.parallel_cases import (
     WEIGHT,
     Case,
     Loss,
@@ -24,8 +33,8 @@ from parallel.cases import (
     pieces,
     plan_of,
 )
-from parallel.pool import Pool
-from parallel.reference import (
+from support.pool import Pool
+from support.reference import (
     Optim,
     advantage,
     facts,
@@ -35,14 +44,6 @@ from parallel.reference import (
     reference_logprobs,
     token_loss,
 )
-from rlctl.backends.base import ParallelSpec, only_result
-from rlctl.checkpoints.convert import megatron_to_hf
-from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.inspect import inspect
-from rlctl.checkpoints.megatron import open_model
-from rlctl.checkpoints.megatron_directory import find
-from rlctl.config.schema import LoraConfig
-from rlctl.errors import InputError
 
 Pools = Callable[[int], Pool]
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -256,7 +257,7 @@ CASES = {
     "one": Case(),
     "recompute": Case(recompute="full"),
     "tp2-sp": Case(parallel=ParallelSpec(tp=2)),
-    "tp2": Case(parallel=ParallelSpec(tp=2, sp=False)),
+    "tp2": Case(parallel=ParallelSpec(tp=2, sequence_parallel=False)),
     "pp2": Case(parallel=ParallelSpec(pp=2), recompute="full"),
     "dp2": Case(parallel=ParallelSpec(dp=2)),
     "cp2": Case(parallel=ParallelSpec(cp=2)),
@@ -392,7 +393,7 @@ def test_adapters_without_their_model_are_refused(pools: Pools, tmp_path: Path) 
     with pytest.raises(InputError, match="moved is not the model that the run"):
         megatron_to_hf(run, tmp_path / "again", config_from=moved)
     with pytest.raises(InputError, match="holds adapters and not the weights"):
-        open_model(find(run), facts("llama"))
+        open_megatron_model(find(run), facts("llama"))
     (run / "manifest.json").unlink()
-    with pytest.raises(InputError, match="which says of which, cannot be read"):
+    with pytest.raises(InputError, match="which names the model, cannot be read"):
         megatron_to_hf(run, tmp_path / "again", config_from=moved)

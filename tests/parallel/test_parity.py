@@ -8,11 +8,12 @@ from functools import cache
 import pytest
 import torch
 
-from parallel.cases import WEIGHT, Case, assemble, run_case
-from parallel.pool import Pool
-from parallel.reference import Optim, Reference, hf_model, make_batch, megatron_weights, recorded, routed, run_reference
-from rlctl.backends.base import ParallelSpec, only_result
+from rlctl.backends.clients import only_result
+from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
+from support.parallel_cases import WEIGHT, Case, assemble, run_case
+from support.pool import Pool
+from support.reference import Optim, Reference, hf_model, make_batch, megatron_weights, recorded, routed, run_reference
 
 Pools = Callable[[int], Pool]
 TOLERANCE = 1e-6
@@ -89,7 +90,7 @@ def test_one_process_equals_transformers(pools: Pools, case: Case) -> None:
 
 PAIRS = {
     "tp2-sp": Case(parallel=ParallelSpec(tp=2)),
-    "tp2": Case("llama-tied", ParallelSpec(tp=2, sp=False), share_prompts=False),
+    "tp2": Case("llama-tied", ParallelSpec(tp=2, sequence_parallel=False), share_prompts=False),
     "dp2": Case(parallel=ParallelSpec(dp=2)),
     "dp2-uneven": Case("llama-tied", ParallelSpec(dp=2), packing=False, share_prompts=False),
     "dp2-overlap": Case(

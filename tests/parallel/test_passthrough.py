@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from parallel.cases import run_built_configs
-from parallel.pool import Pool
-from parallel.reference import facts
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.args import optimizer_values, transformer_values
 from rlctl.backends.megatron.compat import make_config
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from support.parallel_cases import run_built_configs
+from support.pool import Pool
+from support.reference import facts
 
 
 def spec_with(*sets: str) -> PolicySpec:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.cases import Case, assemble, run_held, run_load_hf
-from parallel.pool import Pool
-from parallel.reference import hf_model, megatron_weights
-from rlctl.backends.base import ParallelSpec
-from rlctl.checkpoints.convert import hf_to_megatron
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from rlctl.config.parallel import ParallelSpec
+from support.parallel_cases import Case, assemble, run_held, run_load_hf
+from support.pool import Pool
+from support.reference import hf_model, megatron_weights
 
 CASES = {
     "alone": Case(),

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.cases import (
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import LoraConfig
+from rlctl.errors import InputError
+from support.parallel_cases import (
     Case,
     plan_of,
     run_asleep,
@@ -20,12 +25,8 @@ from parallel.cases import (
     run_reference_policy,
     run_tree_limits,
 )
-from parallel.pool import Pool
-from parallel.reference import Optim, facts, hf_model, make_batch, megatron_weights
-from rlctl.backends.base import ParallelSpec, PolicySpec
-from rlctl.backends.megatron.worker import MegatronWorker
-from rlctl.config.schema import LoraConfig
-from rlctl.errors import InputError
+from support.pool import Pool
+from support.reference import Optim, facts, hf_model, make_batch, megatron_weights
 
 Pools = Callable[[int], Pool]
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rlctl.models.catalog import canonical, entries, facts_of, lookup, near
+from rlctl.models.catalog import entries, facts_of, lookup, near
 from rlctl.planner.parameters import count
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
@@ -145,7 +145,7 @@ def test_lookup_ignores_case_and_organisation(name: str) -> None:
 
 def test_unknown_names_give_none_and_near_matches() -> None:
     assert lookup("Qwen/Qwen3-31B") is None
-    assert canonical("no/such-model") is None
+    assert lookup("no/such-model") is None
     assert "Qwen/Qwen3-32B" in near("Qwen/Qwen3-31B")
 
 

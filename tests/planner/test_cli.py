@@ -65,7 +65,7 @@ def test_float8_training_is_planned_also_where_its_engine_is_not(
             2,
             "The nearest value that works is generation.max_batched_tokens=",
         ),
-        (["--set", "generation.kv_cache_bytes=1000"], 4, "1000 bytes hold 0 tokens"),
+        (["--set", "generation.kv_cache_bytes=1000"], 4, "1,000 bytes hold 0 tokens"),
         (["--gpu", "a100", "--set", "megatron.fp8=hybrid"], 2, "megatron.fp8 = hybrid is not run: A100 has no units"),
         (["--set", "megatron.fp8=e5m2"], 2, "e4m3 | hybrid"),
         (["--set", "megatron.fp8_multi_head_attention=true"], 2, "attention is rlctl's own"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
@@ -13,8 +14,7 @@ from rlctl.planner.cluster import GIB, make_cluster
 from rlctl.planner.constants import DEFAULTS
 from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.memory import activation_bytes, layer_activation_bytes, logit_bytes, state_bytes, training_memory
-from rlctl.planner.parameters import count
-from rlctl.planner.stages import rank_parameters, stage_layers, stages, trained_parameters
+from rlctl.planner.parameters import count, rank_parameters, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
 
@@ -30,7 +30,7 @@ LLAMA_8B, MOE_30B, DEEPSEEK = model("Llama-3.1-8B"), model("Qwen3-30B-A3B"), mod
 def test_states_of_a_dense_model_follow_the_distributed_optimizer() -> None:
     """2 bytes of weight and 4 of gradient a parameter on each rank, 12 of optimizer state over the data ranks."""
     parameters = count(LLAMA_8B).total
-    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(dp=8))
+    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(ParallelSpec(dp=8)))
     assert states == pytest.approx(
         {"weights": 2 * parameters, "gradients": 4 * parameters, "optimizer": 1.5 * parameters}
     )
@@ -38,13 +38,15 @@ def test_states_of_a_dense_model_follow_the_distributed_optimizer() -> None:
 
 def test_float32_needs_no_master_weights() -> None:
     parameters = count(LLAMA_8B).total
-    states = state_bytes(LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(dp=2, precision="float32"))
+    states = state_bytes(
+        LLAMA_8B, stages(LLAMA_8B, TrainingChoice())[0], TrainingChoice(ParallelSpec(dp=2), precision="float32")
+    )
     assert states["optimizer"] == pytest.approx(4 * parameters)
 
 
 def test_adapters_alone_have_gradients_and_states() -> None:
     """Rank 16 on Llama-3.1-8B: A and B of the fused QKV, of the output projection, and of both halves of the MLP."""
-    choice = TrainingChoice(dp=8, adapters=Adapters(16))
+    choice = TrainingChoice(ParallelSpec(dp=8), adapters=Adapters(16))
     qkv, out, up, down = 4096 + 6144, 4096 + 4096, 4096 + 2 * 14336, 14336 + 4096
     adapters = 32 * 16 * (qkv + out + up + down)
     (stage,) = stages(LLAMA_8B, choice)
@@ -52,7 +54,7 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     weights = count(LLAMA_8B).total + adapters
     states = state_bytes(LLAMA_8B, stage, choice)
     assert states == pytest.approx({"weights": 2 * weights, "gradients": 4 * adapters, "optimizer": 1.5 * adapters})
-    attention = replace(choice, adapters=Adapters(16, mlp=False), tp=2)
+    attention = TrainingChoice(ParallelSpec(tp=2, dp=8), adapters=Adapters(16, mlp=False))
     split = (
         32 * 16 * (4096 + 6144 / 2 + 4096 / 2 + 4096)
     )  # A of what splits outputs and B of what splits inputs are whole
@@ -67,10 +69,10 @@ def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained
 
 
 def test_given_stages_hold_their_layers() -> None:
-    choice = TrainingChoice(pp=4, first_stage_layers=5, last_stage_layers=7)
+    choice = TrainingChoice(ParallelSpec(pp=4, first_stage_layers=5, last_stage_layers=7))
     assert [stage.layers for stage in stages(LLAMA_8B, choice)] == [5, 10, 10, 7]
-    assert stage_layers(32, 4, first=4) is None  # 28 over three stages
-    even, shifted = TrainingChoice(pp=4), TrainingChoice(pp=4, first_stage_layers=2)
+    assert ParallelSpec(pp=4, first_stage_layers=4).stage_layers(32) is None  # 28 over three stages
+    even, shifted = TrainingChoice(ParallelSpec(pp=4)), TrainingChoice(ParallelSpec(pp=4, first_stage_layers=2))
     cluster, work = make_cluster("h100", 1, 8), Workload()
     peaks = [training_memory(LLAMA_8B, c, work, cluster, 0.0, 8).total for c in (even, shifted)]
     assert peaks[1] < peaks[0]  # the first stage holds the activations of most micro-batches
@@ -81,7 +83,7 @@ def test_given_stages_hold_their_layers() -> None:
 def test_parameters_of_all_ranks_add_up(facts: ModelFacts, tp: int, pp: int, ep: int) -> None:
     """What is split is held once in all, what is replicated once a tensor rank."""
     ep = ep if facts.moe else 1
-    choice = TrainingChoice(tp=tp, pp=pp, ep=ep)
+    choice = TrainingChoice(ParallelSpec(tp=tp, pp=pp, ep=ep, sequence_parallel=False, etp=1))
     ranks = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     whole = replace(facts, mtp_layers=0)
     with_mtp = count(facts).total + (count(facts).mtp if facts.mtp_layers else 0)
@@ -93,7 +95,10 @@ def test_parameters_of_all_ranks_add_up(facts: ModelFacts, tp: int, pp: int, ep:
 def test_tied_embeddings_are_held_twice_under_pipeline_parallelism_only() -> None:
     facts = model("Llama-3.2-1B")
     alone = sum(rank_parameters(facts, s, TrainingChoice()).total for s in stages(facts, TrainingChoice()))
-    split = sum(rank_parameters(facts, s, TrainingChoice(pp=2)).total for s in stages(facts, TrainingChoice(pp=2)))
+    split = sum(
+        rank_parameters(facts, s, TrainingChoice(ParallelSpec(pp=2))).total
+        for s in stages(facts, TrainingChoice(ParallelSpec(pp=2)))
+    )
     assert split - alone == pytest.approx(facts.vocab * facts.hidden)
 
 
@@ -105,8 +110,12 @@ def test_activations_of_a_layer_are_the_sum_of_what_each_operation_keeps() -> No
 
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_does_not() -> None:
-    without = layer_activation_bytes(LLAMA_8B, TrainingChoice(tp=4), False, DEFAULTS)
-    with_it = layer_activation_bytes(LLAMA_8B, TrainingChoice(tp=4, sequence_parallel=True), False, DEFAULTS)
+    without = layer_activation_bytes(
+        LLAMA_8B, TrainingChoice(ParallelSpec(tp=4, sequence_parallel=False)), False, DEFAULTS
+    )
+    with_it = layer_activation_bytes(
+        LLAMA_8B, TrainingChoice(ParallelSpec(tp=4, sequence_parallel=True)), False, DEFAULTS
+    )
     assert without - with_it == pytest.approx(2 * 4 * 4096 * 3 / 4)
 
 
@@ -127,29 +136,35 @@ def test_full_recompute_keeps_one_input_a_layer_and_one_whole_layer() -> None:
 
 
 def test_first_stage_of_a_pipeline_holds_as_many_micro_batches_as_stages() -> None:
-    first = stages(LLAMA_8B, TrainingChoice(pp=4))[0]
-    four = activation_bytes(LLAMA_8B, first, TrainingChoice(pp=4), 16)
-    alone = activation_bytes(LLAMA_8B, first, TrainingChoice(pp=4), 1)
+    first = stages(LLAMA_8B, TrainingChoice(ParallelSpec(pp=4)))[0]
+    four = activation_bytes(LLAMA_8B, first, TrainingChoice(ParallelSpec(pp=4)), 16)
+    alone = activation_bytes(LLAMA_8B, first, TrainingChoice(ParallelSpec(pp=4)), 1)
     assert four == pytest.approx(4 * alone)
 
 
 def test_context_parallelism_divides_activations_and_logits() -> None:
     workload, cluster = Workload(max_length=32768), make_cluster("h100")
-    one = training_memory(LLAMA_8B, TrainingChoice(dp=8, micro_batch_tokens=32768), workload, cluster, 0.0, 4)
-    four = training_memory(LLAMA_8B, TrainingChoice(cp=4, dp=2, micro_batch_tokens=32768), workload, cluster, 0.0, 4)
+    one = training_memory(
+        LLAMA_8B, TrainingChoice(ParallelSpec(dp=8), micro_batch_tokens=32768), workload, cluster, 0.0, 4
+    )
+    four = training_memory(
+        LLAMA_8B, TrainingChoice(ParallelSpec(cp=4, dp=2), micro_batch_tokens=32768), workload, cluster, 0.0, 4
+    )
     assert four.parts["activations"] == pytest.approx(one.parts["activations"] / 4)
     assert four.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
 
 
 def test_logits_are_split_over_the_vocabulary_and_limited_by_the_chunk() -> None:
-    assert logit_bytes(LLAMA_8B, TrainingChoice(tp=2), 4096, True) == 1024 * 128256 / 2 * (2 + 4 + 4)
+    assert logit_bytes(
+        LLAMA_8B, TrainingChoice(ParallelSpec(tp=2, sequence_parallel=False)), 4096, True
+    ) == 1024 * 128256 / 2 * (2 + 4 + 4)
     assert logit_bytes(LLAMA_8B, TrainingChoice(logit_tokens=None), 4096, False) == 4096 * 128256 * (2 + 4)
 
 
 def test_layers_that_do_not_divide_shorten_the_end_stages() -> None:
-    assert stage_layers(61, 8) == [8, 8, 8, 8, 8, 8, 8, 5] or sum(stage_layers(61, 8) or []) == 61
-    assert stage_layers(61, 16) is not None
-    assert stage_layers(5, 4) is None
+    assert ParallelSpec(pp=8).stage_layers(61) == [7, 8, 8, 8, 8, 8, 8, 6]
+    assert ParallelSpec(pp=16).stage_layers(61) is not None
+    assert ParallelSpec(pp=4).stage_layers(5) is None
 
 
 @pytest.mark.parametrize(

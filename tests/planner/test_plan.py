@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.catalog import lookup
@@ -19,7 +20,7 @@ from rlctl.planner.cluster import GIB, ClusterFacts, cpu_device, device_named, m
 from rlctl.planner.constants import DEFAULTS
 from rlctl.planner.explain import explain
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
-from rlctl.planner.plan import Plan, make_plan, refuse_unrunnable
+from rlctl.planner.make_plan import Plan, make_plan, refuse_unrunnable
 from rlctl.planner.render import compare_text, plan_json, plan_text
 from rlctl.planner.rules import training_problems
 from rlctl.planner.time import offload_seconds
@@ -53,18 +54,18 @@ def test_gradients_in_bf16_leave_room_for_no_recompute() -> None:
     """The published NeMo-RL run of this model on a node: data parallel only, nothing recomputed."""
     workload = Workload(64, 32, mean_new_tokens=795)
     made = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), workload, gradient_bytes=2)
-    assert (made.training.dp, made.training.recompute) == (8, "none")
+    assert (made.training.parallel.dp, made.training.recompute) == (8, "none")
 
 
 def test_70b_needs_model_parallelism() -> None:
     made = plan("Llama-3.1-70B", nodes=8)
-    assert made.training.tp * made.training.pp >= 4
-    assert made.training.world_size == 64
+    assert made.training.parallel.tp * made.training.parallel.pp >= 4
+    assert made.training.parallel.world_size == 64
 
 
 def test_moe_spreads_its_experts_or_its_layers() -> None:
     made = plan("Qwen3-235B-A22B", nodes=16)
-    assert made.training.ep * made.training.pp >= 16
+    assert made.training.parallel.ep * made.training.parallel.pp >= 16
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "a100", "b200", "gb200", "l40s"])
@@ -106,8 +107,9 @@ def test_pins_are_kept_and_the_rest_is_planned_around_them(
     pins: dict[str, object], expected: dict[str, object]
 ) -> None:
     made = make_plan(model("Llama-3.1-70B"), make_cluster("h100", 8), Workload(), pins)
-    assert {key: getattr(made.training, key) for key in expected} == expected
-    assert made.training.world_size == 64
+    chosen = made.training.chosen()
+    assert {key: chosen[key] for key in expected} == expected
+    assert made.training.parallel.world_size == 64
 
 
 def test_generation_pins_are_kept() -> None:
@@ -130,7 +132,7 @@ def test_generation_pins_are_kept() -> None:
         ("Llama-3.1-70B", "training.pp", 200, 16, "80 layers"),
         ("Qwen3-30B-A3B", "training.ep", 24, 16, "128 experts"),
         ("Llama-3.1-8B", "generation.tp", 5, 4, "32 attention heads"),
-        ("Llama-3.1-8B", "training.micro_batch_tokens", 100, 4096, "one rollout of 4096 tokens"),
+        ("Llama-3.1-8B", "training.micro_batch_tokens", 100, 4096, "one rollout of 4,096 tokens"),
         ("Llama-3.1-8B", "training.ep", 2, 1, "a model with experts"),
     ],
 )
@@ -180,7 +182,7 @@ def test_float8_training_is_planned_where_it_is_asked_for() -> None:
     assert made.runnable
     assert made.seconds[Phase.TRAINING] < usual.seconds[Phase.TRAINING]
     assert any(reason.value == "precision=fp8" and "megatron.fp8" in reason.rule for reason in made.reasons)
-    parts = [plan.training.tp * plan.training.pp for plan in (usual, made)]
+    parts = [plan.training.parallel.tp * plan.training.parallel.pp for plan in (usual, made)]
     weights = [plan.memory["logprobs"].parts["weights"] * n for plan, n in zip((usual, made), parts, strict=True)]
     assert weights[1] == pytest.approx(2 * weights[0], rel=0.01)  # float8 copies, transposed ones among them
     assert made.memory["refit"].parts["weights"] * parts[1] == pytest.approx(weights[0], rel=0.01)  # dropped
@@ -207,10 +209,10 @@ def test_float8_takes_sides_that_are_multiples_of_16() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100", 1)
     narrow = replace(facts, intermediate=14336 + 64)
     for tp, precision, broken in ((2, "fp8", False), (8, "fp8", True), (8, "bf16", False)):
-        choice = TrainingChoice(tp=tp, dp=8 // tp, sequence_parallel=True, precision=precision)
+        choice = TrainingChoice(ParallelSpec(tp=tp, dp=8 // tp, etp=1), precision=precision)
         found = training_problems(narrow, choice, Workload(max_length=2048), cluster, 8)
         assert [problem.key for problem in found] == ["training.tp"] * broken
-    assert make_plan(narrow, cluster, Workload(), precision="fp8").training.tp < 8
+    assert make_plan(narrow, cluster, Workload(), precision="fp8").training.parallel.tp < 8
 
 
 def test_states_in_host_memory_are_a_last_resort() -> None:
@@ -221,7 +223,7 @@ def test_states_in_host_memory_are_a_last_resort() -> None:
     assert make_plan(facts, make_cluster("h100", 1), Workload(), asked).training.optimizer_offload
     alone = make_plan(facts, make_cluster("h100", 1, 1), Workload())
     assert alone.training.optimizer_offload
-    assert any("nothing fits otherwise" in reason.rule for reason in alone.reasons)
+    assert any("Nothing fits otherwise" in reason.rule for reason in alone.reasons)
 
 
 def test_states_in_host_memory_cost_the_host_link_and_leave_the_device() -> None:
@@ -283,7 +285,7 @@ def test_laptop_plan_is_runnable_and_uses_the_cores() -> None:
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 1), (3, 1)])
 def test_cpu_layouts_can_be_pinned(tp: int, dp: int) -> None:
     made = make_plan(model("SmolLM2-135M"), CPU, Workload(8, 4, 128), {"training.tp": tp, "training.dp": dp})
-    assert (made.training.tp, made.training.dp) == (tp, dp)
+    assert (made.training.parallel.tp, made.training.parallel.dp) == (tp, dp)
     assert made.training.threads is not None
     assert made.training.threads >= 1
 
@@ -331,19 +333,19 @@ def test_goal_safe_leaves_more_memory_than_fast() -> None:
 
 def test_batches_smaller_than_the_ranks_are_refused_by_rule() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
-    problems = training_problems(facts, TrainingChoice(dp=8), Workload(2, 2), cluster, 8)
+    problems = training_problems(facts, TrainingChoice(ParallelSpec(dp=8)), Workload(2, 2), cluster, 8)
     assert [problem.key for problem in problems] == ["training.dp"]
 
 
 def test_interleaved_stages_must_divide_the_layers() -> None:
     facts, cluster = model("Llama-3.1-8B"), make_cluster("h100")
-    choice = TrainingChoice(pp=8, vpp=3)
+    choice = TrainingChoice(ParallelSpec(pp=8, vpp=3))
     assert [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)] == ["training.vpp"]
 
 
 def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
     facts, cluster = model("Qwen3-30B-A3B"), make_cluster("h100")
-    choice = TrainingChoice(tp=2, dp=4)
+    choice = TrainingChoice(ParallelSpec(tp=2, dp=4, sequence_parallel=False))
     assert "training.sequence_parallel" in [p.key for p in training_problems(facts, choice, Workload(), cluster, 8)]
 
 
@@ -415,7 +417,7 @@ def test_configuration_keys_become_pins_and_plan_values_valid_keys() -> None:
     )
     assert pins_from_config(config) == {"training.tp": 2}
     made = plan_from_config(config, model("Llama-3.1-8B"))
-    assert made.training.tp == 2
+    assert made.training.parallel.tp == 2
     for key, value in made.config_values().items():
         section, name = key.split(".")
         changed = config.model_dump() | {section: config.model_dump()[section] | {name: value}}
@@ -434,7 +436,7 @@ def test_a_gpu_preset_on_a_machine_without_is_the_machine_s_lack(monkeypatch: py
 def test_planning_imports_no_engine() -> None:
     code = (
         "import sys; from rlctl.models.catalog import lookup; from rlctl.planner.cluster import make_cluster;"
-        "from rlctl.planner.plan import make_plan; from rlctl.planner.workload import Workload;"
+        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.workload import Workload;"
         "make_plan(lookup('Qwen3-8B'), make_cluster('h100'), Workload());"
         "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
     )
@@ -468,8 +470,8 @@ def test_layers_of_given_stages_are_planned_with() -> None:
     facts, cluster = model("Qwen3-8B"), make_cluster("h100", 1, 8)
     pins = {"training.pp": 4, "training.first_stage_layers": 6, "training.last_stage_layers": 10}
     made = make_plan(facts, cluster, Workload(), pins)
-    assert made.training.first_stage_layers == 6
-    assert made.training.vpp == 1 or all(n % made.training.vpp == 0 for n in (6, 10))
+    assert made.training.parallel.first_stage_layers == 6
+    assert made.training.parallel.vpp == 1 or all(n % made.training.parallel.vpp == 0 for n in (6, 10))
     with pytest.raises(ConfigError, match="36 layers with first 7 do not split evenly"):
         make_plan(facts, cluster, Workload(), {"training.pp": 4, "training.first_stage_layers": 7})
     with pytest.raises(ConfigError, match=r"needs training\.pp > 1"):
@@ -481,7 +483,7 @@ def test_a_pinned_mover_is_in_the_plan_and_in_its_seconds() -> None:
     usual, disk = (make_plan(facts, cluster, Workload(), pins) for pins in ({}, {"refit.mover": "disk"}))
     assert (usual.mover, disk.mover) == ("cuda-ipc", "disk")
     assert disk.seconds[Phase.REFIT] > usual.seconds[Phase.REFIT]
-    assert any(reason.value == "mover=disk" and reason.rule.startswith("pinned") for reason in disk.reasons)
+    assert any(reason.value == "mover=disk" and reason.rule.startswith("It is pinned") for reason in disk.reasons)
     with pytest.raises(ConfigError, match="the engines compute on a CPU"):
         make_plan(model("Qwen3-0.6B"), CPU, Workload(), {"refit.mover": "cuda-ipc"})
     with pytest.raises(ConfigError, match="devices of their own"):
@@ -501,14 +503,14 @@ def test_goals_change_what_is_chosen() -> None:
     assert made["frugal"].cluster.gpus < cluster.gpus
     spent = {goal: plan.total_s * plan.cluster.gpus for goal, plan in made.items()}
     assert spent["frugal"] < 0.7 * spent["fast"]
-    assert made["frugal"].reasons[0].rule == "the fewest GPU seconds a step; there are 4 x 8"
+    assert made["frugal"].reasons[0].rule.endswith("the fewest GPU seconds a step; there are 4 x 8 GPUs.")
     assert any("more GPU seconds" in other.why for other in made["frugal"].rejected)
 
 
 def test_more_ranks_than_cores_share_them() -> None:
     large = ClusterFacts(cpu_device(2, 64 * GIB), 1, 0)
     made = make_plan(model("Qwen3-0.6B"), large, Workload(8, 4, 256), {"training.pp": 2, "training.cp": 2})
-    assert (made.training.world_size, made.training.threads) == (4, 1)
+    assert (made.training.parallel.world_size, made.training.threads) == (4, 1)
     alone = make_plan(model("Qwen3-0.6B"), large, Workload(8, 4, 256))
     assert made.mfu <= alone.mfu  # a core does not compute twice as much for two ranks
 
@@ -517,8 +519,8 @@ def test_more_ranks_than_cores_share_them() -> None:
 def test_experts_that_are_spread_find_their_ranks_on_a_cpu(ep: int) -> None:
     large = ClusterFacts(cpu_device(2, 4096 * GIB), 1, 0)
     made = make_plan(model("Qwen3-30B-A3B"), large, Workload(8, 4, 256), {"training.ep": ep})
-    assert made.training.ep == ep
-    assert made.training.dp * made.training.tp % ep == 0
+    assert made.training.parallel.ep == ep
+    assert made.training.parallel.dp * made.training.parallel.tp % ep == 0
 
 
 def test_engines_on_devices_of_their_own_share_none_with_the_policy_in_a_refit() -> None:
@@ -532,7 +534,9 @@ def test_engines_on_devices_of_their_own_share_none_with_the_policy_in_a_refit()
 
 def test_the_smallest_machine_whose_plan_runs_is_named_beside_the_smallest() -> None:
     facts = model("Kimi-K2-Instruct")
-    with pytest.raises(NoPlanError, match=r"that fits is 32 x 8 L40S.*not run yet.*with a plan that runs, 64 x 8 L40S"):
+    with pytest.raises(
+        NoPlanError, match=r"that fits is 32 x 8 L40S.*can be run yet.*with a plan that runs, 64 x 8 L40S"
+    ):
         make_plan(facts, make_cluster("l40s", 1), Workload())
     assert not make_plan(facts, make_cluster("l40s", 32), Workload()).runnable
     assert make_plan(facts, make_cluster("l40s", 64), Workload()).runnable

@@ -9,10 +9,21 @@ import pytest
 from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup
-from rlctl.planner.cluster import GIB, ClusterFacts, cpu_device, local_cpu, make_cluster
+from rlctl.planner.cluster import (
+    GIB,
+    REACHED,
+    ClusterFacts,
+    MachineProfile,
+    cpu_device,
+    load_profile,
+    local_cpu,
+    make_cluster,
+    profile_path,
+    save_profile,
+    with_profile,
+)
 from rlctl.planner.from_config import cluster_from_config
-from rlctl.planner.plan import make_plan
-from rlctl.planner.profile import REACHED, MachineProfile, load_profile, profile_path, save_profile, with_profile
+from rlctl.planner.make_plan import make_plan
 from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
 

@@ -14,7 +14,7 @@ from rlctl.errors import ConfigError, NoPlanError
 from rlctl.models.catalog import entries
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.cluster import DEVICES, GIB, ClusterFacts, cpu_device, make_cluster
-from rlctl.planner.plan import Plan, make_plan
+from rlctl.planner.make_plan import Plan, make_plan
 from rlctl.planner.render import plan_json
 from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
@@ -71,8 +71,9 @@ def check(plan: Plan, pins: dict[str, Any]) -> None:
     assert plan.host_memory <= cluster.device.host_memory * (1 + 1e-9)
     if cluster.gpus:
         assert generation.gpus <= cluster.gpus
-        assert training.world_size + (0 if plan.colocated else generation.gpus) <= cluster.gpus
-    assert training.world_size == training.tp * training.pp * training.cp * training.dp
+        assert training.parallel.world_size + (0 if plan.colocated else generation.gpus) <= cluster.gpus
+    parallel = training.parallel
+    assert parallel.world_size == parallel.tp * parallel.pp * parallel.cp * parallel.dp
     values = plan.config_values()
     assert {key: values[key] for key in pins} == pins
     data = plan_json(plan)
@@ -93,7 +94,7 @@ def outcome(
         return error
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(MODELS, MACHINES, workloads(), PINS)
 def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
     facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]
@@ -114,7 +115,7 @@ def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
         check(make_plan(facts, larger, workload, pins), pins)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(MODELS, GPUS, workloads())
 def test_what_fits_a_machine_fits_one_with_more_memory(
     facts: ModelFacts, cluster: ClusterFacts, workload: Workload

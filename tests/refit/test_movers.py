@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-import refit_workers
-from rlctl.backends.vllm.group import serve_store
+from rlctl.backends.base import EngineWorker
 from rlctl.cluster import workers
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import ConfigError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
+from rlctl.refit.policy import WeightSender
 from rlctl.refit.session import RefitSession
-from rlctl.weights.megatron_parallel import MegatronParallel
+from rlctl.transport.collective import serve_store
 from rlctl.weights.vllm import VllmParallel
+from support import refit_workers
 
 cloudpickle.register_pickle_by_value(refit_workers)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -66,11 +68,14 @@ class Stage:
         return self._start(count)
 
     def policy(
-        self, facts: ModelFacts, parallel: MegatronParallel, nodes: dict[int, str] | None = None, slots: Any = None
+        self, facts: ModelFacts, parallel: ParallelSpec, nodes: dict[int, str] | None = None, slots: Any = None
     ) -> WorkerGroup:
         size, nodes = parallel.world_size, nodes or {}
         group = (slots or self.slots).part(range(size), "policy")
-        group.call_each("become_source", [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in range(size)])
+        group.call_each(
+            refit_workers.Slot.become_source,
+            [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in range(size)],
+        )
         return group
 
     def engines(
@@ -87,7 +92,9 @@ class Stage:
         nodes, ranks = nodes or {}, range(first, parallel.world_size * replicas)
         own = slots or self.slots
         group = own.part([len(own) - 1 - rank for rank in ranks], "engine")
-        group.call_each("become_engine", [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in ranks])
+        group.call_each(
+            refit_workers.Slot.become_engine, [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in ranks]
+        )
         return group
 
 
@@ -102,12 +109,11 @@ def open_session(
     policy: WorkerGroup,
     engines: WorkerGroup,
     facts: ModelFacts,
-    parallel: MegatronParallel,
     members: int = 1,
     **settings: Any,
 ) -> RefitSession:
     session = RefitSession(
-        policy, engines, facts, parallel=parallel, dtype="float32", members=members,
+        policy, engines, facts, dtype="float32", members=members,
         settings=RefitConfig(**{"timeout_s": 60, "staging_mb": 1, **settings}),
     )  # fmt: skip
     session.open()
@@ -117,11 +123,11 @@ def open_session(
 def refit_twice(session: RefitSession) -> None:
     """Everything written, everything renewed: from poisoned parameters, and again after each weight has changed."""
     for version in (1, 2):
-        session.engines.call("poison")
-        session.policy.call("refit_perturb", version, 0.1)
+        session.engines.call(EngineWorker.poison)
+        session.policy.call(WeightSender.refit_perturb, version, 0.1)
         report = session.refit(version, verify=True)
         assert report.verified == len(session.setup.table)
-        assert set(session.engines.call("weight_version")) == {version}
+        assert set(session.engines.call(EngineWorker.weight_version)) == {version}
 
 
 LAYOUTS = [
@@ -140,9 +146,9 @@ LAYOUTS = [
 def test_every_byte_arrives(
     mover: str, family: str, training: dict[str, int], generation: dict[str, Any], stage: Stage, tmp_path: Path
 ) -> None:
-    facts, parallel, target = FAMILIES[family], MegatronParallel(**training), VllmParallel(**generation)
+    facts, parallel, target = FAMILIES[family], ParallelSpec(**training), VllmParallel(**generation)
     session = open_session(
-        stage.policy(facts, parallel), stage.engines(facts, target), facts, parallel,
+        stage.policy(facts, parallel), stage.engines(facts, target), facts,
         members=target.world_size, mover=mover, directory=str(tmp_path),
     )  # fmt: skip
     assert session.mover == mover
@@ -153,8 +159,7 @@ def test_every_byte_arrives(
 
 def test_tensors_larger_than_a_buffer_are_split(stage: Stage) -> None:
     facts = replace(FAMILIES["llama"], vocab=20_000)
-    session = open_session(stage.policy(facts, MegatronParallel(tp=2)), stage.engines(facts, VllmParallel()), facts,
-                           MegatronParallel(tp=2))  # fmt: skip
+    session = open_session(stage.policy(facts, ParallelSpec(tp=2)), stage.engines(facts, VllmParallel()), facts)
     (channel,) = session.setup.channels
     assert max(row.bytes for row in session.setup.table) > 4 * channel.connection.capacity
     assert session.staging_bytes <= MIB
@@ -164,8 +169,7 @@ def test_tensors_larger_than_a_buffer_are_split(stage: Stage) -> None:
 
 def test_each_worker_is_sent_its_own_boxes_alone(stage: Stage) -> None:
     facts, target = FAMILIES["llama"], VllmParallel(tp=2)
-    session = open_session(stage.policy(facts, MegatronParallel()), stage.engines(facts, target), facts,
-                           MegatronParallel(), members=2)  # fmt: skip
+    session = open_session(stage.policy(facts, ParallelSpec()), stage.engines(facts, target), facts, members=2)
     report = session.refit(1)
     norms = sum(row.bytes for row in session.setup.table if len(row.shape) == 1)
     assert report.sent_bytes == session.payload_bytes + norms  # norms alone are held by both
@@ -176,20 +180,19 @@ def test_each_worker_is_sent_its_own_boxes_alone(stage: Stage) -> None:
 def test_replicas_are_sent_to_once(mover: str, stage: Stage) -> None:
     facts = FAMILIES["qwen3_moe"]
     engines = stage.engines(facts, VllmParallel(), replicas=3)
-    session = open_session(stage.policy(facts, MegatronParallel(tp=2)), engines, facts, MegatronParallel(tp=2),
-                           mover=mover)  # fmt: skip
+    session = open_session(stage.policy(facts, ParallelSpec(tp=2)), engines, facts, mover=mover)
     refit_twice(session)
     assert session.refit(3).sent_bytes == session.payload_bytes
     session.close()
 
 
 def test_engines_on_other_nodes_get_the_collective_mover(stage: Stage) -> None:
-    facts, parallel, target = FAMILIES["llama"], MegatronParallel(tp=2), VllmParallel(tp=2)
+    facts, parallel, target = FAMILIES["llama"], ParallelSpec(tp=2), VllmParallel(tp=2)
     policy = stage.policy(facts, parallel, {0: "one", 1: "one"})
     engines = stage.engines(facts, target, {0: "two", 1: "two"})
     with pytest.raises(ConfigError, match="no policy rank is on the node of engine 0 worker 0"):
-        open_session(policy, engines, facts, parallel, mover="shared-memory")
-    session = open_session(policy, engines, facts, parallel, members=2)
+        open_session(policy, engines, facts, mover="shared-memory")
+    session = open_session(policy, engines, facts, members=2)
     assert session.mover == "collective"
     refit_twice(session)
     session.close()
@@ -197,26 +200,26 @@ def test_engines_on_other_nodes_get_the_collective_mover(stage: Stage) -> None:
 
 def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -> None:
     """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
-    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), MegatronParallel(tp=2), VllmParallel(tp=2)
+    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), ParallelSpec(tp=2), VllmParallel(tp=2)
     policy = stage.policy(facts, parallel, {0: "one", 1: "two"})
     store = serve_store("127.0.0.1", 60.0)
-    policy.call_each("meet", [(rank, 2, store.port) for rank in range(2)])
+    policy.call_each(refit_workers.Slot.meet, [(rank, 2, store.port) for rank in range(2)])
     engines = stage.engines(facts, target, {0: "two", 1: "one"})
-    session = open_session(policy, engines, facts, parallel, members=2)
+    session = open_session(policy, engines, facts, members=2)
     assert session.mover == "shared-memory"
     assert {(channel.node, channel.senders) for channel in session.setup.channels} == {("one", (0,)), ("two", (1,))}
     refit_twice(session)
-    sent = policy.call("refit_sent")
-    assert all(0 < one.exchanged < one.bytes for one in sent)
-    assert all(0 < one.exchange_s < one.seconds for one in sent)
+    for sent, exchanged in policy.call(refit_workers.FaultySource.last_sent):
+        assert 0 < exchanged < sent.bytes
+        assert sent.exchange_s > 0
     session.close()
 
 
 def test_an_engine_leaves_and_another_joins_without_a_restart(stage: Stage) -> None:
-    facts, parallel = FAMILIES["llama"], MegatronParallel(tp=2)
+    facts, parallel = FAMILIES["llama"], ParallelSpec(tp=2)
     policy, pids = stage.policy(facts, parallel), stage.slots.pids
     engines = stage.engines(facts, VllmParallel(), replicas=3)
-    session = open_session(policy, engines.part([0, 1]), facts, parallel, mover="collective")
+    session = open_session(policy, engines.part([0, 1]), facts, mover="collective")
     refit_twice(session)
     session.reform(engines.part([1]))
     refit_twice(session)
@@ -230,13 +233,13 @@ def open_with_fault(
     stage: Stage, mover: str, side: str, fault: str, **settings: Any
 ) -> tuple[RefitSession, WorkerGroup]:
     """A session after its first refit, in which `side` runs in a process of its own that will `fault` in the next."""
-    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
+    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), ParallelSpec()
     victim = stage.victims(1)
     policy = stage.policy(facts, parallel, slots=victim if side == "policy" else None)
     engines = stage.engines(facts, VllmParallel(), slots=victim if side == "engine" else None)
-    session = open_session(policy, engines, facts, parallel, mover=mover, **settings)
+    session = open_session(policy, engines, facts, mover=mover, **settings)
     session.refit(1)
-    victim.call("set_fault", fault)
+    victim.call(refit_workers.Slot.set_fault, fault)
     return session, victim
 
 
@@ -252,9 +255,9 @@ def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(
     survivor = session.engines if side == "policy" else session.policy
     if side == "policy":
         with pytest.raises(WorkerError, match="half-updated"):
-            session.engines.call("weight_version")
+            session.engines.call(EngineWorker.weight_version)
     session.close()
-    assert survivor.call("refit_close") == [None]  # it is not stuck in a wait
+    assert survivor.call(WeightSender.refit_close) == [None]  # it is not stuck in a wait
     victim.kill()
 
 
@@ -262,7 +265,7 @@ def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(
 @pytest.mark.parametrize("side", ["policy", "engine"])
 def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side: str, stage: Stage) -> None:
     session, victim = open_with_fault(stage, mover, side, "hang", timeout_s=60)
-    (session.engines if side == "policy" else session.policy).call("be_impatient", 3.0)
+    (session.engines if side == "policy" else session.policy).call(refit_workers.FaultySource.be_impatient, 3.0)
     late = "policy rank 0 did not (pack|send) round 2" if side == "policy" else "engine 0 worker 0 did not (load|take)"
     with pytest.raises(WaitTimeoutError, match=rf"phase transfer: {late}"):
         session.refit(2)
@@ -271,34 +274,34 @@ def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side:
 
 @pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
 def test_a_side_that_raises_is_reported_and_the_next_refit_succeeds(mover: str, stage: Stage, tmp_path: Path) -> None:
-    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), MegatronParallel()
+    facts, parallel = replace(FAMILIES["llama"], vocab=20_000), ParallelSpec()
     policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, parallel, mover=mover, directory=str(tmp_path))
+    session = open_session(policy, engines, facts, mover=mover, directory=str(tmp_path))
     for side in (policy, engines):
         session.refit(1)
-        side.call("set_fault", "raise")
+        side.call(refit_workers.Slot.set_fault, "raise")
         with pytest.raises(WorkerError, match="asked for"):
             session.refit(2)
         with pytest.raises(WorkerError, match="half-updated"):
-            engines.call("weight_version")
-        side.call("set_fault", "")
+            engines.call(EngineWorker.weight_version)
+        side.call(refit_workers.Slot.set_fault, "")
         refit_twice(session)
     session.close()
 
 
 @pytest.mark.parametrize("mover", ["shared-memory", "collective", "disk"])
 def test_the_wrong_version_is_refused(mover: str, stage: Stage, tmp_path: Path) -> None:
-    facts, parallel = FAMILIES["llama"], MegatronParallel()
+    facts, parallel = FAMILIES["llama"], ParallelSpec()
     policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, parallel, mover=mover, directory=str(tmp_path))
+    session = open_session(policy, engines, facts, mover=mover, directory=str(tmp_path))
     session.refit(1)
-    sending = policy.submit("refit_send", 2, 2)
+    sending = policy.submit(WeightSender.refit_send, 2, 2)
     if mover == "disk":
-        policy.wait("refit_send", sending)
-        policy.call("refit_publish", 2)
-    receiving = engines.submit("refit_receive", {"version": 3, "epoch": 2})
+        sending.results()
+        policy.call(WeightSender.refit_publish, 2)
+    receiving = engines.submit(EngineWorker.refit_receive, {"version": 3, "epoch": 2})
     with pytest.raises(VerificationError, match="version"):
-        engines.wait("refit_receive", receiving)
+        receiving.results()
     session.close()
 
 
@@ -312,13 +315,11 @@ def test_buffers_on_the_device_that_both_share(stage: Stage) -> None:
         call_timeout_s=60,
     )  # fmt: skip
     assert torch.cuda.is_available()
-    facts, parallel = FAMILIES["qwen3_moe"], MegatronParallel()
+    facts, parallel = FAMILIES["qwen3_moe"], ParallelSpec()
     policy, engines = pair.part([0], "policy"), pair.part([1], "engine")
-    policy.call("become_source", 0, facts, parallel, "bfloat16", None, "cuda")
-    engines.call("become_engine", 0, facts, VllmParallel(), "bfloat16", None, "cuda")
-    session = RefitSession(
-        policy, engines, facts, parallel=parallel, dtype="bfloat16", settings=RefitConfig(timeout_s=60, staging_mb=1)
-    )
+    policy.call(refit_workers.Slot.become_source, 0, facts, parallel, "bfloat16", None, "cuda")
+    engines.call(refit_workers.Slot.become_engine, 0, facts, VllmParallel(), "bfloat16", None, "cuda")
+    session = RefitSession(policy, engines, facts, dtype="bfloat16", settings=RefitConfig(timeout_s=60, staging_mb=1))
     session.open()
     assert session.mover == "cuda-ipc"
     refit_twice(session)
@@ -327,8 +328,8 @@ def test_buffers_on_the_device_that_both_share(stage: Stage) -> None:
 
 
 def test_a_full_shared_memory_says_so(stage: Stage) -> None:
-    from rlctl.backends.vllm.segment import Segment
     from rlctl.errors import MachineError
+    from rlctl.transport.shared_memory import Segment
 
     with pytest.raises(MachineError, match="shared memory"):
         Segment.create(1 << 50)
@@ -338,44 +339,44 @@ def test_a_full_shared_memory_says_so(stage: Stage) -> None:
     ("mover", "tp", "replicas"), [("shared-memory", 2, 1), ("collective", 2, 1), ("collective", 1, 3)]
 )
 def test_changed_elements_alone_are_sent(mover: str, tp: int, replicas: int, stage: Stage) -> None:
-    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=2000), MegatronParallel(tp=2), VllmParallel(tp=tp)
+    facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=2000), ParallelSpec(tp=2), VllmParallel(tp=tp)
     policy, engines = stage.policy(facts, parallel), stage.engines(facts, target, replicas=replicas)
-    session = open_session(policy, engines, facts, parallel, members=tp, mover=mover, sparse=True, full_every=4)
-    engines.call("poison")
+    session = open_session(policy, engines, facts, members=tp, mover=mover, sparse=True, full_every=4)
+    engines.call(EngineWorker.poison)
     first = session.refit(1, verify=True)
     assert first.sparse == "everything: no version before to compare with"
     for version in (2, 3):
-        policy.call("refit_perturb", version, 0.1, 0.02)
+        policy.call(WeightSender.refit_perturb, version, 0.1, 0.02)
         report = session.refit(version, verify=True)
         assert report.verified == len(session.setup.table)
         assert report.sparse == "2.0% of the elements have changed"
         assert report.sent_bytes < 0.1 * first.sent_bytes
     assert session.refit(4, verify=True).sparse == "0.0% of the elements have changed"
     assert session.refit(5, verify=True).sparse == "everything: every 4 refits"
-    policy.call("refit_perturb", 6, 0.1)
+    policy.call(WeightSender.refit_perturb, 6, 0.1)
     assert session.refit(6, verify=True).sparse == "everything: 100.0% of the elements have changed"
     session.close()
 
 
 def test_changes_to_another_version_are_refused_and_everything_follows(stage: Stage) -> None:
-    facts, parallel = FAMILIES["llama"], MegatronParallel()
+    facts, parallel = FAMILIES["llama"], ParallelSpec()
     policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, parallel, sparse=True)
+    session = open_session(policy, engines, facts, sparse=True)
     session.refit(1)
-    engines.call("poison")
-    policy.call("refit_perturb", 2, 0.1, 0.02)
+    engines.call(EngineWorker.poison)
+    policy.call(WeightSender.refit_perturb, 2, 0.1, 0.02)
     with pytest.raises(VerificationError, match=r"Changes since version 1 .* holds no whole version"):
         session.refit(2)
     with pytest.raises(WorkerError, match="half-updated"):
-        engines.call("weight_version")
+        engines.call(EngineWorker.weight_version)
     assert session.refit(3, verify=True).sparse == "everything: no version before to compare with"
     session.close()
 
 
 def test_sparse_falls_back_to_everything_where_boxes_go_whole(stage: Stage, tmp_path: Path) -> None:
-    facts, parallel = FAMILIES["llama"], MegatronParallel()
+    facts, parallel = FAMILIES["llama"], ParallelSpec()
     policy, engines = stage.policy(facts, parallel), stage.engines(facts, VllmParallel())
-    session = open_session(policy, engines, facts, parallel, sparse=True, mover="disk", directory=str(tmp_path))
+    session = open_session(policy, engines, facts, sparse=True, mover="disk", directory=str(tmp_path))
     for version in (1, 2):
         assert session.refit(version, verify=True).sparse == "everything: the disk mover sends whole boxes"
     session.close()

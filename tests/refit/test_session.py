@@ -10,55 +10,64 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-import refit_sources
-from engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
-from engines import HostedEngine, tiny_facts
-from rlctl.backends.vllm.messages import Sampling
-from rlctl.checkpoints.fingerprints import fingerprint
+from rlctl.apps.selftest import LogprobLimit
+from rlctl.backends.base import EngineWorker, PolicySpec
+from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.backends.messages import Sampling
+from rlctl.backends.vllm.engine import VllmEngine
+from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster import workers
+from rlctl.cluster.objects import fetch
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
-from rlctl.config.schema import RefitConfig
+from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
-from rlctl.refit.selftest import LogprobLimit
+from rlctl.refit.policy import WeightSender
 from rlctl.refit.session import RefitSession
+from rlctl.refit.sync import WeightSync
 from rlctl.telemetry.phases import RefitPhase
+from support import refit_sources
+from support.engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
+from support.engines import HostedEngine, tiny_facts
 
 # Workers cannot import the tests' modules: their classes travel by value.
 cloudpickle.register_pickle_by_value(refit_sources)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MakeSource = Callable[..., WorkerGroup]
+SLOTS = 4
+
+
+def start_slots(placement: Any, logs: Path, count: int) -> WorkerGroup:
+    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    specs = [WorkerSpec({}, (placement.bundles[1],), env) for _ in range(count)]
+    return WorkerGroup(
+        "policy", refit_sources.SourceSlot, specs, placement, logs, start_timeout_s=120, call_timeout_s=60
+    )
+
+
+@pytest.fixture(scope="module")
+def slots(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    """The processes of all sources but those that are to die or to hang."""
+    group = start_slots(placement, tmp_path_factory.mktemp("sources"), SLOTS)
+    yield group
+    group.kill()
 
 
 @pytest.fixture
-def make_source(placement: Any, tmp_path: Path) -> Iterator[MakeSource]:
-    """Starts groups of sharded sources, and ends them."""
-    groups: list[WorkerGroup] = []
+def make_source(slots: WorkerGroup, placement: Any, tmp_path: Path) -> Iterator[MakeSource]:
+    """Makes groups of sharded sources, one at a time; with `victims` in processes of their own, which are ended."""
+    victims_started: list[WorkerGroup] = []
 
-    def make(model: Path, tp: int = 1, dp: int = 1, **faults: str) -> WorkerGroup:
-        specs = [
-            WorkerSpec(
-                {"rank": rank, "tp": tp, "dp": dp, "directory": model, **faults},
-                (placement.bundles[1],),
-                {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-            )
-            for rank in range(tp * dp)
-        ]
-        groups.append(
-            WorkerGroup(
-                "policy",
-                refit_sources.ShardedSource,
-                specs,
-                placement,
-                tmp_path,
-                start_timeout_s=120,
-                call_timeout_s=60,
-            )
-        )
-        return groups[-1]
+    def make(model: Path, tp: int = 1, dp: int = 1, *, victims: bool = False, **faults: str) -> WorkerGroup:
+        if victims:
+            victims_started.append(start_slots(placement, tmp_path, tp * dp))
+        group = victims_started[-1] if victims else slots.part(range(tp * dp))
+        common = {"tp": tp, "dp": dp, "directory": model, **faults}
+        group.call_each(refit_sources.SourceSlot.become, [({"rank": rank, **common},) for rank in range(tp * dp)])
+        return group
 
     yield make
-    for group in groups:
+    for group in victims_started:
         group.kill()
 
 
@@ -71,7 +80,6 @@ def open_session(
         source,
         engine.group,
         tiny_facts(tied=tied),
-        parallel=None,
         settings=RefitConfig(**{"timeout_s": 60, **settings}),
         dtype="float32",
         shapes=shapes,
@@ -88,7 +96,7 @@ def whole_policy(source: WorkerGroup, model: Path) -> WholeTensorPolicy:
     policy = WholeTensorPolicy(model)
     with torch.no_grad():
         for name, tensor in policy.tensors().items():
-            for box, values in source.call("shard", name):
+            for box, values in source.call(refit_sources.ShardedSource.shard, name):
                 tensor[tuple(slice(s.start, s.last + 1, s.step) for s in box)] = values
     return policy
 
@@ -104,7 +112,7 @@ def test_shards_arrive_whole(
     session = open_session(source, engine, verify_every=1)
     sampling = Sampling(12)
     for version in (1, 2, 3):
-        source.call("refit_perturb", version, 0.02)
+        source.call(WeightSender.refit_perturb, version, 0.02)
         report = session.refit(version)
         assert report.verified == len(session.setup.table)
         assert report.bytes == sum(row.bytes for row in session.setup.table)
@@ -119,7 +127,7 @@ def test_each_box_is_sent_by_one_replica(engine: HostedEngine, make_source: Make
     source = make_source(engine.model, 2, 2)
     session = open_session(source, engine)
     session.refit(1)
-    sent = source.call("refit_sent")
+    sent = source.call(refit_sources.ShardedSource.last_sent)
     assert sum(one.bytes for one in sent) == session.payload_bytes
     assert all(one.bytes > 0 for one in sent)
     session.close()
@@ -141,7 +149,7 @@ def test_weights_that_changed_since_their_conversion_are_named(engine: HostedEng
     session.close()
     session = open_session(source, engine, converted=held, verify_every=1)
     session.refit(1)
-    source.call("refit_perturb", 1, 0.02)
+    source.call(WeightSender.refit_perturb, 1, 0.02)
     assert session.refit(2).verified == 21  # trained by now
     session.close()
 
@@ -152,7 +160,7 @@ def test_corrupted_layout_is_caught_with_the_tensor_named(engine: HostedEngine, 
     with pytest.raises(VerificationError, match=r"1 differ \(model\.layers\.1\.self_attn\.q_proj\.weight\)"):
         session.refit(1)
     with pytest.raises(WorkerError, match="half-updated"):
-        engine.call("generate", requests(), Sampling(4), 30.0)
+        engine.call(EngineWorker.generate, requests(), Sampling(4), 30.0)
     session.close()
     healthy = open_session(make_source(engine.model), engine)
     healthy.refit(2)
@@ -165,7 +173,7 @@ def test_stale_engine_is_caught(engine: HostedEngine, make_source: MakeSource) -
     session = open_session(source, engine)
     session.refit(1)
     assert session.compare()[0].equal
-    source.call("refit_perturb", 5, 0.01)
+    source.call(WeightSender.refit_perturb, 5, 0.01)
     assert set(session.compare()[0].mismatched) == {row.name for row in session.setup.table}
     session.refit(2)
     session.close()
@@ -175,14 +183,14 @@ def test_killed_sender_is_reported_and_the_engine_refuses(
     engine: HostedEngine, make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "SAME_CAUSE_S", 60.0)  # a busy Ray may be slow to tell of a death
-    source = make_source(engine.model, tp=2)
+    source = make_source(engine.model, tp=2, victims=True)
     session = open_session(source, engine)
     session.refit(1)
-    source.call("break_from_now_on", "die")
+    source.call(refit_sources.ShardedSource.break_from_now_on, "die")
     with pytest.raises(WorkerError, match=r"phase transfer: policy rank [01] .*died"):
         session.refit(2)
     with pytest.raises(WorkerError, match="half-updated weights: the refit to version 2"):
-        engine.call("generate", requests(), Sampling(4), 30.0)
+        engine.call(EngineWorker.generate, requests(), Sampling(4), 30.0)
     session.close()
     again = open_session(make_source(engine.model), engine)
     again.refit(3)
@@ -192,14 +200,14 @@ def test_killed_sender_is_reported_and_the_engine_refuses(
 
 def be_impatient(worker: Any, seconds: float) -> None:
     """Have the engine's end wait so long for the policy, once it is open: that may take a busy machine longer."""
-    worker.weight_transfer_engine.inlet.ring.timeout_s = seconds
+    worker.weight_transfer_engine.receiver.ring.timeout_s = seconds
 
 
 def test_sender_that_hangs_is_a_timeout_with_rank_and_phase(engine: HostedEngine, make_source: MakeSource) -> None:
-    source = make_source(engine.model, tp=2)
+    source = make_source(engine.model, tp=2, victims=True)
     session = open_session(source, engine)
-    engine.call("_rpc", be_impatient, 3.0)
-    source.call_each("break_from_now_on", [("",), ("hang",)])
+    engine.call(VllmEngine._rpc, be_impatient, 3.0)
+    source.call_each(refit_sources.ShardedSource.break_from_now_on, [("",), ("hang",)])
     with pytest.raises(WaitTimeoutError, match=r"phase transfer: .*policy rank 1 did not pack round 1"):
         session.refit(1)
     source.kill()
@@ -211,7 +219,7 @@ def test_sender_that_hangs_is_a_timeout_with_rank_and_phase(engine: HostedEngine
 def test_segment_of_another_node_is_refused(
     engine: HostedEngine, make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlctl.backends.vllm.segment import Segment
+    from rlctl.transport.shared_memory import Segment
 
     segment = Segment.create(64)
     monkeypatch.setenv("RLCTL_NODE", "pretend-node-2")
@@ -229,31 +237,37 @@ def test_nothing_is_left_in_shared_memory(engine: HostedEngine, make_source: Mak
 
 
 def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:
-    from rlctl.refit import selftest
+    from rlctl.apps import selftest
 
     name = "model.layers.0.self_attn.o_proj.weight"
     source = make_source(engine.model, transpose=name)
-    session = open_session(source, engine)
+    facts = tiny_facts(tied=False)
+    policy = PolicyClient(source, PolicySpec(facts), TrainingConfig(), micro_batch_tokens=256)
+    sync = WeightSync(
+        policy, EngineClient(engine.group), facts, settings=RefitConfig(timeout_s=60), dtype="float32",
+        offload=False, engines_sleep=False,
+    )  # fmt: skip
 
     def difference(results: list[Any]) -> selftest.LogprobDifference:
-        groups = [(result, result.columns, None) for result in results]
+        groups = [(result, fetch(result.columns), None) for result in results]
         worst = largest_logprob_error(groups, whole_policy(source, engine.model), Sampling(8))
         return selftest.LogprobDifference(1, worst, worst, worst)
 
-    found = selftest.run(
-        session,
-        model="tiny",
-        prompts=[request.prompt_tokens for request in requests()],
-        compare_logprobs=difference,
-        repeat=2,
-        logprob_limit=LogprobLimit(1e-4, 1e-3),
-        timeout_s=60,
-        new_tokens=8,
-    )
+    with sync:
+        found = selftest.run(
+            sync,
+            model="tiny",
+            prompts=[request.prompt_tokens for request in requests()],
+            compare_logprobs=difference,
+            repeat=2,
+            logprob_limit=LogprobLimit(1e-4, 1e-3),
+            timeout_s=60,
+            new_tokens=8,
+            tell=lambda _: None,
+        )
     assert not found.passed
     assert found.to_json()["mismatched"] == [{"name": name, "cause": "transposed"}]
     assert found.after.max_abs > 1e-3
-    session.close()
     healthy = open_session(make_source(engine.model), engine)
     healthy.refit(9)
     healthy.close()

@@ -13,62 +13,38 @@ from rlctl.rl.advantages import group_advantages, token_weights
 REWARDS_P_G = [[1.0, 0.0, 0.0, 0.5], [0.2, 0.2, 0.9, -3.0], [1.0, 1.0, 1.0, 0.0]]
 
 
-def flat(rewards_P_G: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    groups = [group for group, rewards in enumerate(rewards_P_G) for _ in rewards]
-    return np.array([reward for rewards in rewards_P_G for reward in rewards]), np.array(groups)
-
-
-def test_mean_baseline_with_std_is_grpo() -> None:
+@pytest.mark.parametrize("rewards", REWARDS_P_G)
+def test_mean_baseline_with_std_is_grpo(rewards: list[float]) -> None:
     """DeepSeekMath (2402.03300) 4.1.2: (r_i - mean(r)) / std(r)."""
-    rewards_N, groups_N = flat(REWARDS_P_G)
-    expected = [
-        (reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
-        for rewards in REWARDS_P_G
-        for reward in rewards
-    ]
-    np.testing.assert_allclose(group_advantages(rewards_N, groups_N), expected, rtol=1e-12)
+    expected = [(reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6) for reward in rewards]
+    np.testing.assert_allclose(group_advantages(np.array(rewards)), expected, rtol=1e-12)
 
 
-def test_mean_baseline_without_std_is_dr_grpo() -> None:
+@pytest.mark.parametrize("rewards", REWARDS_P_G)
+def test_mean_baseline_without_std_is_dr_grpo(rewards: list[float]) -> None:
     """Dr. GRPO (2503.20783) section 3.2: r_i - mean(r)."""
-    rewards_N, groups_N = flat(REWARDS_P_G)
-    expected = [reward - statistics.fmean(rewards) for rewards in REWARDS_P_G for reward in rewards]
-    np.testing.assert_allclose(group_advantages(rewards_N, groups_N, normalize_std=False), expected, rtol=1e-12)
-
-
-def test_leave_one_out_is_rloo() -> None:
-    """RLOO (2402.14740) equation 7: r_i - mean of the other k - 1 rewards."""
-    rewards_N, groups_N = flat(REWARDS_P_G)
-    expected = [
-        rewards[i] - statistics.fmean(rewards[:i] + rewards[i + 1 :])
-        for rewards in REWARDS_P_G
-        for i in range(len(rewards))
-    ]
-    got = group_advantages(rewards_N, groups_N, "leave-one-out", normalize_std=False)
+    expected = [reward - statistics.fmean(rewards) for reward in rewards]
+    got = group_advantages(np.array(rewards), normalize_std=False)
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_groups_may_be_interleaved_and_differ_in_size() -> None:
-    rewards_N = np.array([1.0, 5.0, 0.0, 7.0, 2.0])
-    groups_N = np.array([9, 4, 9, 4, 9])
-    got = group_advantages(rewards_N, groups_N, normalize_std=False)
-    np.testing.assert_allclose(got, [0.0, -1.0, -1.0, 1.0, 1.0], atol=1e-15)
+@pytest.mark.parametrize("rewards", REWARDS_P_G)
+def test_leave_one_out_is_rloo(rewards: list[float]) -> None:
+    """RLOO (2402.14740) equation 7: r_i - mean of the other k - 1 rewards."""
+    expected = [rewards[i] - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
+    got = group_advantages(np.array(rewards), "leave-one-out", normalize_std=False)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
 def test_equal_rewards_have_no_advantage(baseline: str) -> None:
-    got = group_advantages(np.full(6, 0.1), np.zeros(6, dtype=int), baseline)
+    got = group_advantages(np.full(6, 0.1), baseline)
     np.testing.assert_allclose(got, 0.0, atol=1e-9)
 
 
 def test_a_group_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least two"):
-        group_advantages(np.array([1.0, 0.0, 1.0]), np.array([0, 0, 1]))
-
-
-def test_rewards_and_groups_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 rewards for 2"):
-        group_advantages(np.zeros(3), np.zeros(2, dtype=int))
+        group_advantages(np.array([1.0]))
 
 
 def test_token_level_weights_average_over_all_tokens() -> None:

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from rlctl.rl.kl import LOG_RATIO_LIMIT, kl_penalty
+from rlctl.rl.losses import LOG_RATIO_LIMIT, kl_penalty
 
 
 def exact_kl(q_V: list[float], p_V: list[float]) -> float:
@@ -81,23 +81,23 @@ def test_k3_of_a_token_is_the_formula_of_grpo() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_gradient_equals_finite_differences(estimator: str) -> None:
-    logprobs_T = torch.tensor([-0.5, -2.0, -3.3], dtype=torch.float64, requires_grad=True)
-    reference_T = torch.tensor([-0.7, -1.0, -3.3], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda values: kl_penalty(values, reference_T, estimator), (logprobs_T,))
+    logprobs_R = torch.tensor([-0.5, -2.0, -3.3], dtype=torch.float64, requires_grad=True)
+    reference_R = torch.tensor([-0.7, -1.0, -3.3], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda values: kl_penalty(values, reference_R, estimator), (logprobs_R,))
 
 
 def test_k1_has_its_value_times_the_gradient_of_the_logprob() -> None:
-    logprobs_T = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
-    reference_T = torch.tensor([-0.9, -1.0], dtype=torch.float64)
-    penalty_T = kl_penalty(logprobs_T, reference_T, "k1")
-    penalty_T.sum().backward()
-    torch.testing.assert_close(penalty_T.detach(), torch.tensor([0.4, -1.0], dtype=torch.float64))
-    torch.testing.assert_close(logprobs_T.grad, penalty_T.detach())
+    logprobs_R = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
+    reference_R = torch.tensor([-0.9, -1.0], dtype=torch.float64)
+    penalty_R = kl_penalty(logprobs_R, reference_R, "k1")
+    penalty_R.sum().backward()
+    torch.testing.assert_close(penalty_R.detach(), torch.tensor([0.4, -1.0], dtype=torch.float64))
+    torch.testing.assert_close(logprobs_R.grad, penalty_R.detach())
 
 
 def test_a_huge_log_ratio_stays_finite() -> None:
-    penalty_T = kl_penalty(torch.tensor([-200.0]), torch.tensor([-1.0]), "k3")
-    assert penalty_T.item() == pytest.approx(math.expm1(LOG_RATIO_LIMIT) - LOG_RATIO_LIMIT, rel=1e-6)
+    penalty_R = kl_penalty(torch.tensor([-200.0]), torch.tensor([-1.0]), "k3")
+    assert penalty_R.item() == pytest.approx(math.expm1(LOG_RATIO_LIMIT) - LOG_RATIO_LIMIT, rel=1e-6)
 
 
 def test_unknown_estimator_is_refused() -> None:

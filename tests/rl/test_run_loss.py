@@ -1,40 +1,82 @@
-"""The driver's stand-in for the loss."""
+"""What the framework makes of an algorithm's loss and metrics."""
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
+import pytest
 import torch
 
-from rlctl.backends.base import TokenBatch
-from rlctl.config.schema import GrpoConfig
-from rlctl.rl.losses import GrpoLoss
-from rlctl.rl.run_loss import RunLoss
+from rlctl.backends.batch import MinibatchResult, TokenBatch
+from rlctl.config.schema import RlctlConfig
+from rlctl.rl.algorithms.base import Algorithm, RunLoss
+from rlctl.telemetry.metrics import Metric
+from support.token_batches import token_batch
 
 
-def batch() -> TokenBatch:
-    generator = torch.Generator().manual_seed(0)
-    columns = {name: torch.rand(6, generator=generator, dtype=torch.float64) for name in ("a", "b", "c", "d", "e")}
-    return TokenBatch(
-        rollout_T=torch.arange(6), logprobs_T=-columns["a"], entropy_T=columns["b"], old_logprobs_T=-columns["c"],
-        rollout_logprobs_T=-columns["d"], advantages_T=columns["e"] - 0.5, token_weights_T=torch.full((6,), 1 / 6),
-        loss_mask_T=torch.ones(6, dtype=torch.bool),
-    )  # fmt: skip
+class Toy(Algorithm):
+    """Counts tokens and measures what it is told to."""
+
+    metrics = (Metric("toy/mean", "mean"), Metric("toy/total", "sum"), Metric("largest", "max"), Metric("calls", "sum"))
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        return -batch.logprobs_R
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        half_R = torch.full_like(batch.logprobs_R, 0.5)
+        return {"toy/mean": half_R, "toy/total": half_R, "largest": batch.entropy_R, "calls": torch.tensor(1.0)}
 
 
-def test_what_reaches_the_worker_computes_the_configured_loss():
-    grpo = GrpoConfig(clip_low=0.1, clip_high=0.3, importance_correction="masked")
-    arrived = pickle.loads(pickle.dumps(RunLoss(grpo)))
-    assert torch.equal(arrived(batch()).loss, GrpoLoss.from_config(grpo)(batch()).loss)
-    assert not torch.equal(RunLoss(GrpoConfig(clip_low=0.9))(batch()).loss, arrived(batch()).loss)
+def result(loss: RunLoss, batch: TokenBatch) -> MinibatchResult:
+    output = loss(batch)
+    sums = {name: float(value) for name, value in output.sums.items()}
+    maxima = {name: float(value) for name, value in output.maxima.items()}
+    return MinibatchResult(float(output.loss), sums, maxima, 1.0, 1e-6, False, batch.logprobs_R.shape[0])
 
 
-def test_the_driver_does_without_torch_and_vllm():
+def test_declared_metrics_are_reduced_over_the_tokens_of_all_steps_that_count() -> None:
+    one = token_batch(tokens=6, loss_mask_R=torch.arange(6) != 5)
+    other = token_batch(tokens=4, seed=1)
+    loss = RunLoss(Toy(RlctlConfig()))
+    metrics = loss.metrics([result(loss, one), result(loss, other)])
+    assert metrics["toy"] == {"mean": pytest.approx(0.5), "total": pytest.approx(4.5)}
+    assert metrics["calls"] == 2
+    assert metrics["largest"] == pytest.approx(max(one.entropy_R[:5].max().item(), other.entropy_R.max().item()))
+    entropy = (one.entropy_R[:5].sum() + other.entropy_R.sum()) / 9
+    assert metrics["entropy"] == pytest.approx(entropy.item())
+    difference = torch.cat([(b.old_logprobs_R - b.rollout_logprobs_R)[b.loss_mask_R].abs() for b in (one, other)])
+    assert metrics["logprob_diff"]["mean"] == pytest.approx(difference.mean().item())
+    assert metrics["logprob_diff"]["max"] == pytest.approx(difference.max().item())
+
+
+def test_the_loss_is_the_weighted_sum_over_tokens_that_count() -> None:
+    batch = token_batch(tokens=6, loss_mask_R=torch.arange(6) != 2)
+    expected = sum(-batch.token_weights_R[i] * batch.logprobs_R[i] for i in range(6) if i != 2)
+    torch.testing.assert_close(RunLoss(Toy(RlctlConfig()))(batch).loss, expected)
+
+
+def test_measuring_something_else_than_declared_is_refused() -> None:
+    class Odd(Toy):
+        metrics = (Metric("other", "mean"),)
+
+    with pytest.raises(ValueError, match=r"calls, largest, other, toy/mean"):
+        RunLoss(Odd(RlctlConfig()))(token_batch())
+
+
+def test_a_step_without_tokens_has_means_of_zero() -> None:
+    loss = RunLoss(Toy(RlctlConfig()))
+    empty: dict[str, Any] = {"tokens": 0.0}
+    assert loss.metrics([MinibatchResult(0.0, empty, {}, 0.0, 1e-6, False, 0)])["entropy"] == 0.0
+
+
+def test_the_driver_does_without_torch_and_vllm() -> None:
     """What launches runs, and what workers answer with."""
     code = (
-        "import sys, rlctl.rl.launch, rlctl.backends.vllm.messages, rlctl.refit.records, rlctl.backends.base\n"
+        "import sys, rlctl.apps.train, rlctl.backends.messages, rlctl.refit.records, rlctl.backends.base\n"
+        "import rlctl.rl.loop, rlctl.rl.algorithms.grpo, rlctl.rollouts.synchronous\n"
         "sys.exit(' '.join({'torch', 'vllm', 'transformers', 'ray', 'megatron'} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.runs.checkpoints import write_json
-from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run
+from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run, write_json
 from rlctl.runs.interrupt import StopRequest
 
 
@@ -186,7 +185,7 @@ def test_a_file_that_is_no_manifest_is_refused(run):
     "text",
     [
         "[" * 100_000,
-        '{"config": {"grpo.steps": 3}}',
+        '{"config": {"run.steps": 3}}',
         '{"config": {}, "plan": 5}',
         '{"config": {}, "model": "x"}',
     ],

@@ -6,9 +6,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlctl.errors import InputError
 from rlctl.telemetry.display import step_line
-from rlctl.telemetry.metrics import MetricsFile, TensorBoardLogger, flatten, read_metrics, without_timing
+from rlctl.telemetry.metrics import (
+    Metric,
+    MetricsFile,
+    TensorBoardLogger,
+    flatten,
+    nested,
+    read_metrics,
+)
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.report import write_report
+from support.metrics import without_timing
 
 
 def line(step: int, **more) -> dict:
@@ -59,7 +67,11 @@ def test_nested_metrics_flatten_to_slashed_names():
 
 
 def test_a_step_is_one_line_with_every_named_number():
-    text = step_line(2, 12, line(2), plain=True)
+    declared = [
+        Metric("kl", "mean", column="kl", form=".2e"), Metric("logprob_diff/mean", "mean", column="diff", form=".1e"),
+        Metric("entropy", "mean", curve="entropy", column="entropy"), Metric("ratio/max", "max"),
+    ]  # fmt: skip
+    text = step_line(2, 12, line(2), declared, plain=True)
     assert "\n" not in text
     for part in (
         "step 3/12",
@@ -75,10 +87,24 @@ def test_a_step_is_one_line_with_every_named_number():
         assert part in text
 
 
+def test_a_line_shows_only_what_is_declared_and_survives_what_is_missing():
+    text = step_line(0, 5, {"seconds": {"total": 1.0}}, [Metric("margin", "mean", column="margin")], plain=True)
+    assert text.startswith("step 1/5 reward - acc - length - margin - grad - tok/s - total 1.0s")
+
+
+def test_nested_undoes_flatten():
+    values = {"a": 1.0, "b/c": 2.5, "b/d/e": 3.0}
+    assert nested(values) == {"a": 1.0, "b": {"c": 2.5, "d": {"e": 3.0}}}
+    assert dict(flatten(nested(values))) == values
+
+
 def test_the_report_holds_the_curves_and_the_time_of_every_phase(tmp_path):
     path = tmp_path / "report.html"
-    write_report(path, "run <1>", [line(0), line(1, accuracy=None), line(2)])
+    write_report(
+        path, "run <1>", [line(0), line(1, accuracy=None), line(2)], [Metric("kl", "mean", curve="divergence")]
+    )
     text = path.read_text()
+    assert "divergence" in text
     assert text.count("<svg") == 2
     assert "run &lt;1&gt;" in text
     assert "Mean reward 0.250 at step 1, 0.450 at step 3" in text

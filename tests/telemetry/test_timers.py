@@ -1,7 +1,6 @@
 import time
 
-from rlctl.telemetry.phases import Phase
-from rlctl.telemetry.timers import StepTimer
+from rlctl.telemetry.phases import Phase, StepTimer
 
 
 def test_phases_are_disjoint_and_add_up():

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.weights import flat, hf, torch_dist
-from rlctl.weights.dtensor import DTensorParallel, DTensorWorld
-from rlctl.weights.layout import ParamSpec
-from rlctl.weights.megatron import MegatronParallel, MegatronWorld
+from rlctl.weights import torch_dist
+from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.plan import SingleWorld, World
 from rlctl.weights.vllm import VllmParallel, VllmWorld
-from weights.families import FAMILIES, gather, numbered, run, scatter
+from support.dtensor_layouts import DTensorParallel, DTensorWorld, module_layout
+from support.layout_families import FAMILIES, gather, numbered, published, run, scatter
 
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-LAYOUTS = ("megatron", "vllm", "dtensor", "modules", "flat", "torch_dist", "chunks")
+LAYOUTS = ("megatron", "vllm", "dtensor", "modules", "torch_dist", "chunks")
 
 
 def facts_of(draw: st.DrawFn) -> ModelFacts:
@@ -40,25 +40,20 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
     if kind == "megatron":
         tp, dp, pp = draw(size), draw(size), draw(st.sampled_from([1, 2]))
         experts = draw(st.sampled_from([1, 2])) if facts.moe else 1
-        vpp = 2 if pp == 2 and facts.layers == 4 and draw(st.booleans()) else None
-        first = draw(st.sampled_from([None, 1])) if pp == 2 and vpp is None else None
-        parallel = MegatronParallel(
-            tp,
-            pp,
-            dp,
+        vpp = 2 if pp == 2 and facts.layers == 4 and draw(st.booleans()) else 1
+        first = draw(st.sampled_from([None, 1])) if pp == 2 and vpp == 1 else None
+        parallel = ParallelSpec(
+            tp=tp,
+            pp=pp,
+            dp=dp,
             cp=draw(st.sampled_from([1, 1, 2])),
             ep=experts,
             etp=draw(st.sampled_from([1, tp])),
             vpp=vpp,
             first_stage_layers=first,
             last_stage_layers=facts.layers - 1 if first and draw(st.booleans()) else None,
-            vocab_multiple=draw(st.integers(1, 9)),
         )
-        module = (
-            "sequential"
-            if facts.family == "gpt_oss"
-            else draw(st.sampled_from(["sequential", "grouped", "legacy_grouped"]))
-        )
+        module = "sequential" if facts.family == "gpt_oss" else draw(st.sampled_from(["sequential", "grouped"]))
         return MegatronWorld(
             facts, parallel, draw(st.sampled_from(["local", "te"])), "float64", module, draw(st.booleans())
         )
@@ -68,9 +63,7 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
         parallel = DTensorParallel(draw(size), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2])))
         return DTensorWorld(facts, parallel, "float64", modules=draw(st.booleans()))
     if kind == "modules":
-        return SingleWorld(hf.module_layout(facts, "float64"))
-    if kind == "flat":
-        return flat.flat(facts, "float64").world
+        return SingleWorld(module_layout(facts, "float64"))
     style = torch_dist.KeyStyle(torch_dist.default_style(facts).stacked and draw(st.booleans()))
     if facts.family != "gpt_oss" and not style.stacked:
         style = replace(style, singleton=draw(st.booleans()))
@@ -89,8 +82,6 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
 @st.composite
 def pairs(draw: st.DrawFn, first: str, second: str) -> tuple[ModelFacts, World, World]:
     facts = facts_of(draw)
-    if "vllm" in (first, second) and facts.family == "gpt_oss":
-        facts = replace(FAMILIES["mixtral"], vocab=facts.vocab)
     return facts, world_of(draw, first, facts), world_of(draw, second, facts)
 
 
@@ -101,7 +92,7 @@ def pairs(draw: st.DrawFn, first: str, second: str) -> tuple[ModelFacts, World, 
 def test_gather_of_scatter_is_the_model_through_every_pair(data: st.DataObject, first: str, second: str) -> None:
     try:
         facts, one, two = data.draw(pairs(first, second))
-        plain, tensors = hf.world(facts, "float64"), numbered(facts)
+        plain, tensors = published(facts), numbered(facts)
         held = scatter(tensors, plain, one)
         moved = [run(one, held, two, rank) for rank in range(two.size)]
     except ConfigError:
@@ -111,12 +102,12 @@ def test_gather_of_scatter_is_the_model_through_every_pair(data: st.DataObject, 
 
 
 def every_world(facts: ModelFacts) -> Iterator[World]:
-    yield MegatronWorld(facts, MegatronParallel(tp=2, pp=2, dp=2, ep=2, etp=2, vocab_multiple=3), "te")
-    yield MegatronWorld(facts, MegatronParallel(tp=2, pp=2, vpp=2), "local")
+    experts = {"ep": 2, "etp": 1 if facts.family == "gpt_oss" else 2} if facts.moe else {}
+    yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, dp=2, **experts), "te")
+    yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, vpp=2, etp=1), "local")
     yield DTensorWorld(facts, DTensorParallel(2, 3, 2))
-    if facts.family != "gpt_oss":
-        yield VllmWorld(facts, VllmParallel(4))
-        yield VllmWorld(facts, VllmParallel(2, 2, ep=True))
+    yield VllmWorld(facts, VllmParallel(4))
+    yield VllmWorld(facts, VllmParallel(2, 2, ep=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -129,9 +120,10 @@ def test_every_rank_of_every_engine_is_covered_exactly_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama-tied"])
 def test_moving_between_unequal_worlds_keeps_every_element(name: str) -> None:
     facts = FAMILIES[name]
-    tensors, plain = numbered(facts), hf.world(facts, "float64")
-    one = MegatronWorld(facts, MegatronParallel(tp=2, pp=2, dp=2, ep=2, etp=1), "te", "float64")
-    two = MegatronWorld(facts, MegatronParallel(tp=4, pp=1, dp=1, ep=4, etp=1), "local", "float64", "grouped")
+    tensors, plain = numbered(facts), published(facts)
+    few, many = (2, 4) if facts.moe else (1, 1)
+    one = MegatronWorld(facts, ParallelSpec(tp=2, pp=2, dp=2, ep=few, etp=1), "te", "float64")
+    two = MegatronWorld(facts, ParallelSpec(tp=4, ep=many, etp=1), "local", "float64", "grouped")
     held = scatter(tensors, plain, one)
     moved = [run(one, held, two, rank) for rank in range(two.size)]
     for tensor, value in gather(moved, two, plain).items():
@@ -141,8 +133,8 @@ def test_moving_between_unequal_worlds_keeps_every_element(name: str) -> None:
 def test_rows_of_the_fused_qkv_matrix_are_queries_key_value_of_each_group() -> None:
     facts = FAMILIES["llama"]  # 4 heads of 8 in 2 groups
     tensors = numbered(facts)
-    world = MegatronWorld(facts, MegatronParallel(tp=2), dtype="float64")
-    rank1 = scatter(tensors, hf.world(facts, "float64"), world)[1]["decoder.layers.0.self_attention.linear_qkv.weight"]
+    world = MegatronWorld(facts, ParallelSpec(tp=2), dtype="float64")
+    rank1 = scatter(tensors, published(facts), world)[1]["decoder.layers.0.self_attention.linear_qkv.weight"]
     q, k, v = (tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
     assert np.array_equal(rank1, np.concatenate([q[16:32], k[8:16], v[8:16]]))
 
@@ -150,79 +142,54 @@ def test_rows_of_the_fused_qkv_matrix_are_queries_key_value_of_each_group() -> N
 def test_gate_and_up_lie_behind_one_another_on_each_rank() -> None:
     facts = FAMILIES["llama"]
     tensors = numbered(facts)
-    world = MegatronWorld(facts, MegatronParallel(tp=2), dtype="float64")
-    rank1 = scatter(tensors, hf.world(facts, "float64"), world)[1]["decoder.layers.2.mlp.linear_fc1.weight"]
+    world = MegatronWorld(facts, ParallelSpec(tp=2), dtype="float64")
+    rank1 = scatter(tensors, published(facts), world)[1]["decoder.layers.2.mlp.linear_fc1.weight"]
     gate, up = (tensors[f"model.layers.2.mlp.{x}_proj.weight"] for x in ("gate", "up"))
     assert np.array_equal(rank1, np.concatenate([gate[12:], up[12:]]))
-
-
-def test_grouped_experts_are_one_weight_of_transposed_experts() -> None:
-    facts = FAMILIES["qwen3_moe"]
-    tensors = numbered(facts)
-    world = MegatronWorld(facts, MegatronParallel(dp=2, ep=2), dtype="float64", experts="legacy_grouped")
-    held = scatter(tensors, hf.world(facts, "float64"), world)[1]
-    spec = world.layout(1).params["decoder.layers.0.mlp.experts.weight1"]
-    assert spec.memory_shape == (16, 2 * 16)
-    experts = held["decoder.layers.0.mlp.experts.weight1"]
-    for local, expert in enumerate((2, 3)):
-        gate, up = (tensors[f"model.layers.0.mlp.experts.{expert}.{x}_proj.weight"] for x in ("gate", "up"))
-        assert np.array_equal(experts[local], np.concatenate([gate, up]).T)
 
 
 def test_interleaved_experts_of_gpt_oss_are_taken_apart() -> None:
     facts = FAMILIES["gpt_oss"]
     tensors = numbered(facts)
-    world = MegatronWorld(facts, MegatronParallel(), dtype="float64")
-    held = scatter(tensors, hf.world(facts, "float64"), world)[0]
+    world = MegatronWorld(facts, ParallelSpec(), dtype="float64")
+    held = scatter(tensors, published(facts), world)[0]
     fused = tensors["model.layers.1.mlp.experts.gate_up_proj"][3]  # [in, 2 out]
     expected = np.concatenate([fused[:, 0::2].T, fused[:, 1::2].T])
     assert np.array_equal(held["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"], expected)
 
 
-def test_vllm_repeats_kv_heads_and_pads_the_vocabulary() -> None:
+def test_vllm_repeats_kv_heads_and_shares_the_padded_vocabulary() -> None:
     facts = FAMILIES["llama"]
-    tensors, plain = numbered(facts), hf.world(facts, "float64")
+    tensors, plain = numbered(facts), published(facts)
     held = scatter(tensors, plain, VllmWorld(facts, VllmParallel(4), "float64"))
     q, k, v = (tensors[f"model.layers.3.self_attn.{x}_proj.weight"] for x in "qkv")
     name = "model.layers.3.self_attn.qkv_proj.weight"
     assert np.array_equal(held[1][name], np.concatenate([q[8:16], k[0:8], v[0:8]]))
     assert np.array_equal(held[2][name], np.concatenate([q[16:24], k[8:16], v[8:16]]))
-    assert [h["lm_head.weight"].shape[0] for h in held] == [16] * 4
-    assert not held[3]["lm_head.weight"][2:].any()  # 50 rows in 64
+    assert [h["lm_head.weight"].shape[0] for h in held] == [16, 16, 16, 2]  # 50 rows in 64
 
 
 def test_the_last_stage_has_its_own_copy_of_a_tied_embedding() -> None:
     facts = FAMILIES["llama-tied"]
     tensors = numbered(facts)
-    world = MegatronWorld(facts, MegatronParallel(pp=2), dtype="float64")
-    first, last = scatter(tensors, hf.world(facts, "float64"), world)
+    world = MegatronWorld(facts, ParallelSpec(pp=2), dtype="float64")
+    first, last = scatter(tensors, published(facts), world)
     assert np.array_equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
     assert "output_layer.weight" not in first
 
 
 def test_layers_of_stages_and_chunks() -> None:
     facts = replace(FAMILIES["llama"], layers=8)
-    world = MegatronWorld(facts, MegatronParallel(pp=2, vpp=2))
+    world = MegatronWorld(facts, ParallelSpec(pp=2, vpp=2))
     assert [world.layers_of(stage) for stage in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    uneven = MegatronWorld(facts, MegatronParallel(pp=4, first_stage_layers=1, last_stage_layers=3))
+    uneven = MegatronWorld(facts, ParallelSpec(pp=4, first_stage_layers=1, last_stage_layers=3))
     assert [uneven.layers_of(stage) for stage in range(4)] == [[0], [1, 2], [3, 4], [5, 6, 7]]
 
 
 @pytest.mark.parametrize(
     ("parallel", "word"),
-    [(MegatronParallel(tp=3), "tp"), (MegatronParallel(pp=3), "pp"), (MegatronParallel(dp=3, ep=3), "ep")],
+    [(ParallelSpec(tp=3), "tp"), (ParallelSpec(pp=5), "pp"), (ParallelSpec(dp=3, ep=3), "ep")],
 )
-def test_refusals_name_the_flag(parallel: MegatronParallel, word: str) -> None:
+def test_refusals_name_the_flag(parallel: ParallelSpec, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         MegatronWorld(FAMILIES["qwen3_moe"], parallel).layout(0)
-
-
-def test_flat_offsets_are_aligned_and_disjoint() -> None:
-    buffer = flat.flat(FAMILIES["qwen2"], "bfloat16")
-    end = 0
-    for spec in buffer.layout.params.values():
-        assert isinstance(spec, ParamSpec)
-        assert spec.offset_bytes >= end
-        assert spec.offset_bytes % flat.ALIGNMENT == 0
-        end = spec.offset_bytes + spec.bytes
-    assert end <= buffer.bytes

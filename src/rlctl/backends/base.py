@@ -1,79 +1,45 @@
-"""The seam between the training loop and a policy backend: what a policy is made from, what it is given, what it
-returns.
+"""The seam between the driver and the engines: what a policy rank and a generation engine are built from, and what the
+driver may ask of them.
 
-Nothing here imports torch, so that the driver can use it. Suffix T: the tokens of one micro-batch that the policy
-chose, rollout after rollout in the order of the micro-batch.
+The driver calls workers by reference to these Protocols, `group.call(PolicyWorker.load_hf, directory)`. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MinibatchResult, TokenLoss
+from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
-from rlctl.data.rollouts import RolloutColumns
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, WorkerError
 from rlctl.models.facts import ModelFacts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
 
-LogprobColumn = Literal["old_logprobs", "reference_logprobs"]
-Fetch = Callable[[list[object]], list[RolloutColumns]]
-"""Turns handles of columns into the columns (`ray.get`, in a run)."""
+    from rlctl.transport.base import Received
+    from rlctl.transport.rounds import Connection, Need
+    from rlctl.weights.fingerprints import Reading
+    from rlctl.weights.plan import World
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
 
 
-@dataclass(frozen=True)
-class ParallelSpec:
-    """Sizes of the parallel groups of a policy, in Megatron's rank order: tp fastest, then cp, dp, pp."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    """Virtual pipeline stages of each pipeline rank."""
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    """Tensor parallel size of the experts; None: `tp`."""
-    dp: int = 1
-    sp: bool | None = None
-    """Sequence parallelism; None: where tp > 1."""
-    first_stage_layers: int | None = None
-    """Layers of the first pipeline stage; None: as many as the stages that are not named."""
-    last_stage_layers: int | None = None
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.cp * self.dp * self.pp
-
-    @property
-    def sequence_parallel(self) -> bool:
-        return self.tp > 1 and self.sp is not False
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel
-        rank."""
-        return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """The micro-batches of an optimizer step must divide by this: the interleaved schedule takes them in groups as
-        many as there are stages, and refuses a smaller last group."""
-        return self.pp if self.vpp > 1 else 1
-
-    def data_rank(self, rank: int) -> int:
-        """The data-parallel rank of world rank `rank`: the index of the `BatchShard` it trains on."""
-        return rank // (self.tp * self.cp) % self.dp
-
-    @property
-    def result_rank(self) -> int:
-        """The world rank whose results are returned: the first of the last pipeline stage."""
-        return self.tp * self.cp * self.dp * (self.pp - 1)
+def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Device) -> Dtype:
+    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -81,12 +47,12 @@ class PolicySpec:
     """Everything a policy worker is built from; the same on every rank."""
 
     facts: ModelFacts
-    parallel: ParallelSpec = ParallelSpec()
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    dtype: Dtype = "float32"
+    device: Device = "cpu"
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig.model_validate({}))
     temperature: float = 1.0
-    """Log-probs are those of logits / temperature: of the distribution that the rollouts were sampled from."""
+    """Log-probs are those of logits / temperature, the distribution that the rollouts were sampled from."""
     logprob_chunk_tokens: int = 1024
     """Most tokens whose [tokens, vocabulary / tp] logits exist at once."""
     threads: int | None = None
@@ -101,7 +67,7 @@ class PolicySpec:
     """Routers of experts keep their weights."""
     router_replay: bool = False
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
@@ -128,106 +94,44 @@ class PolicySpec:
 
 
 @dataclass(frozen=True)
-class RolloutRow:
-    """One rollout of an optimizer mini-batch: where its tokens are, and the scalars that the driver gives it."""
+class EngineSpec:
+    """Everything a generation engine is built from; picklable."""
 
-    group: int
-    """Key of its columns in `BatchShard.columns`."""
-    row: int
-    """Row in the group's columns."""
-    prompt_tokens: int
-    """Tokens before the first one that the policy chose; equal for all rollouts of a group."""
-    tokens: int
-    """Prompt and completion together."""
-    advantage: float
-    token_weight: float
-    """Weight of each of its chosen tokens in the loss. All normalisation is in here, over the whole mini-batch:
-    gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
-
-
-MicroBatch = tuple[RolloutRow, ...]
-"""Rollouts packed into one row of tokens. Empty for a rank that only takes part in the collectives."""
-
-
-@dataclass(frozen=True)
-class BatchShard:
-    """What one data-parallel rank trains on in a step; made by `backends.packing.plan_batch`."""
-
-    columns: dict[int, object]
-    """Handle of the `RolloutColumns` of each group."""
-    minibatches: tuple[tuple[MicroBatch, ...], ...]
-    """For each optimizer step its micro-batches, as many on every data-parallel rank."""
-    share_prompts: bool = False
-    """Rollouts of one group in one micro-batch stand behind a single copy of their prompt."""
-    rectangular: bool = False
-    """Rollouts of a micro-batch are padded to the longest of them."""
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """The columns of one micro-batch that a loss is computed from, one element for each token that the policy chose."""
-
-    logprobs_T: torch.Tensor  # float32 with gradient, under the current weights
-    entropy_T: torch.Tensor  # float32 without gradient, in nats
-    rollout_logprobs_T: torch.Tensor  # float32, the engine's
-    advantages_T: torch.Tensor  # float32
-    token_weights_T: torch.Tensor  # float32, see RolloutRow.token_weight
-    loss_mask_T: torch.Tensor  # bool: False where the token's rollout is left out (weight 0)
-    rollout_T: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
-    old_logprobs_T: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_T.detach()
-    reference_logprobs_T: torch.Tensor | None = None  # float32; None: no reference policy
+    device: Device
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the engine's own class."""
+    threads: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the process must have before it imports the engine."""
+    passed: dict[str, Any] = field(default_factory=dict)
+    """The arguments that the user's own section passes through."""
+    replaced: dict[str, Any] = field(default_factory=dict)
+    """The values that would be used without them."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """How a refit treats samples in flight: wait for them, keep them (their later tokens are the new weights'), or
+    end them with what they have."""
+    drain_timeout_s: float = 300.0
+    """Longest that a refit waits for them."""
+    routing: bool = False
+    """Record the experts of each token (column `ROUTED_EXPERTS`)."""
+    sleeps: bool = False
+    """The engine gives its device's memory back while the policy computes."""
 
     @property
-    def tokens(self) -> int:
-        return self.logprobs_T.shape[0]
+    def dtype(self) -> str:
+        """The precision of the engine's weights."""
+        return self.arguments["dtype"]
 
-
-@dataclass(frozen=True)
-class LossOutput:
-    """What a `TokenLoss` returns for one micro-batch. All tensors are scalars."""
-
-    loss: torch.Tensor
-    """Sum over the tokens, weights applied; the gradient of its sum over micro-batches and ranks is what trains."""
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Metrics that add up over micro-batches and data-parallel ranks (counts too); the driver divides."""
-    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Metrics of which the largest over micro-batches and ranks counts; at least 0 (the value over no tokens)."""
-
-
-class TokenLoss(Protocol):
-    """A loss over chosen tokens; pickled to the workers. Called only with at least one token, and must return the
-    same metric names for every micro-batch."""
-
-    def __call__(self, batch: TokenBatch) -> LossOutput: ...
-
-
-@dataclass(frozen=True)
-class MinibatchResult:
-    """One optimizer step, summed over all ranks."""
-
-    loss: float
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    grad_norm: float
-    """Before clipping; not finite where `skipped`."""
-    lr: float
-    skipped: bool
-    """The gradient was not finite and the step was not taken."""
-    tokens: int
-    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not
-    counted."""
-
-
-@dataclass(frozen=True)
-class LogprobStats:
-    """Difference between recomputed and engine log-probs over the chosen tokens of all ranks, d = recomputed -
-    engine's."""
-
-    tokens: int
-    abs_sum: float  # sum of |d|
-    abs_max: float
-    k3_sum: float  # sum of exp(d) - 1 - d: estimates KL(engine || policy)
-    prob_error_sum: float  # sum of exp(|d|): NeMo-RL's multiplicative token probability error, summed
+    def require_environment(self) -> None:
+        """Raise WorkerError unless this process was started with `environment`."""
+        wrong = {name: value for name, value in self.environment.items() if os.environ.get(name) != value}
+        if wrong:
+            raise WorkerError(
+                "The engine's process was started without "
+                + ", ".join(f"{name}={value}" for name, value in sorted(wrong.items()))
+                + ".",
+                "Pass EngineSpec.environment when starting it.",
+            )
 
 
 class PolicyWorker(Protocol):
@@ -237,64 +141,152 @@ class PolicyWorker(Protocol):
     """
 
     def open_store(self) -> int:
-        """Of rank 0 alone: serves what the ranks meet at; returns its port."""
+        """On rank 0 alone: serve the store at which the ranks meet, and return its port."""
+        ...
 
     def setup(self, port: int) -> None:
-        """Joins the process group at that port, builds model and optimizer with random weights."""
+        """Join the process group at that port; build model and optimizer with random weights."""
+
+    def layouts(self) -> World:
+        """The layouts of all ranks of the policy; not collective. Refits plan from them."""
+        ...
 
     def load_hf(self, directory: Path | str) -> None:
-        """Fills the weights from a Hugging Face directory; the optimizer starts afresh."""
+        """Fill the weights from a Hugging Face directory or Megatron checkpoint; the optimizer starts afresh."""
 
     def hold_reference(self) -> None:
-        """Keeps a frozen copy of the current weights as the reference policy."""
+        """Keep a frozen copy of the current weights as the reference policy."""
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
-        """Fetches and packs what this rank trains on; not collective. Replaces the batch loaded before."""
+        """Fetch and pack this rank's part of a batch; not collective. It replaces the batch loaded before."""
 
-    def logprobs(self, column: LogprobColumn) -> LogprobStats | None:
-        """Adds the log-probs under the current (or the reference) weights to the loaded batch."""
+    def logprobs(self, column: LogprobColumn) -> None:
+        """Add the log-probs under the current (or the reference) weights to the loaded batch."""
+
+    def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
+        """Compare a column that `logprobs` added with the log-probs of the engine."""
+        ...
 
     def train_minibatch(
         self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
-        """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
+        """Take one optimizer step on mini-batch `index` of the loaded batch. Without `weight_decay` the optimizer's own
+        is used."""
+        ...
 
     def sleep(self, keep_weights: bool = False) -> int:
-        """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that this rank's device
-        got back. Not collective, and nothing else may be called before `wake`; with `keep_weights` the model's stay,
-        and `parameters` may be."""
+        """Move weights, optimizer and reference to host memory until `wake`; return the bytes that this rank's device
+        got back. May be collective, as `parameters`. Nothing else may be called before `wake`; with `keep_weights` the
+        model's weights stay, and `parameters` may be called."""
+        ...
 
     def wake(self) -> None:
-        """Brings back what `sleep` moved; not collective."""
+        """Bring back what `sleep` moved; not collective."""
 
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters by Megatron's names, up to date; not collective. For reading: refit and export."""
+        """This rank's parameters by the names of its layout, up to date, to be read by refit and export. May be
+        collective (an all-gather that overlaps is completed): to be called on all ranks."""
+        ...
 
     def save(self, directory: Path | str) -> None:
-        """Writes model, optimizer and random state into an existing directory; not atomic."""
+        """Write model, optimizer and random state into an existing directory; not atomic."""
 
     def save_begin(self, directory: Path | str) -> None:
-        """Takes a snapshot and starts writing it into an existing directory; one save at a time."""
+        """Take a snapshot and start writing it into an existing directory; one save at a time."""
 
     def save_written(self) -> bool:
-        """Whether `save_finish` would not have to wait for this rank."""
+        """Whether `save_finish` would not have to wait for this rank; not collective."""
+        ...
 
     def save_finish(self) -> dict[str, str]:
-        """Waits until the checkpoint is complete on all ranks; returns the digests of the files of this one."""
+        """Wait until the checkpoint is complete on all ranks; return the digests of this rank's files."""
+        ...
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
-        """What is wrong with this rank's share of the files that a save wrote: a sentence each."""
+        """Compare this rank's share of a save's files with their digests; one sentence a problem. Not collective."""
+        ...
 
     def load(self, directory: Path | str) -> None:
-        """Reads what `save` wrote, under any parallelism."""
+        """Read what `save` wrote, under any parallelism."""
 
     def close(self) -> None:
-        """Leaves the process group."""
+        """Leave the process group."""
 
 
-def only_result(results: Sequence[Any]) -> Any:
-    """The one result among what the ranks of a policy returned."""
-    found = [result for result in results if result is not None]
-    if len(found) != 1:
-        raise ValueError(f"expected one result from {len(results)} ranks, got {len(found)}")
-    return found[0]
+class WeightReceiver(Protocol):
+    """The receiving side of a refit: an engine, or a process that holds parameters like one."""
+
+    def refit_open(self, init_info: dict[str, Any]) -> None:
+        """Take what stays the same over all refits: the published tensors (`table`) and the way in (`receive`)."""
+
+    def refit_needs(self) -> list[Need]:
+        """List what each process of the engine needs, and where it is."""
+        ...
+
+    def refit_connect(self, connections: tuple[Connection, ...]) -> None:
+        """Open the receiving ends, one connection for each process of the engine."""
+
+    def refit_begin(self, version: int) -> None:
+        """Begin a refit: no token is chosen from here until `refit_finish`."""
+
+    def refit_receive(self, update_info: dict[str, Any]) -> None:
+        """Load the weights that the policy sends at the same time."""
+
+    def refit_finish(self, version: int) -> dict[str, float]:
+        """Complete the refit and take on `version`; return the seconds of its parts."""
+        ...
+
+    def refit_reject(self, version: int) -> None:
+        """Refuse to generate until a full refit succeeds: the weights of `version` did not pass verification."""
+
+    def refit_close(self) -> None:
+        """Let go of what `refit_open` and `refit_connect` took."""
+
+    def weight_version(self) -> int:
+        """The version of the weights in use. Raises WorkerError while they are half-updated."""
+        ...
+
+    def received(self) -> list[Received]:
+        """Report on the last refit, one report for each process of the engine."""
+        ...
+
+    def readings(self, tensors: list[str] | None = None) -> list[Reading]:
+        """Fingerprints of the weights that the engine computes with now (None: of all tensors)."""
+        ...
+
+    def poison(self) -> object:
+        """Make all weights not-a-number, so that what the next refit leaves out shows. For tests of a refit."""
+
+
+class EngineWorker(WeightReceiver, Protocol):
+    """One generation engine; a process of its own, or the first of several. No method is collective over engines."""
+
+    def start(self) -> None:
+        """Load the model. Raises ConfigError or MachineError where the engine refuses what was asked for."""
+
+    def require_alive(self) -> None:
+        """Raise WorkerError unless every process of the engine answers."""
+
+    def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
+        """Return one result a request, in their order. Raises InputError for a prompt that does not fit,
+        WaitTimeoutError after `timeout_s`, and WorkerError while the weights are half-updated."""
+        ...
+
+    def generate_apart(
+        self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+    ) -> tuple[list[GroupResult], list[Any]]:
+        """As `generate`, with the token-sized values apart (`messages.apart`), to be handed on by handle."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory back until `wake`, where it is shared. A refit meanwhile wakes the weights alone."""
+
+    def wake(self) -> None:
+        """Take the memory again; the engine can generate."""
+
+    def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
+        """Every copy of one published tensor in the engine: (site, start of its box, values)."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlctl.backends.base import BatchShard, MicroBatch, RolloutRow
+from rlctl.backends.batch import BatchShard, MicroBatch, RolloutRow
 from rlctl.errors import ConfigError
 
 ATTENTION_TOKENS = 4096
@@ -20,7 +20,7 @@ published models; only the balance depends on it)."""
 
 @dataclass(frozen=True)
 class PackingStats:
-    """What packing did to one step's batch, over all data-parallel ranks."""
+    """The effect of packing on one step's batch, over all data-parallel ranks."""
 
     tokens: int
     """Tokens that go through the model."""

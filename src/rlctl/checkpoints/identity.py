@@ -1,4 +1,4 @@
-"""What identifies files, and a model directory by its configuration, tokenizer and weights, wherever it lies."""
+"""Digests of files, and of a model directory's configuration, tokenizer and weights, wherever it lies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from rlctl.checkpoints.hf_files import COMPANIONS
+from rlctl.checkpoints.hf.hf_files import COMPANIONS
 
 # Read whole. Weights are read in part: enough to tell two models apart, and quick for hundreds of gigabytes.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
@@ -26,7 +26,7 @@ def file_digest(path: Path) -> str:
 
 
 def damaged_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
-    """What is wrong with the files below `directory` that were written with `digests`: a sentence each."""
+    """Describe, in a sentence each, the damage to files below `directory` that were written with `digests`."""
     problems = []
     for name, expected in digests.items():
         try:
@@ -42,7 +42,7 @@ def damaged_files(directory: Path, digests: Mapping[str, str]) -> list[str]:
 def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
     """Hexadecimal digest that two directories share when they hold the same model; `weights`: where else those are.
 
-    Of each weight file: name, size, header, and 16 samples of 64 KiB spread over it.
+    It covers each weight file's name, size and 16 samples of 64 KiB spread over it, from its header on.
     """
     digest = hashlib.sha256()
     _add_small_files(digest, directory)
@@ -57,11 +57,11 @@ def model_fingerprint(directory: Path, weights: Path | None = None) -> str:
 
 
 def source_identity(directory: Path) -> str:
-    """Hexadecimal digest by which a model directory that was converted is known again: of the content of the files that
-    go along, and of which its weight files are.
+    """Hexadecimal digest by which a model directory that was converted is known again.
 
-    Those of a hub's cache are named after their content, wherever the cache lies. Others are known by place, size and
-    time, so that one which was written anew is another.
+    It covers the content of the files that are copied along, and the identity of the weight files. Those of a hub's
+    cache are named after their content; others are known by place, size and time, so that a rewritten file counts as
+    another.
     """
     digest = hashlib.sha256()
     _add_small_files(digest, directory, COMPANIONS)

@@ -6,10 +6,8 @@ from typing import Any
 
 
 def fetch(handle: Any) -> Any:
-    """The value behind a handle, or the values behind a list of them.
-
-    Arrays are mapped read-only, not copied, on the node that holds them.
-    """
+    """The value behind a handle, or the values behind a list of them. Arrays are mapped read-only, not copied, on the
+    node that holds them."""
     import ray
 
     return ray.get(handle)

@@ -1,4 +1,4 @@
-"""Where workers go: one bundle a device, reserved for the whole run, and the devices of each bundle."""
+"""Places for workers: one bundle for each device, reserved for the whole run."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ class Placement:
             raise
 
     def _discover(self, count: int, gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
-        """Ask a task inside each bundle which node and device it is on, and order the bundles by them.
-
-        The tasks begin when the bundles are reserved. (Ray's own wait for that cannot be interrupted.)
-        """
+        """Ask a task inside each bundle which node and device it is on, and order the bundles by them. The tasks begin
+        when the bundles are reserved. (Ray's own wait for that cannot be interrupted.)"""
         import ray
 
         where = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(_where_am_i)

@@ -70,7 +70,7 @@ def _keep_stdout_clean() -> None:
 
 
 def _joining_hint() -> str:
-    """What to do about a cluster that does not let us in. Ray sends its token to a named address only when told to."""
+    """Advise on a cluster that does not let us in. Ray sends its token to a named address only when told to."""
     if "RAY_AUTH_MODE" in os.environ:
         return "`ray status --address` shows whether it runs; the token must be the one of its head node."
     return "`ray status --address` shows whether it runs. If it asks for a token, set RAY_AUTH_MODE=token."

@@ -1,7 +1,9 @@
 """Groups of worker processes: start them, call them, and turn every death or delay into an error that names one.
 
-A worker is a plain class; `WorkerGroup` hosts one instance of it in a Ray actor per rank. Each worker's output goes to
-a log file, whose last lines are part of the error when it dies.
+A worker is a plain class; `WorkerGroup` hosts one instance of it in a Ray actor per rank. Its methods are called by
+reference, `group.call(PolicyWorker.load_hf, directory)`: the class, or a Protocol that it satisfies, says what may be
+asked and what is returned, and only the method's name travels. Each worker's output goes to a log file, whose last
+lines are part of the error when it dies.
 """
 
 from __future__ import annotations
@@ -14,13 +16,20 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
+
+W_co = TypeVar("W_co", covariant=True)
+"""The class of a group's workers, or a Protocol that it satisfies."""
+R = TypeVar("R")
+S = TypeVar("S")
+P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
@@ -62,15 +71,17 @@ class _Host:
         os.dup2(log, 2)
         self.worker: Any = None
 
-    def start(self, worker_class: type | str, kwargs: Mapping[str, Any]) -> int:
-        self.worker = self._logged(_construct, worker_class, kwargs)
+    def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
+        self.worker = self._logged(
+            lambda: (imported(worker_class) if isinstance(worker_class, str) else worker_class)(**kwargs)
+        )
         return os.getpid()
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return self._logged(lambda: getattr(self.worker, method)(*args, **kwargs))
 
     def call_apart(self, method: str, args: tuple) -> Any:
-        """As `call` of a method that returns (result, values): each of them becomes an object of its own."""
+        """Call a method that returns (result, values); each of the values becomes an object of its own."""
         result, values = self.call(method, args, {})
         return (result, *values) if values else result
 
@@ -88,9 +99,9 @@ class _Host:
             self._logged(self.worker.close)
 
     @staticmethod
-    def _logged(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _logged(function: Callable[[], Any]) -> Any:
         try:
-            return function(*args, **kwargs)
+            return function()
         except RlctlError:
             raise
         except Exception as error:  # noqa: BLE001 - the seam between processes: every error goes on as a WorkerError
@@ -99,20 +110,59 @@ class _Host:
             raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
-def _construct(worker_class: type | str, kwargs: Mapping[str, Any]) -> Any:
-    if isinstance(worker_class, str):
-        module, _, name = worker_class.partition(":")
-        worker_class = getattr(importlib.import_module(module), name)
-    return worker_class(**kwargs)
+def imported(path: str) -> Any:
+    """Import what `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
-class WorkerGroup:
-    """One worker a rank, all of the same class."""
+@dataclass(frozen=True)
+class PendingCall(Generic[R]):
+    """A method that was begun on every rank of a group."""
+
+    group: WorkerGroup[Any]
+    method: str
+    refs: list[Any]
+    """Ray's handles of the results, in rank order."""
+
+    def results(self) -> list[R]:
+        """Wait for the results, in rank order; the first rank that fails ends the wait.
+
+        Raises WorkerError (a worker died or raised), WaitTimeoutError (which names the ranks that did not answer), or
+        the RlctlError that a worker raised itself.
+        """
+        return _wait_for_all([self], self.group.call_timeout_s)[0]
+
+    def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
+        """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
+        the result of a rank that has none. Raises what a worker raised on purpose at once."""
+        import ray
+
+        limit = self.group.call_timeout_s
+        rank_of, pending, deadline = {ref: i for i, ref in enumerate(self.refs)}, self.refs, time.monotonic() + limit
+        found: list[Any] = [None] * len(self.refs)
+        while pending:
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                for rank in map(rank_of.__getitem__, pending):
+                    found[rank] = _late([self], [(0, rank)], limit)
+                break
+            for ref in done:
+                try:
+                    found[rank_of[ref]] = self.group.result(ref, rank_of[ref], self.method)
+                except WorkerError as error:
+                    found[rank_of[ref]] = error
+        return found
+
+
+class WorkerGroup(Generic[W_co]):
+    """One worker a rank, all of the same class. A call goes to every rank, and has a time limit: `call_timeout_s`, or
+    that of `within`."""
 
     def __init__(
         self,
         name: str,
-        worker_class: type | str,
+        worker_class: type[W_co] | Callable[..., W_co] | str,
         specs: Sequence[WorkerSpec],
         placement: Placement,
         log_dir: Path,
@@ -124,9 +174,10 @@ class WorkerGroup:
     ) -> None:
         """Start the processes and construct the workers, all at once; returns when each is constructed.
 
-        With `wait` off it returns at once; call `ready` before anything else. `worker_class` as `module:Class` is
-        imported in the workers only, and spares the driver what it imports. Each worker takes `concurrency` calls at a
-        time, in threads of its own where that is more than one. Raises what `ready` raises.
+        With `wait` off it returns at once; call `ready` before anything else. `worker_class`, or a function that makes
+        the worker, may be given as `module:name`: it is then imported in the workers only, which spares the driver what
+        it imports. Each worker takes `concurrency` calls at a time, each in a thread of its own where that is more than
+        one. Raises what `ready` raises.
         """
         self.name, self.log_dir, self.call_timeout_s = name, log_dir.absolute(), call_timeout_s
         self.start_timeout_s = start_timeout_s
@@ -160,22 +211,17 @@ class WorkerGroup:
         return self.hosts[rank].start.remote(self._worker_class, self.specs[rank].kwargs)
 
     def ready(self) -> None:
-        """Wait until every worker is constructed.
-
-        Raises WorkerError when one dies or raises, WaitTimeoutError when one is not ready in `start_timeout_s`; the
-        processes are ended then.
-        """
+        """Wait until every worker is constructed. Raises WorkerError when one dies or raises, WaitTimeoutError when one
+        is not ready in `start_timeout_s`; the processes are ended then."""
         try:
-            self.pids = self._wait("start", self._started, self.start_timeout_s)
+            self.pids = PendingCall(self.within(self.start_timeout_s), "start", self._started).results()
         except BaseException:
             self.kill()
             raise
 
     def restart(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
-
-        Raises what `ready` raises; the new processes are ended then.
-        """
+        Raises what `ready` raises; the new processes are ended then."""
         import ray
 
         for rank in ranks:
@@ -196,7 +242,13 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.hosts)
 
-    def part(self, ranks: Sequence[int], name: str | None = None) -> WorkerGroup:
+    def within(self, timeout_s: float) -> WorkerGroup[W_co]:
+        """The same workers, with `timeout_s` as the time limit of calls."""
+        group = copy.copy(self)
+        group.call_timeout_s = timeout_s
+        return group
+
+    def part(self, ranks: Sequence[int], name: str | None = None) -> WorkerGroup[W_co]:
         """The workers `ranks` of a group that is ready, as a group of their own, numbered from 0 in that order."""
         group = copy.copy(self)
         group.name = name or self.name
@@ -209,77 +261,52 @@ class WorkerGroup:
         """The file that holds the output of `rank`."""
         return self._logs[rank]
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call `method` with the same arguments on every rank; the results in rank order."""
-        return self.wait(method, self.submit(method, *args, **kwargs), timeout_s)
+    def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call `method` with the same arguments on every rank; return the results in rank order. Raises what
+        `PendingCall.results` raises."""
+        return self.submit(method, *args, **kwargs).results()
 
-    def call_each(self, method: str, args_by_rank: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
-        """Call `method` with one tuple of arguments a rank; the results in rank order."""
-        return self.wait(method, self.submit_each(method, args_by_rank), timeout_s)
+    def call_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> list[R]:
+        """Call `method` with one tuple of arguments a rank; return the results in rank order."""
+        return self.submit_each(method, args_by_rank).results()
 
-    def peak_memory(self) -> list[dict[str, int]]:
-        """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""
-        return self.wait("peak_memory", [host.peak_memory.remote() for host in self.hosts])
+    def submit(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
+        """Begin `method` with the same arguments on every rank."""
+        name = method.__name__
+        return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host in self.hosts])
 
-    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Begin `method` on every rank; hand the result to `wait`."""
-        return [host.call.remote(method, args, kwargs) for host in self.hosts]
-
-    def submit_each(self, method: str, args_by_rank: Sequence[tuple]) -> list[Any]:
-        """Begin `method` with one tuple of arguments a rank; hand the result to `wait`."""
-        pairs = zip(self.hosts, args_by_rank, strict=True)
-        return [host.call.remote(method, args, {}) for host, args in pairs]
+    def submit_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> PendingCall[R]:
+        """Begin `method` with one tuple of arguments a rank."""
+        name, pairs = method.__name__, zip(self.hosts, args_by_rank, strict=True)
+        return PendingCall(self, name, [host.call.remote(name, args, {}) for host, args in pairs])
 
     def submit_apart(
-        self, method: str, args_by_rank: Sequence[tuple], values: Sequence[int]
-    ) -> tuple[list[Any], list[list[Any]]]:
+        self,
+        method: Callable[[W_co, *Ts], tuple[R, list[Any]]],
+        args_by_rank: Sequence[tuple[*Ts]],
+        values: Sequence[int],
+    ) -> tuple[PendingCall[R], list[list[Any]]]:
         """Begin `method`, which returns (result, a list of `values[rank]` values), with one tuple of arguments a rank.
 
-        Returns what to hand to `wait` for the results, and the handles of each rank's values. Large values stay in the
-        object store of the worker's node, but they are this process's: they outlive the worker.
+        Returns the call for the results, and the handles of each rank's values. Large values stay in the object store
+        of the worker's node, but they are this process's: they outlive the worker.
         """
+        name = method.__name__
         submitted: list[Any] = []
         handles: list[list[Any]] = []
         for host, args, count in zip(self.hosts, args_by_rank, values, strict=True):
-            refs = host.call_apart.options(num_returns=1 + count).remote(method, args)
+            refs = host.call_apart.options(num_returns=1 + count).remote(name, args)
             result, *rest = refs if count else [refs]
             submitted.append(result)
             handles.append(rest)
-        return submitted, handles
+        return PendingCall(self, name, submitted), handles
 
-    def outcomes(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """As `wait`, but what became of a rank whose process or work failed (a WorkerError), or that did not answer in
-        time (a WaitTimeoutError), stands where its result would be. Raises what a worker raised on purpose at once."""
-        import ray
+    def peak_memory(self) -> list[dict[str, int]]:
+        """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""
+        return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
 
-        limit = timeout_s or self.call_timeout_s
-        rank_of, pending, deadline = {ref: i for i, ref in enumerate(submitted)}, submitted, time.monotonic() + limit
-        results: list[Any] = [None] * len(submitted)
-        while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                for rank in map(rank_of.__getitem__, pending):
-                    results[rank] = _late([(self, method, submitted)], [(0, rank)], limit)
-                break
-            for ref in done:
-                try:
-                    results[rank_of[ref]] = self._result(ref, rank_of[ref], method)
-                except WorkerError as error:
-                    results[rank_of[ref]] = error
-        return results
-
-    def wait(self, method: str, submitted: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Results of `submit`, in rank order; the first rank that fails ends the wait.
-
-        Raises WorkerError (dead or raised), WaitTimeoutError (names the ranks that did not answer), or the
-        RlctlError that the worker raised itself.
-        """
-        return self._wait(method, submitted, timeout_s or self.call_timeout_s)
-
-    def _wait(self, method: str, submitted: list[Any], timeout_s: float) -> list[Any]:
-        return wait_together([(self, method, submitted)], timeout_s)[0]
-
-    def _result(self, ref: Any, rank: int, method: str) -> Any:
+    def result(self, ref: Any, rank: int, method: str) -> Any:
+        """The result behind one of Ray's handles, its errors in rlctl's words."""
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -291,16 +318,17 @@ class WorkerGroup:
                 raise cause from None
             text = (cause.message if cause is not None else str(error)).rstrip(".")
             kind = PeerFailedError if isinstance(cause, PeerFailedError) else WorkerError
-            raise kind(f"{self.name} rank {rank} failed in `{method}`: {text}.{self._log_tail(rank)}") from None
+            raise kind(f"{self.name} rank {rank} failed in `{method}`: {text}.{self.log_tail(rank)}") from None
         except RayActorError:
             pid = f" (process {self.pids[rank]})" if self.pids else ""
             raise WorkerDiedError(
-                f"{self.name} rank {rank}{pid} died during `{method}`.{self._log_tail(rank)}"
+                f"{self.name} rank {rank}{pid} died during `{method}`.{self.log_tail(rank)}"
             ) from None
         except RayError as error:
-            raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self._log_tail(rank)}") from None
+            raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None
 
-    def _log_tail(self, rank: int) -> str:
+    def log_tail(self, rank: int) -> str:
+        """The last lines of a rank's log, as the end of a message."""
         path = self.log_path(rank)
         if not path.exists():
             return f" Its log is on its own node: {path}."
@@ -337,16 +365,21 @@ class WorkerDiedError(WorkerError):
     """A worker process is gone."""
 
 
-def wait_together(waits: Sequence[tuple[WorkerGroup, str, list[Any]]], timeout_s: float) -> list[list[Any]]:
-    """Results of calls submitted to several groups, (group, method, what `submit` returned) each; in the same order.
+def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: float) -> tuple[list[R], list[S]]:
+    """Wait for two calls whose ranks may wait for one another; return the results of each.
 
-    The first failure of any of them ends the wait. Ranks that wait for one another fail together: the failure that
-    the others follow from, above all a death, is what is raised, if it shows within a moment.
+    The first failure of any rank ends the wait. Ranks that wait for one another fail together: the failure that the
+    others follow from, above all a death, is what is raised, if it shows within a moment.
     """
+    of_first, of_second = _wait_for_all([first, second], timeout_s)
+    return of_first, of_second
+
+
+def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[list[Any]]:
     import ray
 
-    place = {ref: (index, rank) for index, (_, _, refs) in enumerate(waits) for rank, ref in enumerate(refs)}
-    results: list[list[Any]] = [[None] * len(refs) for _, _, refs in waits]
+    place = {ref: (index, rank) for index, call in enumerate(calls) for rank, ref in enumerate(call.refs)}
+    results: list[list[Any]] = [[None] * len(call.refs) for call in calls]
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
     while pending:
@@ -355,9 +388,8 @@ def wait_together(waits: Sequence[tuple[WorkerGroup, str, list[Any]]], timeout_s
             break
         for ref in done:
             index, rank = place[ref]
-            group, method, _ = waits[index]
             try:
-                results[index][rank] = group._result(ref, rank, method)
+                results[index][rank] = calls[index].group.result(ref, rank, calls[index].method)
             except WorkerDiedError:
                 raise
             except RlctlError as error:
@@ -369,18 +401,17 @@ def wait_together(waits: Sequence[tuple[WorkerGroup, str, list[Any]]], timeout_s
     if first is not None:
         raise first
     if pending:
-        raise _late(waits, [place[ref] for ref in pending], timeout_s)
+        raise _late(calls, [place[ref] for ref in pending], timeout_s)
     return results
 
 
-def _late(
-    waits: Sequence[tuple[WorkerGroup, str, list[Any]]], places: list[tuple[int, int]], timeout_s: float
-) -> WaitTimeoutError:
+def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], timeout_s: float) -> WaitTimeoutError:
+    """The error that names the ranks that did not answer; `places` are (call, rank)."""
     index = places[0][0]
-    group, method, _ = waits[index]
     late = [rank for one, rank in places if one == index]
+    group = calls[index].group
     return WaitTimeoutError(
-        f"{group.name} rank {', '.join(map(str, late))} did not finish `{method}` in {timeout_s:.0f} s."
-        + group._log_tail(late[0]),
+        f"{group.name} rank {', '.join(map(str, late))} did not finish `{calls[index].method}` in {timeout_s:.0f} s."
+        + group.log_tail(late[0]),
         "If the work is just slow, raise cluster.step_timeout_s (or cluster.start_timeout_s at the start).",
     )

@@ -13,9 +13,7 @@ from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from rlctl.config.schema import RlctlConfig
+    from rlctl.config.schema import RlctlConfig, Section
 
 app = command_app()
 
@@ -29,13 +27,16 @@ def config_group() -> None:
     """Show and check the configuration."""
 
 
-@app.command("schema", epilog=examples("rlctl config schema", "rlctl config schema grpo", "rlctl config schema --json"))
+@app.command(
+    "schema", epilog=examples("rlctl config schema", "rlctl config schema batch", "rlctl config schema --json")
+)
 def schema(
     section: Annotated[str | None, typer.Argument(metavar="[SECTION]", help="Only this section.")] = None,
     json_: options.Json = False,
 ) -> None:
     """List every key with its type, default and meaning; --json prints a JSON Schema."""
     from rlctl.config.keys import nearest
+    from rlctl.config.passthrough import section_class
     from rlctl.config.schema import RlctlConfig
     from rlctl.errors import ConfigError
 
@@ -44,29 +45,30 @@ def schema(
         meant = nearest(section)
         hint = f"Did you mean `{meant}`?" if meant else f"There are: {', '.join(sections)}."
         raise ConfigError(f"there is no section `{section}`.", hint)
-    chosen = {name: info for name, info in sections.items() if section in (None, name)}
+    chosen = [name for name in sections if section in (None, name)]
     if json_:
-        print_json(json_schema() if section is None else json_schema()["$defs"][chosen[section].annotation.__name__])
+        print_json(json_schema() if section is None else json_schema()["$defs"][section_class(section).__name__])
         return
-    for name, info in chosen.items():
-        lines = [key_line(key, field) for key, field in info.annotation.model_fields.items()]
-        typer.echo("\n".join((f"{name}:", *lines, *passed_lines(name, whole=section is not None))))
+    for name in chosen:
+        found = section_class(name)
+        lines = key_lines(found)
+        typer.echo("\n".join((f"{name}:  # {found.__doc__}", *lines, *passed_lines(name, whole=section is not None))))
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of the configuration, with the fields that sections pass through."""
-    from rlctl.config.passthrough import TARGETS, json_properties
+    """Return the JSON Schema of the configuration with the fields that sections pass through."""
+    from rlctl.config.passthrough import TARGETS, json_properties, section_class
     from rlctl.config.schema import RlctlConfig
 
     schema = RlctlConfig.model_json_schema()
     for name in TARGETS:
-        section = schema["$defs"][RlctlConfig.model_fields[name].annotation.__name__]
+        section = schema["$defs"][section_class(name).__name__]
         section["properties"] = json_properties(name) | section.get("properties", {})
     return schema
 
 
 def passed_lines(section: str, *, whole: bool) -> Iterator[str]:
-    """The fields that a section passes through: all of them, or how many there are."""
+    """Yield the fields that a section passes through: all of them, or their number."""
     from rlctl.config.passthrough import TARGETS, passed_fields, type_words
     from rlctl.config.passthrough import annotation as kind_of
 
@@ -90,13 +92,17 @@ def passed_lines(section: str, *, whole: bool) -> Iterator[str]:
     epilog=examples("rlctl config validate --preset 1node --config mine.yaml", "rlctl config validate -p mine.yaml"),
 )
 def validate(
-    preset: options.Preset = None, config: options.Config = None, set_: options.Set = None, json_: options.Json = False
+    context: typer.Context,
+    preset: options.Preset = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    json_: options.Json = False,
 ) -> None:
-    """Check a configuration's keys and values without using it; exit 2 when something is wrong."""
+    """Check the keys and values of a configuration; the exit code is 2 when something is wrong."""
     from rlctl.config.load import DEFAULT
     from rlctl.config.passthrough import not_checked
 
-    resolved = options.resolve_config(preset=preset, config=config, set_=set_)
+    resolved = options.resolve_config(**context.params)
     for line in not_checked(list(resolved.origin)):
         message(f"note: {line}")
     decided = sum(origin != DEFAULT for origin in resolved.origin.values())
@@ -112,14 +118,15 @@ def validate(
     ),
 )
 def show(
+    context: typer.Context,
     preset: options.Preset = None,
     config: options.Config = None,
     set_: options.Set = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say beside each value where it came from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value came from.")] = False,
     json_: options.Json = False,
 ) -> None:
     """Show the whole resolved configuration as YAML that --config reads back."""
-    resolved = options.resolve_config(preset=preset, config=config, set_=set_)
+    resolved = options.resolve_config(**context.params)
     if json_:
         print_json(resolved.to_json() if origin else resolved.config.model_dump(mode="json"))
         return
@@ -134,15 +141,15 @@ def show(
 )
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A NeMo-RL recipe.")],
-    report: Annotated[bool, typer.Option("--report", help="Say what became of every key instead.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Report what became of every key instead.")] = False,
     json_: options.Json = False,
 ) -> None:
-    """Write a NeMo-RL recipe as rlctl configuration; what rlctl cannot run yet is said on stderr.
+    """Write a NeMo-RL recipe as rlctl configuration; stderr lists the keys that rlctl cannot run yet.
 
-    `--config FILE` of the other commands reads such a recipe directly.
+    The other commands read such a recipe directly with `--config FILE`.
     """
     from rlctl.config.load import resolve
-    from rlctl.config.nemo_rl import import_recipe
+    from rlctl.config.nemo_rl.recipe import import_recipe
 
     recipe = import_recipe(file)
     resolved = resolve(files=[file], environment={})
@@ -164,29 +171,37 @@ def import_(
 
 
 def _without_effect(config: RlctlConfig) -> dict[str, str]:
-    """Fields of Megatron's that do nothing in the configured model, and why: other commands refuse them in a file.
-
-    Empty for a model that is known neither here nor in the catalog: `import` asks no hub.
-    """
+    """Return the fields of Megatron that do nothing in the configured model, and why; a file must not have them. It is
+    empty for a model that is neither local nor in the catalog, because `import` asks no hub."""
+    from rlctl.apps.prepare import idle_fields, published_facts
     from rlctl.models.catalog import lookup
-    from rlctl.rl.planned import idle_fields, published_facts
 
     name = config.model.name or ""
     known = user_path(name).joinpath("config.json").is_file() or lookup(name)
     return idle_fields(config, published_facts(config.model)) if known else {}
 
 
-def key_line(key: str, field: FieldInfo) -> str:
-    """`  key: type = default`, and the meaning in the line below."""
-    from rlctl.config.load import plain
+def key_lines(section: type[Section], indent: str = "  ") -> Iterator[str]:
+    """Yield `  key: type = default` for each key, with its meaning in the line below; sections inside one after it."""
+    from pydantic import TypeAdapter
+
+    from rlctl.config.keys import section_of
     from rlctl.config.passthrough import type_words
 
-    first = f"  {key}: {type_words(field.annotation)} = {inline_yaml(plain(field.default))}"
-    return first if not field.description else f"{first}\n      {field.description}"
+    for key, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield f"{indent}{key}:  # {inner.__doc__}"
+            yield from key_lines(inner, f"{indent}  ")
+            continue
+        default = TypeAdapter(Any).dump_python(field.default, mode="json")
+        yield f"{indent}{key}: {type_words(field.annotation)} = {inline_yaml(default)}"
+        if field.description:
+            yield f"{indent}    {' '.join(field.description.split())}"
 
 
 def origin_yaml(values: Mapping[str, Any], origin: Mapping[str, str]) -> str:
-    """Values by dotted key as YAML sections, with the origin (where given) as a comment."""
+    """Return values by dotted key as YAML sections, with the origin (where given) as a comment."""
     return "\n".join(yaml_lines(values, origin)) + "\n"
 
 
@@ -204,7 +219,7 @@ def yaml_lines(values: Mapping[str, Any], origin: Mapping[str, str]) -> Iterator
 
 
 def inline_yaml(value: Any) -> str:
-    """One value on one line. JSON is YAML, and leaves no doubt about what is a text."""
+    """Return a value on one line. JSON is YAML, and shows clearly which values are texts."""
     import json
 
     plain_word = isinstance(value, str) and value.replace("-", "").replace("_", "").isalpha()

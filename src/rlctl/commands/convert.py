@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -20,13 +17,14 @@ from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
 
 if TYPE_CHECKING:
-    from rlctl.checkpoints.convert import Options, Report
+    from rlctl.checkpoints.conversion.hf_megatron import Options, Report
+    from rlctl.checkpoints.conversion.stream import Progress
 
 app = command_app()
 
 Dtype: TypeAlias = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option("--dtype", help="Precision of the result; as the source where it is not given."),
+    typer.Option("--dtype", help="Precision of the result; by default that of the source."),
 ]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an existing destination.")]
 NoVerify: TypeAlias = Annotated[
@@ -58,11 +56,11 @@ def hf_to_megatron(
     no_verify: NoVerify = False,
     force: Force = False,
     reuse: Annotated[
-        bool, typer.Option("--reuse", help="Be content with a destination that was made of the same source before.")
+        bool, typer.Option("--reuse", help="Keep a destination that was converted from the same source before.")
     ] = False,
     json_: options.Json = False,
 ) -> None:
-    """Write a Megatron checkpoint (torch_dist) that loads at any TP, PP and EP, with tokenizer and config beside it.
+    """Write a Megatron checkpoint (torch_dist) that loads at any TP, PP and EP, with tokenizer and config next to it.
 
     Every tensor is read back and compared with the source unless --no-verify is given.
     """
@@ -71,13 +69,14 @@ def hf_to_megatron(
     if (revision or trust_remote_code) and user_path(source).is_dir():
         flag = "--revision" if revision else "--trust-remote-code"
         raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
-    from rlctl.checkpoints import convert as conversion
-    from rlctl.checkpoints.source import resolve_model
+    from rlctl.apps.laptop_model import find_model
+    from rlctl.checkpoints.conversion import hf_megatron as conversion
+    from rlctl.checkpoints.conversion.stream import progress_bar
 
-    found = resolve_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
+    found = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
     if found.note:
         message(found.note)
-    with StopRequest(lambda _: None), progress(not json_) as show:  # SIGTERM, too, leaves nothing behind
+    with StopRequest(lambda _: None), progress_bar(not json_) as show:  # SIGTERM, too, leaves nothing behind
         settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
         report = conversion.hf_to_megatron(found.directory, destination, settings)
     _print(report, json_)
@@ -95,8 +94,7 @@ def megatron_to_hf(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="Megatron checkpoint, or a run of rlctl.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     config_from: Annotated[
-        str | None,
-        typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from."),
+        str | None, typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from.")
     ] = None,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Largest file.")] = "5GB",
     dtype: Dtype = None,
@@ -111,12 +109,13 @@ def megatron_to_hf(
     """
     if not force:
         require_absent(destination)
-    from rlctl.checkpoints import convert as conversion
-    from rlctl.checkpoints.source import resolve_model
+    from rlctl.apps.laptop_model import find_model
+    from rlctl.checkpoints.conversion import hf_megatron as conversion
+    from rlctl.checkpoints.conversion.stream import progress_bar
 
-    companions = resolve_model(config_from, weights=False, tell=message).directory if config_from else None
+    companions = find_model(config_from, weights=False, tell=message).directory if config_from else None
     size = parse_size(shard_size)
-    with StopRequest(lambda _: None), progress(not json_) as show:  # SIGTERM, too, leaves nothing behind
+    with StopRequest(lambda _: None), progress_bar(not json_) as show:  # SIGTERM, too, leaves nothing behind
         settings = _settings(dtype, no_verify, force, show, size)
         report = conversion.megatron_to_hf(source, destination, companions, settings)
     _print(report, json_)
@@ -128,11 +127,11 @@ def inspect(
     json_: options.Json = False,
 ) -> None:
     """Say what a checkpoint is, and what is missing or wrong."""
-    from rlctl.checkpoints.inspect import inspect as look
+    from rlctl.checkpoints.inspection import inspect as look
 
     found = look(path)
     if json_:
-        print_json(found.to_json())
+        print_json(asdict(found))
         return
     agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "bound to its parallel sizes"
     typer.echo(f"format      {found.format} ({agnostic})")
@@ -155,8 +154,8 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _settings(dtype: str | None, no_verify: bool, force: bool, show: Show, shard_bytes: int = 5 * 10**9) -> Options:
-    from rlctl.checkpoints.convert import Options
+def _settings(dtype: str | None, no_verify: bool, force: bool, show: Progress, shard_bytes: int = 5 * 10**9) -> Options:
+    from rlctl.checkpoints.conversion.hf_megatron import Options
 
     return Options(dtype, not no_verify, force, shard_bytes=shard_bytes, progress=show, tell=message)
 
@@ -175,27 +174,3 @@ def _print(report: Report, json_: bool) -> None:
         f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"
     )
-
-
-Show: TypeAlias = Callable[[str, int, int], None]
-
-
-@contextmanager
-def progress(wanted: bool) -> Iterator[Show]:
-    """A bar with bytes and time left on a terminal; nothing in a log or with --json."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        tasks = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield show

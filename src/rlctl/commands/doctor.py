@@ -1,4 +1,4 @@
-"""`rlctl doctor`: is this machine fit, and what to do where it is not."""
+"""`rlctl doctor` checks this machine and names a fix for each problem."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
     ),
 )
 def doctor(
+    context: typer.Context,
     preset: options.Preset = None,
     model: options.Model = None,
     gpu: options.Gpu = None,
@@ -41,25 +42,22 @@ def doctor(
     config: options.Config = None,
     set_: options.Set = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine instead; the planner then uses its own rates.")
+        bool, typer.Option("--calibrate", help="Measure the rates of this machine for the planner instead.")
     ] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Repair what can safely be repaired, and check it again.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the sum between processes.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Make the repairs that are safe.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the check that starts processes.")] = False,
     json_: options.Json = False,
 ) -> None:
-    """Check this machine, line by line, with a fix for each problem; exit 3 when something needed is not fit.
+    """Check this machine and print a fix for each problem. The exit code is 3 when a check fails.
 
-    Without a preset it checks for what the laptop preset needs; with one, for what that preset asks for.
+    The machine is checked for the laptop preset, or for the preset that is given.
     """
     if calibrate:
         measure(json_)
         return
     from rlctl.doctor.examine import examine
 
-    resolved = options.resolve_config(
-        preset=preset, config=config, set_=set_, model=model, gpu=gpu, gpus_per_node=gpus_per_node,
-        run_dir=run_dir, ray_address=ray_address,
-    )  # fmt: skip
+    resolved = options.resolve_config(**context.params)
     checks = []
     for check in examine(wanted(resolved.config), quick=quick):
         if fix and check.repair is not None:
@@ -69,14 +67,18 @@ def doctor(
             show(check)
     if json_:
         print_json({"checks": [check.to_json() for check in checks]})
-    failed = [check.name for check in checks if check.status == "fail"]
+    failed = [check for check in checks if check.status == "fail"]
     if failed:
-        raise MachineError(f"not fit: {', '.join(failed)}.")
-    message("Everything that is needed is fit.")
+        problems = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+        raise MachineError(
+            f"{len(failed)} of {len(checks)} checks failed, so a run cannot work on this machine ({problems}).",
+            "Each failed check names its fix.",
+        )
+    message("All checks that a run needs have passed.")
 
 
 def repaired(check: Check) -> Check:
-    """The check after its repair: ok with what was done, or as it was with why it could not be."""
+    """Repair the finding; returns it as ok with a description of the repair, or with the reason why that failed."""
     from rlctl.doctor.check import Check
 
     assert check.repair is not None
@@ -87,10 +89,10 @@ def repaired(check: Check) -> Check:
 
 
 def measure(json_: bool) -> None:
-    """Measure the machine and keep its profile where the planner looks for it."""
-    from rlctl.checkpoints.places import converted_directory
+    """Measure the machine and store its profile where the planner looks for it."""
+    from rlctl.checkpoints.locations import converted_directory
     from rlctl.doctor.calibrate import calibrate, profile_text
-    from rlctl.planner.profile import profile_path, save_profile
+    from rlctl.planner.cluster import profile_path, save_profile
 
     profile = calibrate(converted_directory(), tell=lambda part: message(f"measuring {part}"))
     save_profile(profile, profile_path())
@@ -98,7 +100,7 @@ def measure(json_: bool) -> None:
         print_json({"profile": vars(profile), "path": str(profile_path())})
     else:
         typer.echo(profile_text(profile))
-    message(f"The planner uses these rates from now on; remove {profile_path()} to go back to its table.")
+    message(f"The planner uses these rates from now on; remove {profile_path()} to go back to the rates in its tables.")
 
 
 def show(check: Check) -> None:
@@ -108,10 +110,8 @@ def show(check: Check) -> None:
 
 
 def wanted(config: RlctlConfig) -> Wanted:
-    """What this configuration asks of the machine. A named type of GPU asks for one at least.
-
-    Raises InputError for a type of GPU that is none.
-    """
+    """Return what this configuration needs of the machine. A named type of GPU needs at least one. Raises InputError
+    for an unknown type of GPU."""
     from rlctl.doctor.examine import Wanted
     from rlctl.planner.cluster import device_named
 
@@ -128,8 +128,8 @@ def wanted(config: RlctlConfig) -> Wanted:
 
 
 def parameters(name: str | None, revision: str | None) -> int:
-    """Parameters of the model, from the catalog or its weights in a local directory; 0 where neither knows it."""
-    from rlctl.checkpoints.source import stored_parameters
+    """Return the parameters of the model, by the catalog or its weights in a local directory; 0 if neither knows it."""
+    from rlctl.checkpoints.model_source import stored_parameters
     from rlctl.models import catalog
     from rlctl.planner.parameters import count
 

@@ -14,18 +14,22 @@ from rlctl.errors import InputError
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
     from rlctl.data.rows import PromptRow
-    from rlctl.runs.checkpoints import Checkpoint
+    from rlctl.runs.directory import Checkpoint
 
 app = command_app()
 
-TRAINING_SECTIONS = ("grpo", "optimizer", "scheduler", "reward", "ddp")
+TRAINING_KEYS = (
+    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "reward.", "ddp.", "run.steps",
+)  # fmt: skip
 
-Prompt = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeat it for several.")]
+Prompt = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Can be repeated.")]
 PromptsFile = Annotated[
     str | None,
-    typer.Option("--prompts-file", metavar="FILE", help="One prompt a line, or a .jsonl file with `prompt`."),
+    typer.Option(
+        "--prompts-file", metavar="FILE", help="File with one prompt on each line, or a .jsonl file with `prompt`."
+    ),
 ]
-Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Completions a prompt.")]
+Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")]
 Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the most likely token each time.")]
 Step = Annotated[int | None, typer.Option("--step", help="Checkpoint of --run-dir; by default the last.")]
 
@@ -39,6 +43,7 @@ Step = Annotated[int | None, typer.Option("--step", help="Checkpoint of --run-di
     ),
 )
 def generate(
+    context: typer.Context,
     prompt: Prompt = None,
     prompts_file: PromptsFile = None,
     n: Samples = 1,
@@ -64,33 +69,20 @@ def generate(
     """Sample completions from a model, or from a checkpoint of a run (--run-dir).
 
     Prompts go through the model's chat template. How many engines of which size there are is planned; pin any of it
-    with --set generation.<key>=<value>. With --json, one JSON object a prompt (JSON Lines).
+    with --set generation.<key>=<value>. With --json it prints one JSON object for each prompt (JSON Lines).
     """
     if step is not None and run_dir is None:
         raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    flags: dict[str, Any] = {
-        "model": model,
-        "tokenizer": tokenizer,
-        "chat_template": chat_template,
-        "max_length": max_length,
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "seed": seed,
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        "gpu": gpu,
-        "ray_address": ray_address,
-    }
-    from rlctl.rl.completions import of_run, read_prompts
+    from rlctl.apps.generate import of_run, read_prompts
 
-    resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
+    resolved = options.resolve_config(**context.params | {"run_dir": None})
     refuse_training_keys(resolved)
     checkpoint = None
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)
     rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
     if dry_run:
-        from rlctl.rl.dry_run import dry_generate
+        from rlctl.apps.dry_run import dry_generate
 
         show_dry_run(dry_generate(resolved, n, checkpoint, len(rows)), json_)
     else:
@@ -100,13 +92,13 @@ def generate(
 def refuse_training_keys(resolved: Resolved) -> None:
     """Raises InputError for a --set that only a training run reads. Presets and files are shared between commands."""
     for key, value in resolved.leaves():
-        if resolved.origin[key] == "--set" and key.partition(".")[0] in TRAINING_SECTIONS:
+        if resolved.origin[key] == "--set" and key.startswith(TRAINING_KEYS):
             raise InputError(f"--set {key}={value} has no effect on completions.", "Leave it out.")
 
 
 def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:
     """Open the model, plan, generate, and print each prompt's completions."""
-    from rlctl.rl.completions import complete, completion_job
+    from rlctl.apps.generate import complete, completion_job
 
     job = completion_job(resolved, n, checkpoint, len(rows), message)
     if job.model.source.note:

@@ -1,15 +1,12 @@
 """Flags that several commands share, and the configuration key each of them sets.
 
-A command takes the ones that apply to it as parameters of these types, and hands them to `resolve_config`:
-
-    def plan(model: options.Model = None, preset: options.Preset = None, set_: options.Set = None) -> None:
-        resolved = options.resolve_config(preset=preset, set_=set_, model=model)
-
-A flag that was not given is None and leaves its key to the sources below it.
+A command takes those that apply to it as parameters of these types, and hands all its parameters to `resolve_config`:
+`options.resolve_config(**context.params)`. A flag that was not given leaves its key to the sources below it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
@@ -20,14 +17,11 @@ from rlctl.errors import InputError
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
 
-CONFIGURATION = "Configuration"
-MACHINE = "Machine"
-
 Model: TypeAlias = Annotated[
     str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local Hugging Face directory.")
 ]
 Tokenizer: TypeAlias = Annotated[
-    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Another tokenizer than the model's own.")
+    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="A tokenizer other than the model's own.")
 ]
 ChatTemplate: TypeAlias = Annotated[
     str | None, typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template.")
@@ -46,12 +40,12 @@ Reward: TypeAlias = Annotated[
     typer.Option(
         "--reward",
         metavar="NAME[=WEIGHT]",
-        help="task, exact-match, math-verify, or path/to/file.py:function. Repeat it to add several up.",
+        help="task, exact-match, math-verify, or path/to/file.py:function. Can be repeated; the scores are added up.",
     ),
 ]
 Backend: TypeAlias = Annotated[
     Literal["auto", "megatron", "dtensor"] | None,
-    typer.Option("--backend", help="Training engine; dtensor (FSDP2) is planned, and not run yet."),
+    typer.Option("--backend", help="Training engine. A plan for dtensor (FSDP2) can be shown, but not run yet."),
 ]
 MaxLength: TypeAlias = Annotated[
     int | None, typer.Option("--max-length", metavar="TOKENS", help="Most tokens of prompt and completion together.")
@@ -61,29 +55,20 @@ MaxNewTokens: TypeAlias = Annotated[
 ]
 MeanLength: TypeAlias = Annotated[
     int | None,
-    typer.Option("--mean-length", metavar="TOKENS", help="Mean generated tokens that the planner reckons with."),
+    typer.Option("--mean-length", metavar="TOKENS", help="Mean length of a completion that the planner assumes."),
 ]
-Nodes: TypeAlias = Annotated[int | None, typer.Option("--nodes", help="Number of nodes.", rich_help_panel=MACHINE)]
-GpusPerNode: TypeAlias = Annotated[
-    int | None, typer.Option("--gpus-per-node", help="GPUs of each node.", rich_help_panel=MACHINE)
-]
+Nodes: TypeAlias = Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")]
+GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of each node.")]
 Gpu: TypeAlias = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="TYPE|auto|cpu", help="GPU type, what is there, or none.", rich_help_panel=MACHINE),
+    typer.Option("--gpu", metavar="TYPE|auto|cpu", help="Type of GPU; auto: the one that is installed, cpu: none."),
 ]
 RayAddress: TypeAlias = Annotated[
-    str | None,
-    typer.Option("--ray-address", metavar="HOST:PORT", help="Join this Ray cluster.", rich_help_panel=MACHINE),
+    str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="Join this Ray cluster.")
 ]
 Preset: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--preset",
-        "-p",
-        metavar="NAME|FILE",
-        help="Where to start; see `rlctl presets ls`.",
-        rich_help_panel=CONFIGURATION,
-    ),
+    typer.Option("--preset", "-p", metavar="NAME|FILE", help="Preset to start from; `rlctl presets ls` lists them."),
 ]
 Config: TypeAlias = Annotated[
     list[str] | None,
@@ -91,78 +76,57 @@ Config: TypeAlias = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML over the preset. Repeat it; the last wins.",
-        rich_help_panel=CONFIGURATION,
+        help="YAML file whose values replace the preset's. Can be repeated; the last one wins.",
     ),
 ]
 Set: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="SECTION.KEY=VALUE",
-        help="Any key. Repeat it; the last wins.",
-        rich_help_panel=CONFIGURATION,
-    ),
+    typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Set any key. Can be repeated; the last one wins."),
 ]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
 ]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Show configuration and plan, check them, and start nothing.")
+    bool, typer.Option("--dry-run", help="Check configuration and plan, show them, and start nothing.")
 ]
 Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
-Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Prompts a step.")]
-Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Rollouts a prompt.")]
+Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Prompts in each step.")]
+Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Rollouts of each prompt.")]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of data order and sampling.")]
 RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is written.")]
 
-# parameter name -> (flag as the user typed it, configuration key)
-FLAGS: dict[str, tuple[str, str]] = {
-    "model": ("--model", "model.name"),
-    "tokenizer": ("--tokenizer", "model.tokenizer"),
-    "chat_template": ("--chat-template", "model.chat_template"),
-    "max_length": ("--max-length", "model.max_length"),
-    "data": ("--data", "data.name"),
-    "reward": ("--reward", "reward.terms"),
-    "backend": ("--backend", "training.backend"),
-    "max_new_tokens": ("--max-new-tokens", "generation.max_new_tokens"),
-    "mean_length": ("--mean-length", "generation.mean_length"),
-    "nodes": ("--nodes", "cluster.nodes"),
-    "gpus_per_node": ("--gpus-per-node", "cluster.gpus_per_node"),
-    "gpu": ("--gpu", "cluster.gpu"),
-    "ray_address": ("--ray-address", "cluster.ray_address"),
-    "steps": ("--steps", "grpo.steps"),
-    "prompts": ("--prompts", "grpo.prompts"),
-    "generations": ("--generations", "grpo.generations"),
-    "lr": ("--lr", "optimizer.lr"),
-    "seed": ("--seed", "run.seed"),
-    "run_dir": ("--run-dir", "run.dir"),
-    "temperature": ("--temperature", "generation.temperature"),
-    "goal": ("--goal", "run.goal"),
-    "colocated": ("--colocated/--split", "generation.colocated"),
-    "tp": ("--tp", "training.tp"),
-    "dp": ("--dp", "training.dp"),
-    "generation_tp": ("--generation-tp", "generation.tp"),
-    "mover": ("--mover", "refit.mover"),
-    "sparse": ("--sparse", "refit.sparse"),
-}
+# parameter name -> configuration key
+KEYS = {
+    "model": "model.name", "tokenizer": "model.tokenizer", "chat_template": "model.chat_template",
+    "max_length": "model.max_length", "data": "data.name", "reward": "reward.terms", "backend": "training.backend",
+    "max_new_tokens": "generation.max_new_tokens", "mean_length": "generation.mean_length", "nodes": "cluster.nodes",
+    "gpus_per_node": "cluster.gpus_per_node", "gpu": "cluster.gpu", "ray_address": "cluster.ray_address",
+    "steps": "run.steps", "prompts": "batch.prompts", "generations": "batch.generations", "lr": "optimizer.lr",
+    "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
+    "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
+    "mover": "refit.mover", "sparse": "refit.sparse",
+}  # fmt: skip
+
+
+def flag(name: str) -> str:
+    """Return the flag of a parameter, as the user typed it."""
+    return "--colocated/--split" if name == "colocated" else f"--{name.replace('_', '-')}"
 
 
 def resolve_config(
-    *, preset: str | None = None, config: list[str] | None = None, set_: list[str] | None = None, **flags: Any
+    *, preset: str | None = None, config: Sequence[str] | None = None, set_: Sequence[str] | None = None, **params: Any
 ) -> Resolved:
-    """The configuration of this command line; `flags` are the shared options above by parameter name.
+    """Return the configuration of this command line; of `params`, those in `KEYS` are flags that set a key. Raises
+    ConfigError for a key or value that is wrong, naming it, where it came from and the nearest known one."""
+    from rlctl.config.load import resolve
+    from rlctl.config.sources import Flag
 
-    Raises ConfigError for a key or value that is wrong, naming it, where it came from and the nearest known one.
-    """
-    from rlctl.config.load import Flag, resolve
-
-    given = {FLAGS[name][1]: Flag(FLAGS[name][0], value) for name, value in flags.items() if value is not None}
-    if "reward.terms" in given:
-        given["reward.terms"] = Flag("--reward", [parse_reward(text) for text in flags["reward"]])
-    return resolve(preset=preset, files=config or [], flags=given, sets=set_ or [])
+    if params.get("reward"):
+        params["reward"] = [parse_reward(text) for text in params["reward"]]
+    given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
+    flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
+    return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [])
 
 
 def parse_reward(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What commands print: results to stdout, messages to stderr, and with --json exactly one object on stdout."""
+"""Output of commands: results to stdout, messages to stderr, and with --json exactly one object on stdout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rlctl.errors import RlctlError
 
 if TYPE_CHECKING:
-    from rlctl.rl.dry_run import DryRun
+    from rlctl.apps.dry_run import DryRun
 
 
 class JsonMode:
@@ -22,10 +22,8 @@ class JsonMode:
 
 
 def command_app() -> typer.Typer:
-    """The Typer app of a command module, with the settings that all commands share.
-
-    Plain help instead of panels: it renders in a third of the time and reads the same in a log.
-    """
+    """The Typer app of a command module, with the settings that all commands share. Plain help instead of panels: it
+    renders in a third of the time and reads the same in a log."""
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -49,7 +47,7 @@ def print_json(value: Any, *, lines: bool = False) -> None:
 
 
 def show_dry_run(report: DryRun, json_: bool) -> None:
-    """What a command would do."""
+    """Print a dry run."""
     print_json(report.to_json()) if json_ else print(report.text())
 
 
@@ -73,5 +71,10 @@ def report_error(error: RlctlError) -> None:
 def print_error(error: RlctlError) -> None:
     """Print an error as the object of --json, unless there has been one."""
     if not JsonMode.printed:
-        detail = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
-        print_json({"error": detail | {"exit_code": error.exit_code}})
+        print_json(error_json(error))
+
+
+def error_json(error: RlctlError) -> dict[str, Any]:
+    """Return an error as --json has it."""
+    detail = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+    return {"error": detail | {"exit_code": error.exit_code}}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import command_app, error_json, examples, message, print_json
 from rlctl.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.planner.plan import Plan
+    from rlctl.planner.make_plan import Plan
 
 app = command_app()
 
@@ -23,7 +22,7 @@ ALTERNATIVES = 3
 Colocated = Annotated[
     bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
 ]
-Goal = Annotated[str | None, typer.Option("--goal", metavar="fast|safe|frugal", help="What to aim for.")]
+Goal = Annotated[str | None, typer.Option("--goal", metavar="fast|safe|frugal", help="The aim of the plan.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic, and the engines' exact arguments.")]
 Top = Annotated[int | None, typer.Option("--top", min=1, help="List this many alternatives.  [default: 3]")]
 Compare = Annotated[
@@ -32,7 +31,9 @@ Compare = Annotated[
         "--compare", metavar="A B", help="Two plans side by side; each is pins (a=1,b=2) or a preset or YAML file."
     ),
 ]
-Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run's prediction beside what it measured.")]
+Run = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="Compare the prediction for a run with its measurements.")
+]
 
 
 @app.command(
@@ -45,6 +46,7 @@ Run = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="A run's 
     ),
 )
 def plan(
+    context: typer.Context,
     model: options.Model = None,
     preset: options.Preset = None,
     nodes: options.Nodes = None,
@@ -71,58 +73,49 @@ def plan(
     Any value can be pinned with --set; the rest is planned around it. Needs neither GPU nor download for the models of
     the catalog. Exit 4: no plan fits.
     """
-    flags = {
-        "model": model, "nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu, "max_length": max_length,
-        "max_new_tokens": max_new_tokens, "mean_length": mean_length, "prompts": prompts, "generations": generations,
-        "backend": backend, "goal": goal, "colocated": colocated,
-    }  # fmt: skip
     if run is not None:
-        others = {options.FLAGS[name][0]: value for name, value in flags.items()}
+        others = {options.flag(name): value for name, value in context.params.items() if name in options.KEYS}
         others |= {"--preset": preset, "--config": config, "--set": set_, "--compare": compare, "--top": top}
         others["--explain"] = explain or None
-        refuse_beside(f"--run {run} shows the plan that the run was made with", others)
+        refuse_with(f"--run {run} shows the plan that the run was made with", others)
         show_run(run, json_)
         return
 
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
-        lengths = {
-            "max_length": length(max_length, max_new_tokens),
-            "max_new_tokens": new_tokens(max_length, max_new_tokens),
-        }
         pins, paths = [*(set_ or []), *extra], [*(config or []), *(files or [])]
-        return options.resolve_config(preset=over or preset, config=paths, set_=pins, **flags | lengths)
+        given: dict[str, Any] = {"preset": over or preset, "config": paths, "set_": pins}
+        given |= lengths(max_length, max_new_tokens)
+        return options.resolve_config(**context.params | given)
 
     if compare is not None:
-        refuse_beside("--compare shows two plans and no alternatives", {"--top": top})
-        plans = [planned(resolved_with(*side(text)), ALTERNATIVES)[0] for text in compare]
+        from rlctl.apps.prepare import shown_plan
+
+        refuse_with("--compare shows two plans and no alternatives", {"--top": top})
+        plans = [shown_plan(resolved_with(*side(text)), ALTERNATIVES, message) for text in compare]
         show_comparison(plans, compare, explain, json_)
         return
     show_plan(resolved_with([]), explain, top or ALTERNATIVES, json_)
 
 
-def refuse_beside(reason: str, flags: dict[str, object]) -> None:
+def refuse_with(reason: str, flags: dict[str, object]) -> None:
     """Raises InputError naming the first of `flags` that was given (is not None)."""
     for flag in (flag for flag, value in flags.items() if value is not None):
         raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
 
 
-def length(max_length: int | None, max_new_tokens: int | None) -> int | None:
-    """`--max-length` counts prompt and completion."""
-    if max_length is not None and max_length < 2:
+def lengths(max_length: int | None, max_new_tokens: int | None) -> dict[str, int | None]:
+    """With `--max-length` alone, completions take what a prompt of 256 tokens (or an eighth) leaves of it."""
+    if max_length is None:
+        return {"max_length": None, "max_new_tokens": max_new_tokens}
+    if max_length < 2:
         raise InputError(f"--max-length {max_length} leaves no room for a prompt and a completion.", "Raise it.")
-    if max_length is not None and max_new_tokens is not None and max_new_tokens >= max_length:
+    if max_new_tokens is not None and max_new_tokens >= max_length:
         raise InputError(
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in --max-length {max_length}.",
             "Give a longer --max-length.",
         )
-    return max_length
-
-
-def new_tokens(max_length: int | None, max_new_tokens: int | None) -> int | None:
-    """With `--max-length` alone, completions take what a prompt of 256 tokens (or an eighth) leaves."""
-    if max_new_tokens is None and max_length is not None:
-        return max(1, max_length - min(256, max_length // 8))
-    return max_new_tokens
+    left = max(1, max_length - min(256, max_length // 8))
+    return {"max_length": max_length, "max_new_tokens": left if max_new_tokens is None else max_new_tokens}
 
 
 def side(text: str) -> tuple[list[str], str | None, list[str]]:
@@ -141,59 +134,34 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
     return [], text, []
 
 
-def planned(resolved: Resolved, top: int) -> tuple[Plan, str]:
-    """The plan of a configuration and what to call its model."""
-    from rlctl.planner.from_config import local_gpus, plan_from_config
-    from rlctl.rl.planned import ASSUMED_GPU, published_facts, refuse_without_effect
-
-    section = resolved.config
-    facts = published_facts(section.model, message)
-    refuse_without_effect(resolved, facts)
-    made = plan_from_config(section, facts, assume=ASSUMED_GPU, top=top)
-    if section.cluster.gpu == "auto" and not made.cluster.is_cpu and not local_gpus():
-        message(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
-    return replace(made, blocked=(*resolved.unsupported, *too_long(made, resolved))), section.model.name or ""
-
-
-def too_long(made: Plan, resolved: Resolved) -> list[str]:
-    """Why `train` refuses the plan's length, where it does."""
-    length, limit = resolved.config.model.max_length, made.facts.max_length
-    return [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
-
-
-def no_plan_json(model: str | None, error: NoPlanError) -> dict[str, Any]:
-    """What --json prints where nothing fits."""
-    from rlctl.planner.render import no_plan_values
-
-    detail = {"kind": "NoPlanError", "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-    return {"model": model} | no_plan_values(error) | {"error": detail}
-
-
 def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     """Plan and show it; with --json also what there is to say where nothing fits."""
+    from rlctl.apps.prepare import shown_plan
+    from rlctl.planner.render import no_plan_values
+
     try:
-        made, _ = planned(resolved, top)
+        made = shown_plan(resolved, top, message)
     except NoPlanError as error:
         if json_:
-            print_json(no_plan_json(resolved.config.model.name, error))
+            print_json({"model": resolved.config.model.name} | no_plan_values(error) | error_json(error))
         raise
     show(made, resolved, explain, top, json_)
 
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
+    from rlctl.apps.arguments import EngineArguments, differences
+    from rlctl.apps.prepare import planned_crew
     from rlctl.planner.explain import explain as arithmetic
     from rlctl.planner.render import plan_json, plan_text
-    from rlctl.rl.arguments import EngineArguments, differences
-    from rlctl.rl.job import planned_crew
 
     name = resolved.config.model.name or ""
     planned = resolved.with_values(made.config_values())
-    arguments = EngineArguments.of_plan(made, planned_crew(planned.config, made.facts, made, Path(name), None))
+    arguments = EngineArguments.of(planned_crew(planned.config, made.facts, made, Path(name), None))
     pinned = arguments.pinned(planned)
     if json_:
         data = {"model": name} | plan_json(made)
         data["alternatives"] = [plan_json(other) for other in made.alternatives[:top]]
-        data |= {"arguments": arguments.to_json(), "pinned": pinned, "changed": list(resolved.changed)}
+        data |= {"arguments": arguments.to_json(), "pinned": pinned, "notes": list(resolved.notes)}
         if explain:
             data["explain"] = arithmetic(made).splitlines()
         print_json(data)

@@ -11,7 +11,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlctl.refit.selftest import SelfTest
+    from rlctl.apps.selftest import SelfTest
 
 app = command_app()
 EXIT_MISMATCH = 5
@@ -23,16 +23,18 @@ DP = Annotated[int | None, typer.Option("--dp", help="Data parallel size of trai
 GenerationTP = Annotated[int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")]
 Mover = Annotated[
     Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] | None,
-    typer.Option("--mover", help="What carries the bytes; auto: by where the engines are."),
+    typer.Option("--mover", help="How the bytes are moved; auto decides by where the engines are."),
 ]
 Receive = Annotated[
     Literal["auto", "loader", "direct"],
-    typer.Option("--receive", help="Through the engine's loader, or straight into its parameters."),
+    typer.Option(
+        "--receive", help="Load weights through the engine's loader, or write them straight into its parameters."
+    ),
 ]
 Sparse = Annotated[
-    bool, typer.Option("--sparse", help="Send changed elements alone; few of them change between the refits.")
+    bool | None, typer.Option("--sparse", help="Send only changed elements; between the refits few of them change.")
 ]
-Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Refits, with perturbed weights between them.")]
+Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Number of refits; weights are perturbed between them.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the receive path of each tensor, and why it took it.")]
 Synthetic = Annotated[
     str | None,
@@ -53,6 +55,7 @@ Synthetic = Annotated[
     ),
 )
 def refit_test(
+    context: typer.Context,
     model: options.Model = None,
     preset: options.Preset = None,
     config: options.Config = None,
@@ -62,7 +65,7 @@ def refit_test(
     generation_tp: GenerationTP = None,
     mover: Mover = None,
     receive: Receive = "auto",
-    sparse: Sparse = False,
+    sparse: Sparse = None,
     repeat: Repeat = 2,
     explain: Explain = False,
     synthetic: Synthetic = None,
@@ -79,12 +82,9 @@ def refit_test(
     least twice with perturbed weights in between, reads every tensor back from what the engine computes with, and
     compares log-probs of greedy and sampled tokens. Exit code 5 names what differs.
     """
-    resolved = options.resolve_config(
-        preset=preset, config=config, set_=set_, model=model, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu,
-        ray_address=ray_address, tp=tp, dp=dp, generation_tp=generation_tp, mover=mover, sparse=sparse or None,
-    )  # fmt: skip
+    resolved = options.resolve_config(**context.params)
     if synthetic is not None:
-        from rlctl.rl.refit_synthetic import SyntheticJob, run_synthetic
+        from rlctl.apps.refit_synthetic import SyntheticJob, run_synthetic
 
         if dry_run:
             raise InputError("--dry-run shows a plan, and --synthetic has none.", ONE_OF_THEM)
@@ -94,11 +94,11 @@ def refit_test(
             raise InputError(f"--synthetic {synthetic} has no engine, and so no loader (--receive).", ONE_OF_THEM)
         _show(run_synthetic(SyntheticJob(resolved.config, synthetic, repeat), message), json_, explain)
     elif dry_run:
-        from rlctl.rl.dry_run import dry_refit_test
+        from rlctl.apps.dry_run import dry_refit_test
 
         show_dry_run(dry_refit_test(resolved), json_)
     else:
-        from rlctl.rl.refit_test import refit_test_job, run_refit_test
+        from rlctl.apps.refit_test import refit_test_job, run_refit_test
 
         _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_, explain)
 

@@ -15,8 +15,7 @@ app = command_app()
 
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir (or the newest one).")]
 AllowChanges = Annotated[
-    bool,
-    typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed."),
+    bool, typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed.")
 ]
 
 
@@ -35,6 +34,7 @@ def train() -> None:
     ),
 )
 def grpo(
+    context: typer.Context,
     preset: options.Preset = None,
     model: options.Model = None,
     data: options.Data = None,
@@ -66,23 +66,17 @@ def grpo(
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
-    flags = {
-        "model": model, "data": data, "reward": reward, "steps": steps, "prompts": prompts, "generations": generations,
-        "max_new_tokens": max_new_tokens, "max_length": max_length, "mean_length": mean_length, "lr": lr, "seed": seed,
-        "run_dir": run_dir, "tokenizer": tokenizer, "chat_template": chat_template, "backend": backend, "nodes": nodes,
-        "gpus_per_node": gpus_per_node, "gpu": gpu, "ray_address": ray_address,
-    }  # fmt: skip
-    resolved = options.resolve_config(preset=preset, config=config, set_=set_, **flags)
+    resolved = options.resolve_config(**context.params)
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     if dry_run:
-        from rlctl.rl.dry_run import dry_train
-        from rlctl.rl.launch import dry_resume
+        from rlctl.apps.dry_run import dry_train
+        from rlctl.apps.train import dry_resume
 
         report = dry_resume(resolved, message, allow_changes=allow_changes) if resume else dry_train(resolved)
         show_dry_run(report, json_)
         return
-    from rlctl.rl import launch
+    from rlctl.apps import train as launch
 
     summary = launch.train_grpo(resolved, resume=resume, quiet=json_, allow_changes=allow_changes)
     if json_:

@@ -29,7 +29,7 @@ class InstalledField:
     name: str
     type: str
     default: str | None
-    """As its source writes it; None: there is none."""
+    """Text of the default in the source; None if there is none."""
     description: str = ""
 
 
@@ -47,7 +47,7 @@ class Module:
 
 
 def version(package: str) -> str | None:
-    """The version of an importable package, whatever its distribution is called; None: it is not installed."""
+    """Return the version of an importable package, whatever its distribution is called; None if it is not installed."""
     if importlib.util.find_spec(package) is None:
         return None
     for name in (package, f"{package}-core", f"{package}-cpu"):
@@ -58,8 +58,8 @@ def version(package: str) -> str | None:
 
 
 def fields_of(module: str, name: str, *, arguments: bool = False) -> dict[str, InstalledField] | None:
-    """The fields of dataclass `name` of `module`, those of its base classes first; with `arguments` the parameters of
-    its `__init__` instead. None: the package is not installed, or has no such class."""
+    """Return the fields of dataclass `name` of `module`, those of its base classes first; with `arguments` the
+    parameters of its `__init__` instead. None if the package is not installed or has no such class."""
     installed = version(module.partition(".")[0])
     return None if installed is None else _fields(module, name, arguments, installed)
 
@@ -75,7 +75,7 @@ def _fields(module: str, name: str, arguments: bool, installed: str) -> dict[str
 
 @functools.cache
 def find_module(name: str) -> Module | None:
-    """The source of a module, found through its top-level package alone (a deeper `find_spec` would import it)."""
+    """Return the source of a module, found through its top-level package (a deeper `find_spec` imports it)."""
     top, *rest = name.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None:
@@ -117,7 +117,7 @@ def _parameters(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Insta
 
 
 def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
-    """A default, taken from where it stands when it is that of another class (`ModelConfig.dtype`)."""
+    """Return a default, read from another class where it refers to that (`ModelConfig.dtype`)."""
     match node:
         case ast.Attribute(value=ast.Name(id=name), attr=attribute):
             found = _class(module, name)
@@ -135,7 +135,7 @@ def _default(node: ast.expr | None, module: Module) -> ast.expr | None:
 
 
 def _is_given(default: ast.expr | None) -> bool:
-    """Whether a dataclass takes the field as an argument (`field(init=False)` is none)."""
+    """Return whether a dataclass takes the field as an argument (not with `field(init=False)`)."""
     keywords = default.keywords if isinstance(default, ast.Call) else []
     return not any(k.arg == "init" and isinstance(k.value, ast.Constant) and not k.value.value for k in keywords)
 
@@ -147,7 +147,7 @@ def _docstring(statement: ast.stmt | None) -> str:
 
 
 def type_text(node: ast.expr, module: Module, depth: int = 0) -> str:
-    """An annotation as text of Python's own names, aliases and enumerations followed into the modules they are from."""
+    """Return an annotation as text of Python's own names; aliases and enumerations are followed into their modules."""
     match node:
         case ast.Constant(value=None):
             return "None"
@@ -191,7 +191,7 @@ def _subscript(node: ast.Subscript, module: Module, depth: int) -> str:
 
 
 def _literal(parts: list[ast.expr], module: Module, depth: int) -> str:
-    """`Literal` of words and numbers, and of other literals by their names."""
+    """Return the text of a `Literal` that holds words, numbers, and other literals by their names."""
     words: list[str] = []
     for part in parts:
         if isinstance(part, ast.Name | ast.Subscript):
@@ -210,7 +210,7 @@ def _union(nodes: list[ast.expr], module: Module, depth: int) -> str:
 
 
 def alternatives(text: str) -> list[str]:
-    """The members of a union, in the text of a type."""
+    """Return the members of a union in the text of a type."""
     node, found = ast.parse(text, mode="eval").body, []
     while isinstance(node, ast.BinOp):
         found.append(ast.unparse(node.right))
@@ -235,8 +235,8 @@ def _named(name: str, module: Module, depth: int) -> str:
 
 
 def _members(node: ast.ClassDef) -> list[object]:
-    """What spells an enumeration's members: their names, and their values where those are words or, in an IntEnum,
-    numbers. None for another class."""
+    """Return the names of an enumeration's members, and their values where those are words or, in an IntEnum, numbers.
+    Another class has none."""
     bases = " ".join(ast.unparse(base) for base in node.bases)
     if "Enum" not in bases:
         return []
@@ -260,7 +260,7 @@ def _class(module: Module, name: str) -> tuple[Module, ast.ClassDef] | None:
 
 @functools.cache
 def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.ClassDef | ast.expr] | None:
-    """Where a name is defined: its class, or the expression it stands for, in this module or the one it is from."""
+    """Return the class or the expression that a name stands for, in this module or the one it is imported from."""
     for statement in _statements(module.tree.body):
         match statement:
             case ast.ClassDef(name=found) if found == name:
@@ -278,7 +278,7 @@ def _definition(module: Module, name: str, depth: int = 0) -> tuple[Module, ast.
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, also those under `if TYPE_CHECKING` and `try`."""
+    """Yield the statements of a module, also those under `if TYPE_CHECKING` and `try`."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If | ast.Try):
@@ -287,7 +287,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _absolute(statement: ast.ImportFrom, module: Module) -> str:
-    """The module that an import names, a relative one counted from `module`."""
+    """Return the module that an import names; a relative import starts from `module`."""
     if not statement.level:
         return statement.module or ""
     parts = module.name.split(".")

@@ -1,4 +1,4 @@
-"""The keys of the schema by their dotted names: which exist, what they take, and which one was probably meant."""
+"""Keys of the schema by their dotted names: whether a key exists, what it takes, and which one was probably meant."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rlctl.config.passthrough import annotation, installed_field, section_with
+from rlctl.config.parallel import SIZES
+from rlctl.config.passthrough import annotation, installed_field, section_class, section_with
 from rlctl.config.schema import PassThrough, RlctlConfig, Section
 
+TRAINING_CHOSEN = (*SIZES, "sequence_parallel", "micro_batch_tokens", "recompute", "optimizer_offload")
+"""Keys of `training` that every plan of a training decides."""
+LAID_OUT = {
+    "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers"),
+    "generation": (
+        "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
+        "threads", "colocated",
+    ),
+}  # fmt: skip
+"""Keys of how the two engines are laid out, by section: the planner decides what of them is unset."""
 LAYOUT = (
     "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
-    *(f"training.{key}" for key in (
-        "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "first_stage_layers", "last_stage_layers",
-        "recompute", "optimizer_offload", "micro_batch_tokens", "threads",
-    )),
-    *(f"generation.{key}" for key in (
-        "engines", "tp", "pp", "dp", "ep", "colocated", "memory_fraction", "kv_cache_bytes", "max_concurrent",
-        "max_batched_tokens", "threads",
-    )),
+    *(f"{section}.{key}" for section, keys in LAID_OUT.items() for key in keys),
 )  # fmt: skip
-"""Keys of how one computation is laid out over devices: numbers agree within rounding whatever they are. What the
-planner decided is planned again when one of them changes."""
+"""Keys of how one computation is laid out over devices: results agree within rounding whatever they are. When
+one of them changes, the planner decides the others again."""
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section class that a field holds, or None for a plain value."""
+    """Return the section class that a field holds, or None for a plain value."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def is_open(annotation: Any) -> bool:
-    """Whether a field is a mapping whose keys the schema leaves open (`data.params`)."""
+    """Return whether a field is a mapping with any keys (`data.params`)."""
     return typing.get_origin(annotation) is dict
 
 
 def field(key: str) -> FieldInfo | None:
-    """The schema's field for a dotted key; for a key of an open mapping that mapping's field; None if unknown.
-
-    A key of a section that passes fields through is known whatever its name is: `passthrough.checked` looks it up.
-    """
+    """Return the schema's field for a dotted key, for a key of an open mapping that mapping's field; None if unknown.
+    Every key of a section that passes fields through is known here; `passthrough.checked` looks it up."""
     model: type[Section] | None = RlctlConfig
     found: FieldInfo | None = None
     if "" in key.split("."):
@@ -64,13 +66,13 @@ def is_section(key: str) -> bool:
 
 
 def holds_keys(key: str) -> bool:
-    """Whether this key is a section or an open mapping, rather than a value or a key inside a mapping."""
+    """Return whether this key is a section or an open mapping, rather than a value or a key inside a mapping."""
     found = field(key)
     return found is not None and (is_section(key) or (is_open(found.annotation) and key in known_keys()))
 
 
 def takes_text(key: str) -> bool:
-    """Whether a text is a valid type for this key, so that `2024` given as text can stay one."""
+    """Return whether this key takes a text and no number, so that `2024` stays a text."""
     found, passed = field(key), installed_field(key)
     if found is None or is_open(found.annotation):
         return False
@@ -81,16 +83,12 @@ def takes_text(key: str) -> bool:
 
 @functools.cache
 def known_keys() -> tuple[str, ...]:
-    """Every key of the schema, in its order, as `section.key`."""
-    return tuple(
-        f"{name}.{key}"
-        for name, section in RlctlConfig.model_fields.items()
-        for key in typing.cast(type[Section], section.annotation).model_fields
-    )
+    """Return every key of the schema, in its order, as `section.key`."""
+    return tuple(f"{name}.{key}" for name in RlctlConfig.model_fields for key in section_class(name).model_fields)
 
 
 def nearest(key: str) -> str | None:
-    """The known key that `key` was probably meant to be: the same name in another section, else the most alike."""
+    """Return the known key that was probably meant: the same name in another section, else the most similar one."""
     last = key.rpartition(".")[2]
     passing = section_with(last)
     if passing is not None:

@@ -1,8 +1,8 @@
-"""Sections that pass fields through to Megatron-Core and vLLM: which fields there are, and which rlctl answers for.
+"""Sections that pass fields through to Megatron-Core and vLLM: the fields that exist, and those that rlctl sets itself.
 
 A field is one of three kinds. Some are other names of rlctl's own keys (`megatron.tensor_model_parallel_size` is
-`training.tp`) and are read as those. Some are rlctl's to set, and are refused with the reason. All others are handed to
-the engine as they are, over the value that rlctl would give.
+`training.tp`) and are read as those. Some are set by rlctl, and are refused with the reason. All others are handed to
+the engine as they are and replace the value that rlctl would give.
 """
 
 from __future__ import annotations
@@ -17,47 +17,44 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlctl.config import installed
 from rlctl.config.installed import InstalledField
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import RlctlConfig, Section
 
 Dtype = Literal["float32", "bfloat16", "float16", "uint8", "fp32", "bf16", "fp16", "fp8"]
 """Torch data types by their names; 8-bit states of an optimizer are bytes."""
 
 
 class Function:
-    """What only Python can say."""
+    """Stands for types that only Python code can give, such as functions."""
 
 
-NAMESPACE = {"Any": Any, "Literal": Literal, "Dtype": Dtype, "Function": Function}
+NAMESPACE = {
+    "Any": Any, "Literal": Literal, "Dtype": Dtype, "Function": Function, "int": int, "float": float, "bool": bool,
+    "str": str, "list": list, "dict": dict, "set": set, "tuple": tuple, "__builtins__": {},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Target:
-    """The class that a section's fields go to."""
+    """A class of an engine that takes a section's fields."""
 
     label: str
     module: str
     name: str
 
-    @property
-    def package(self) -> str:
-        return self.module.partition(".")[0]
-
     def fields(self) -> dict[str, InstalledField] | None:
-        """The installed version's fields by name; None: it is not installed."""
+        """Return the installed version's fields by name; None if it is not installed."""
         return installed.fields_of(self.module, self.name)
 
     def words(self) -> str:
-        """Class and version for a message."""
-        return f"{self.label} {installed.version(self.package)}'s {self.name.removeprefix('MLA')}"
+        """Return class and version for a message."""
+        return f"{self.label} {installed.version(self.module.partition('.')[0])}'s {self.name.removeprefix('MLA')}"
 
 
 TARGETS = {
     "megatron": Target("Megatron-Core", "megatron.core.transformer.transformer_config", "MLATransformerConfig"),
     "optimizer": Target("Megatron-Core", "megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
     "ddp": Target(
-        "Megatron-Core",
-        "megatron.core.distributed.distributed_data_parallel_config",
-        "DistributedDataParallelConfig",
+        "Megatron-Core", "megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig"
     ),
     "vllm": Target("vLLM", "vllm.engine.arg_utils", "EngineArgs"),
 }
@@ -102,9 +99,7 @@ ALIASES = {
     "vllm.max_num_seqs": "generation.max_concurrent",
     "vllm.max_num_batched_tokens": "generation.max_batched_tokens",
 }
-"""Fields that are rlctl's own keys under the engine's name."""
-
-RECOMPUTE = {None: "none"}
+"""Names of engines for keys of rlctl."""
 
 OF_THE_MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
@@ -120,20 +115,20 @@ OF_THE_MODEL = (
     "experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "heterogeneous_block_specs",
 )  # fmt: skip
 
-_ON_DEVICE = "training.optimizer_offload has all states in host memory, and updates on the device"
+_ON_DEVICE = "training.optimizer_offload keeps all states in host memory and updates on the device"
 MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODEL} | {
     "megatron.params_dtype": "set model.dtype",
     "megatron.pipeline_dtype": "set model.dtype",
     "megatron.bf16": "set model.dtype",
     "megatron.fp16": "training is float32 or bfloat16: set model.dtype",
-    "megatron.calculate_per_token_loss": "the loss carries its own normalisation, and gradients are summed over ranks",
-    "megatron.variable_seq_lengths": "rows of tokens differ in length, and rlctl says so where stages exchange them",
-    "megatron.cross_entropy_loss_fusion": "log-probs are computed from parts of the vocabulary by rlctl itself",
-    "megatron.cross_entropy_fusion_impl": "log-probs are computed from parts of the vocabulary by rlctl itself",
+    "megatron.calculate_per_token_loss": "rlctl's loss is already normalised, and gradients are summed over ranks",
+    "megatron.variable_seq_lengths": "rlctl turns it on where pipeline stages exchange rows, which differ in length",
+    "megatron.cross_entropy_loss_fusion": "rlctl computes log-probs from parts of the vocabulary itself",
+    "megatron.cross_entropy_fusion_impl": "rlctl computes log-probs from parts of the vocabulary itself",
     "megatron.account_for_embedding_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
     "megatron.account_for_loss_in_pipeline_split": "set training.first_stage_layers and last_stage_layers",
     "megatron.pipeline_model_parallel_layout": "set training.first_stage_layers and last_stage_layers",
-    "megatron.moe_use_legacy_grouped_gemm": "refit and checkpoints know experts one by one",
+    "megatron.moe_use_legacy_grouped_gemm": "refit and checkpoints need one tensor for each expert",
     "megatron.fp8_dot_product_attention": "attention is rlctl's own, in model.dtype",
     "megatron.fp8_multi_head_attention": "attention is rlctl's own, in model.dtype",
     "megatron.mtp_num_layers": "multi-token prediction is not trained",
@@ -147,13 +142,13 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "optimizer.pin_cpu_grads": _ON_DEVICE,
     "optimizer.pin_cpu_params": _ON_DEVICE,
     "ddp.use_distributed_optimizer": "the optimizer is always distributed",
-    "ddp.average_in_collective": "gradients are summed: the loss carries its own normalisation",
-    "ddp.use_megatron_fsdp": "refit and checkpoints read whole parameters of a tensor parallel rank",
-    "ddp.use_custom_fsdp": "refit and checkpoints read whole parameters of a tensor parallel rank",
-    "ddp.data_parallel_sharding_strategy": "it is for Megatron-FSDP, which rlctl does not run",
+    "ddp.average_in_collective": "gradients are summed, because rlctl's loss is already normalised",
+    "ddp.use_megatron_fsdp": "refit and checkpoints need the whole parameters of each tensor parallel rank",
+    "ddp.use_custom_fsdp": "refit and checkpoints need the whole parameters of each tensor parallel rank",
+    "ddp.data_parallel_sharding_strategy": "it belongs to Megatron-FSDP, which rlctl does not run",
     "scheduler.optimizer": "rlctl builds the optimizer",
-    "scheduler.use_checkpoint_opt_param_scheduler": "a resumed run goes on with the schedule in its manifest",
-    "scheduler.override_opt_param_scheduler": "a resumed run goes on with the schedule in its manifest",
+    "scheduler.use_checkpoint_opt_param_scheduler": "a resumed run continues the schedule in its manifest",
+    "scheduler.override_opt_param_scheduler": "a resumed run continues the schedule in its manifest",
     "vllm.model": "set model.name",
     "vllm.dtype": "engines hold the weights in model.dtype",
     "vllm.runner": "engines generate",
@@ -161,20 +156,20 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "vllm.logprobs_mode": "log-probs must be those of the distribution that was sampled from",
     "vllm.enable_expert_parallel": "set generation.ep",
     "vllm.enable_sleep_mode": "set generation.colocated",
-    "vllm.worker_extension_cls": "it is how a refit reaches the engine's weights",
-    "vllm.weight_transfer_config": "it is how a refit reaches the engine's weights",
+    "vllm.worker_extension_cls": "a refit reaches the engine's weights through it",
+    "vllm.weight_transfer_config": "a refit reaches the engine's weights through it",
 }
-"""Fields that rlctl sets from something else, each with where from or why."""
+"""Fields that rlctl sets itself, each with its source or the reason."""
 
 
 ABSENT_PARTS = ("dsa_", "linear_", "mamba_", "use_mamba")
-"""Beginnings of TransformerConfig's fields for parts that no model of rlctl has."""
+"""Beginnings of the names of TransformerConfig's fields for parts that no model of rlctl has."""
 
 
 def without_effect(name: str, *, experts: bool, latent_attention: bool) -> str | None:
-    """Why a field of Megatron's TransformerConfig does nothing in a model that has these parts; None: it may."""
+    """Return why a field of Megatron's TransformerConfig does nothing in a model with these parts; None if it may."""
     if name.startswith(ABSENT_PARTS):
-        return "no model that rlctl trains has what it is for"
+        return "no model that rlctl trains has the parts it is for"
     if not experts and (name.startswith("moe_") or "_moe_" in name):
         return "the model has no experts"
     if not latent_attention and "mla" in name.split("_"):
@@ -183,7 +178,7 @@ def without_effect(name: str, *, experts: bool, latent_attention: bool) -> str |
 
 
 def passed_fields(section: str) -> dict[str, InstalledField] | None:
-    """The fields that a section hands on: those of the installed version that rlctl neither sets nor has a key for."""
+    """Return the installed version's fields that a section hands on: rlctl neither sets them nor has its own key."""
     fields = TARGETS[section].fields()
     if fields is None:
         return None
@@ -197,7 +192,7 @@ def passed_fields(section: str) -> dict[str, InstalledField] | None:
 
 
 def json_properties(section: str) -> dict[str, Any]:
-    """The fields that a section hands on, as properties of a JSON Schema."""
+    """Return the fields that a section hands on as properties of a JSON Schema."""
     found = {}
     for name, field in (passed_fields(section) or {}).items():
         schema = {} if Function in typing.get_args(annotation(field)) else _adapter(annotation(field)).json_schema()
@@ -206,7 +201,7 @@ def json_properties(section: str) -> dict[str, Any]:
 
 
 def target_of(key: str) -> tuple[Target, str] | None:
-    """The class that a key goes to and its field's name; None: it is a key of rlctl's own."""
+    """Return the class that a key goes to and its field's name; None for a key of rlctl's own."""
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     return (TARGETS[section], name) if section in TARGETS and name and name not in own_keys(section) else None
@@ -214,30 +209,38 @@ def target_of(key: str) -> tuple[Target, str] | None:
 
 @functools.cache
 def own_keys(section: str) -> frozenset[str]:
-    """The keys that the schema itself has in a section."""
-    return frozenset(RlctlConfig.model_fields[section].annotation.model_fields)
+    """Return the keys that the schema itself has in a section."""
+    return frozenset(section_class(section).model_fields)
+
+
+def section_class(name: str) -> type[Section]:
+    """Return the class of a section of the schema."""
+    found = RlctlConfig.model_fields[name].annotation
+    assert isinstance(found, type)
+    assert issubclass(found, Section)  # the schema holds nothing else
+    return found
 
 
 def canonical(key: str, value: Any) -> tuple[str, Any]:
-    """The key of rlctl that a field is another name of, and its value there; else both as they are."""
+    """Return rlctl's own key and value where `key` is an engine's name for it, else both as they are."""
     if key not in ALIASES:
         return key, value
-    if key == "megatron.recompute_granularity":
-        value = RECOMPUTE.get(value, value)
+    if key == "megatron.recompute_granularity" and value is None:
+        value = "none"
     if key.endswith("_style") and isinstance(value, str):
         value = value.lower().replace("_", "-")
     return ALIASES[key], value
 
 
 def installed_field(key: str) -> InstalledField | None:
-    """The field of the installed version that a key names; None: there is none, or it cannot be looked up."""
+    """Return the field of the installed version that a key names; None if there is none or it cannot be looked up."""
     found = target_of(key)
     fields = found[0].fields() if found else None
     return fields.get(found[1]) if found and fields else None
 
 
 def annotation(field: InstalledField) -> Any:
-    """The type of a field for pydantic; a field whose default is None can be unset whatever it is annotated with."""
+    """Return the type of a field for pydantic; a field whose default is None takes None whatever its annotation is."""
     found = _annotation(field.type)
     return found | None if field.default == "None" and found is not Any else found
 
@@ -245,15 +248,12 @@ def annotation(field: InstalledField) -> Any:
 @functools.cache
 def _annotation(text: str) -> Any:
     # The text is made by `installed.type_text` of these names, `Literal` values and Python's own types alone.
-    parts = [eval(part, {"__builtins__": {}}, NAMESPACE | _TYPES) for part in installed.alternatives(text)]
+    parts = [eval(part, NAMESPACE) for part in installed.alternatives(text)]
     return typing.Union[tuple(parts)]  # noqa: UP007
 
 
-_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "set": set, "tuple": tuple}
-
-
 def checked(key: str, value: Any) -> tuple[Any, str | None]:
-    """The value as the field takes it, and what is wrong with it (None: nothing that can be known here)."""
+    """Return the value as the field takes it, and what is wrong with it (None if nothing is known to be)."""
     if key in MANAGED:
         return value, f"rlctl sets this itself: {MANAGED[key]}."
     found = target_of(key)
@@ -262,7 +262,9 @@ def checked(key: str, value: Any) -> tuple[Any, str | None]:
         return value, None
     target, name = found
     if name not in fields:
-        return value, f"it is not a field of {target.words()}{_meant(key.partition('.')[0], name, fields)}"
+        close = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+        meant = f"; did you mean `{key.partition('.')[0]}.{close[0]}`?" if close else "."
+        return value, f"it is not a field of {target.words()}{meant}"
     kind = annotation(fields[name])
     if kind in (Function, Function | None):
         return value, "it takes a Python function, which a configuration cannot hold."
@@ -280,21 +282,13 @@ def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind, config={"arbitrary_types_allowed": True})
 
 
-def _meant(section: str, name: str, fields: dict[str, InstalledField]) -> str:
-    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
-    return f"; did you mean `{section}.{close[0]}`?" if close else "."
-
-
 def section_with(name: str) -> str | None:
-    """The section whose class has a field of this name, for a key that stands in the wrong one."""
-    for section, target in TARGETS.items():
-        if name in (target.fields() or {}):
-            return section
-    return None
+    """Return the section whose class has a field of this name, for a key that was given in the wrong section."""
+    return next((section for section, target in TARGETS.items() if name in (target.fields() or {})), None)
 
 
 def not_checked(keys: list[str]) -> list[str]:
-    """A line for each section whose keys could not be checked, because what takes them is not installed."""
+    """Return a line for each section whose keys could not be checked because their engine is not installed."""
     sections = dict.fromkeys(key.partition(".")[0] for key in keys if target_of(key))
     return [
         f"{section}.*: {TARGETS[section].label} is not installed, so its fields were not checked"
@@ -304,7 +298,7 @@ def not_checked(keys: list[str]) -> list[str]:
 
 
 def type_words(kind: Any) -> str:
-    """A type in the words of the configuration: `Literal['a', 'b'] | None` is `a | b | unset`."""
+    """Return a type in the words of the configuration: `Literal['a', 'b'] | None` is `a | b | unset`."""
     import types
 
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -1,4 +1,4 @@
-"""Presets: where they are, and how one builds on another."""
+"""Presets: files with values for one kind of machine, which can build on each other."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ class Preset:
     path: Path
     description: str
     extends: str | None
+    """Name of a shipped preset, or a file; the preset file gives it relative to itself."""
     values: dict[str, Any]
 
 
 def presets_directory() -> Path:
-    """The folder of shipped presets: inside an installed package, or at the top of a checkout."""
+    """Return the folder of shipped presets: inside an installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "presets"
     return installed if installed.is_dir() else package.parents[1] / "presets"
 
 
 def preset_names() -> list[str]:
-    """Names of the shipped presets, smallest machine first."""
+    """Return the names of the shipped presets, the smallest machine first."""
     names = [path.stem for path in presets_directory().glob("*.yaml")]
     return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
 def read_preset(name: str) -> Preset:
-    """Read the shipped preset `name`, or the file `name` where it ends in .yaml or .yml.
-
-    Raises ConfigError for an unknown name (near match suggested) and for a file that does not hold sections.
-    """
+    """Read the shipped preset `name`, or the file `name` where it ends in .yaml or .yml. Raises ConfigError for an
+    unknown name (near match suggested) and for a file that does not hold sections."""
     path = preset_path(name)
     values = read_mapping(path, "--preset")
     description, extends = values.pop("description", ""), values.pop("extends", None)
     for key, value in (("description", description), ("extends", extends or "")):
         if not isinstance(value, str):
             raise ConfigError(f"preset {name}: `{key}` must be a text, not {value!r}.")
+    if extends is not None and extends.endswith((".yaml", ".yml")):
+        extends = os.path.normpath(path.parent / user_path(extends))
     return Preset(name, path, description, extends, values)
 
 
@@ -65,20 +66,13 @@ def preset_path(name: str) -> Path:
 
 
 def preset_chain(name: str) -> list[Preset]:
-    """The preset and those it builds on, the most basic first. Raises ConfigError when they go round in a circle."""
+    """Return the preset and those it builds on, the most basic first. Raises ConfigError for a circle."""
     chain: list[Preset] = []
     wanted: str | None = name
     while wanted is not None:
         if wanted in (preset.name for preset in chain):
             path = " -> ".join([*(preset.name for preset in chain), wanted])
-            raise ConfigError(f"preset {name} extends itself: {path}.", "Take one `extends` out of the circle.")
+            raise ConfigError(f"preset {name} extends itself: {path}.", "Remove one `extends` of the circle.")
         chain.append(read_preset(wanted))
-        wanted = beside(chain[-1].path, chain[-1].extends)
+        wanted = chain[-1].extends
     return chain[::-1]
-
-
-def beside(path: Path, extends: str | None) -> str | None:
-    """What a preset file extends: a shipped preset by its name, or a file, looked for beside the one that names it."""
-    if extends is None or not extends.endswith((".yaml", ".yml")):
-        return extends
-    return os.path.normpath(path.parent / user_path(extends))

@@ -1,6 +1,7 @@
 """The one schema: every configuration section, its keys, its defaults and what they mean.
 
-A key that is `None` by default is decided by the planner (parallelism, batches) or by the model (lengths, dtype).
+Where a key is `None` by default, the planner decides it (parallelism, batches) or the model does (lengths, dtype).
+`rlctl config schema` shows the docstrings of sections and keys.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+PositiveNumber = Annotated[float, Field(gt=0)]
+NonNegativeNumber = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+"""A part of a whole, neither none nor all of it."""
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, and no key that nobody reads."""
+    """A part of the configuration. It is immutable and refuses unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -22,39 +27,42 @@ class Section(BaseModel):
 
 
 class PassThrough(Section):
-    """A section that, besides its own keys, takes every field of a class of the installed Megatron-Core or vLLM.
-
-    Which fields there are is checked where the configuration is resolved (`config.passthrough`).
-    """
+    """A section that takes, in addition to its own keys, every field of a class of the installed Megatron-Core or vLLM.
+    The fields are checked where the configuration is resolved (`config.passthrough`)."""
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def passed(self) -> dict[str, Any]:
-        """The fields that are handed on, by their own names."""
+        """Fields that are handed on, by their own names."""
         return dict(self.model_extra or {})
 
 
 class ModelConfig(Section):
+    """The model, its tokenizer, and the length of a rollout."""
+
     name: str | None = None
-    """A local Hugging Face directory or a hub name."""
+    """Local Hugging Face directory, or name on the hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     tokenizer: str | None = None
-    """Directory or hub name of another tokenizer."""
+    """Directory or hub name of a tokenizer to use instead of the model's own."""
     chat_template: str | None = None
-    """A Jinja chat template: a file, or the text itself."""
+    """Jinja chat template to use instead of the model's own: a file, or the text itself."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
     convert: bool = True
-    """Convert the model once into the checkpoint directory, where every run starts; false: start from its own files."""
+    """Convert the model once into the checkpoint directory, from which every run starts; false: start from its own
+    files."""
     max_length: Positive | None = None
-    """Most tokens of prompt and completion together."""
+    """Largest number of tokens of prompt and completion together."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Allow Python code that comes with the model to run."""
 
 
 class DataConfig(Section):
+    """The prompts: where they come from, and how they are put to the model."""
+
     name: str | None = None
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
     params: dict[str, Any] = {}
@@ -66,116 +74,139 @@ class DataConfig(Section):
     answer_field: str = "answer"
     """Field that holds the reference answer."""
     system_prompt: str | None = None
-    """System message put before every prompt; an empty text suppresses the template's own."""
+    """System message in front of every prompt; an empty text suppresses the one of the chat template."""
     prompt_suffix: str | None = None
     """Text appended to every prompt, for example how to state the answer."""
     shuffle: bool = True
-    """Draw the prompts in an order that `run.seed` fixes."""
+    """Shuffle the prompts; `run.seed` fixes their order."""
     size: Positive | None = None
-    """Number of prompts to make (reasoning-gym) or to keep."""
+    """Number of prompts to generate (reasoning-gym) or to keep (files and datasets)."""
 
 
 class RewardTerm(Section):
+    """One scorer of the reward."""
+
     name: str
     """`task`, `exact-match`, `math-verify`, or `path/to/file.py:function`."""
     weight: float = 1.0
+    """Factor of this scorer in the sum."""
 
 
 class RewardConfig(Section):
+    """Scorers of completions."""
+
     terms: tuple[RewardTerm, ...] = ()
     """Scorers whose weighted sum is the reward."""
     extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "full"] = "auto"
-    """How the answer is taken out of the completion; auto is what the task calls for."""
-    timeout_s: float = Field(60.0, gt=0)
-    """Limit for scoring one step's rollouts."""
+    """How the answer is taken out of the completion; auto does what the task calls for."""
+    timeout_s: PositiveNumber = 60.0
+    """Longest time that scoring the rollouts of one step may take."""
 
 
-class GrpoConfig(Section):
-    steps: Positive = 100
+class BatchConfig(Section):
+    """Prompts, rollouts and optimizer steps of one step."""
+
     prompts: Positive = 8
-    """Prompts a step."""
+    """Prompts in each step."""
     generations: Annotated[int, Field(ge=2)] = 8
-    """Rollouts a prompt (the group)."""
-    baseline: Literal["mean", "leave-one-out"] = "mean"
-    normalize_std: bool = True
-    """Divide advantages by the standard deviation of their group."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """PPO lower bound: the ratio is clipped at 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
-    """PPO upper bound: the ratio is clipped at 1 + clip_high."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
-    kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the KL penalty to the reference policy; 0 holds no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    loss_level: Literal["token", "sequence"] = "token"
-    """Average over all tokens of the batch, or over sequences of their token averages."""
-    importance_correction: Literal["off", "truncated", "masked"] = "truncated"
-    """Correction for the difference between the engine's and the trainer's log-probs."""
-    importance_cap: float = Field(2.0, gt=1)
-    """Truncation bound of the importance weight; `masked` drops tokens outside [1/cap, cap]."""
+    """Rollouts of each prompt (the group)."""
     optimizer_steps: Positive = 1
-    """Optimizer steps a batch (PPO mini-batches)."""
-    logprob_diff_warning: float | None = Field(None, gt=0)
-    """Mean absolute difference between the engine's and the trainer's log-probs above which a step warns; unset: by
-    precision, 1e-4 for float32, 0.05 for bfloat16 and 0.2 where linear layers compute in float8."""
-    logprob_diff_error: float | None = Field(None, gt=0)
-    """Mean absolute difference that stops the run; unset: by precision, 1e-2 for float32, else 0.5."""
-    router_replay: bool = False
-    """The policy computes with the experts that the engine chose for each token, recorded in generation; the weights of
-    the experts are still the policy's."""
+    """Optimizer steps on each batch (PPO mini-batches)."""
 
     @property
-    def recomputes_old_logprobs(self) -> bool:
-        """Whether the trainer computes the old policy's log-probs before it trains.
-
-        With one optimizer step a batch the old policy is the current one, and the importance correction compares the
-        engine's log-probs with those of the training pass itself.
-        """
-        return self.optimizer_steps > 1
-
-    @property
-    def holds_reference(self) -> bool:
-        """Whether a reference policy is held and evaluated."""
-        return self.kl_coefficient > 0
+    def rollouts(self) -> int:
+        """Rollouts in each step."""
+        return self.prompts * self.generations
 
     @model_validator(mode="after")
-    def validate_batch_splits_into_optimizer_steps(self) -> GrpoConfig:
-        if (self.prompts * self.generations) % self.optimizer_steps:
+    def validate_batch_splits_into_optimizer_steps(self) -> BatchConfig:
+        if self.rollouts % self.optimizer_steps:
             raise ValueError(
-                f"grpo.prompts x grpo.generations = {self.prompts * self.generations} rollouts do not split into "
-                f"grpo.optimizer_steps = {self.optimizer_steps} equal parts"
+                f"batch.prompts x batch.generations = {self.rollouts} rollouts do not split into "
+                f"batch.optimizer_steps = {self.optimizer_steps} equal parts"
             )
         return self
 
 
+class AdvantageConfig(Section):
+    """Advantages of rollouts within their group."""
+
+    baseline: Literal["mean", "leave-one-out"] = "mean"
+    """Baseline that is subtracted from a reward: the mean of its group, or the mean of the group's other rollouts."""
+    normalize_std: bool = True
+    """Divide advantages by the standard deviation of their group."""
+
+
+LogprobColumn = Literal["old_logprobs", "reference_logprobs"]
+"""Log-probs of response tokens that the policy's ranks compute before they train."""
+
+
+class LossConfig(Section):
+    """The policy loss, its KL penalty, and the correction for what the engine computes differently."""
+
+    function: str | None = None
+    """Loss of your own, `path/to/file.py:function`, instead of the algorithm's: it takes a TokenBatch and returns the
+    loss of each response token."""
+    needs: tuple[LogprobColumn, ...] | None = None
+    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch,
+    `reference_logprobs` with a KL penalty."""
+    clip_low: Fraction = 0.2
+    """PPO lower bound: the ratio is clipped at 1 - clip_low."""
+    clip_high: PositiveNumber = 0.2
+    """PPO upper bound: the ratio is clipped at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
+    kl_coefficient: NonNegativeNumber = 0.0
+    """Weight of the KL penalty to the reference policy; with 0 no reference model is kept."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence to the reference policy."""
+    level: Literal["token", "sequence"] = "token"
+    """Unit of the average: all tokens of the batch, or sequences, each with the mean of its tokens."""
+    importance_correction: Literal["off", "truncated", "masked"] = "truncated"
+    """Correction for the difference between the engine's and the trainer's log-probs."""
+    importance_cap: Annotated[float, Field(gt=1)] = 2.0
+    """Truncation bound of the importance weight; `masked` drops tokens outside [1/cap, cap]."""
+
+
+class ChecksConfig(Section):
+    """Limits at which a step warns, or the run stops."""
+
+    logprob_diff_warning: PositiveNumber | None = None
+    """Mean absolute difference between the engine's and the trainer's log-probs above which a step warns; unset: 1e-4
+    for float32, 0.05 for bfloat16, and 0.2 where linear layers compute in float8."""
+    logprob_diff_error: PositiveNumber | None = None
+    """Mean absolute difference that stops the run; unset: 0.01 for float32, else 0.5."""
+
+
 class LoraConfig(Section):
-    """Low-rank adapters instead of all weights."""
+    """Low-rank adapters (LoRA), trained instead of all weights."""
 
     rank: NonNegative = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float = Field(32.0, gt=0)
-    """Adapters are scaled by alpha / rank."""
+    alpha: PositiveNumber = 32.0
+    """Scale of the adapters, as alpha / rank."""
     targets: Annotated[tuple[Literal["attention", "mlp"], ...], Field(min_length=1)] = ("attention", "mlp")
-    """Layers with adapters: projections of attention, and of MLPs (dense and shared experts; not routed experts)."""
+    """Layers with adapters: projections of attention, and of MLPs (dense and shared experts, not routed experts)."""
 
 
 class TrainingConfig(Section):
+    """How the policy is trained: backend, parallelism, rows of tokens, memory."""
+
     backend: Literal["auto", "megatron", "dtensor"] = "auto"
-    """What trains; auto is megatron. dtensor (FSDP2: weights, gradients and states are sharded over the data parallel
-    ranks) can be planned for and is not run yet."""
+    """Training engine; auto is megatron. dtensor (FSDP2: weights, gradients and states are sharded over the data
+    parallel ranks) can be planned and cannot be run yet."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None
     """Pipeline parallel size."""
     vpp: Positive | None = None
-    """Virtual pipeline stages of each pipeline rank."""
+    """Virtual pipeline stages on each pipeline rank."""
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline stage, which also has the embedding; unset: an even split, or as even as it goes."""
+    """Layers of the first pipeline stage, which also has the embedding; unset: the most even split."""
     last_stage_layers: Positive | None = None
-    """Layers of the last pipeline stage, which also has the output layer."""
+    """Layers of the last pipeline stage, which also has the output layer; unset: the most even split."""
     cp: Positive | None = None
-    """Context parallel size: the ranks that share one row of tokens."""
+    """Context parallel size: number of ranks that share one row of tokens."""
     ep: Positive | None = None
     """Expert parallel size."""
     etp: Positive | None = None
@@ -183,37 +214,42 @@ class TrainingConfig(Section):
     dp: Positive | None = None
     """Data parallel size."""
     sequence_parallel: bool | None = None
-    """Split norms and residuals over the tensor parallel ranks."""
+    """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activations that the backward pass computes again: none, attention and norms, or whole layers. With `selective`,
-    `megatron.recompute_modules` names other parts of a layer (core_attn, layernorm, mla_up_proj, mlp, moe,
-    shared_experts)."""
+    """Activations that the backward pass computes again: none, those of attention and norms (selective), or those of
+    whole layers (full). With `selective`, `megatron.recompute_modules` can name other parts of a layer (core_attn,
+    layernorm, mla_up_proj, mlp, moe, shared_experts)."""
     optimizer_offload: bool | None = None
-    """Keep the optimizer's states in host memory; they visit the device for the update, a part at a time."""
+    """Keep the optimizer's states in host memory; the update brings them to the device, a part at a time."""
     micro_batch_tokens: Positive | None = None
-    """Most tokens of one packed row (micro-batch) on one rank."""
+    """Largest number of tokens in one packed row (micro-batch) on one rank."""
     packing: bool = True
-    """Put rollouts of different lengths into one row; off gives each rollout a row of its own."""
+    """Pack rollouts of different lengths into one row; false gives each rollout a row of its own."""
     dynamic_batching: bool = False
-    """Instead of packing: rollouts of like length, padded to the longest, as many as `micro_batch_tokens` take."""
+    """Instead of packing, pad rollouts of similar length to the longest, as many as fit `micro_batch_tokens`."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     offload: bool | None = None
-    """Weights and optimizer wait in host memory while the engines generate; unset: on GPUs that both engines share."""
+    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use."""
+    router_replay: bool = False
+    """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
+    still the policy's."""
     freeze_router: bool = False
-    """Train no router of experts; where tokens go still changes with the layers below."""
+    """Do not train the routers of experts; tokens are still routed differently as the layers below change."""
     lora: LoraConfig = LoraConfig()
     threads: Positive | None = None
-    """CPU threads of each training process."""
+    """Number of CPU threads of each training process."""
 
     @model_validator(mode="after")
     def validate_one_way_of_batching(self) -> TrainingConfig:
         if self.packing and self.dynamic_batching:
-            raise ValueError("training.dynamic_batching is instead of training.packing: set training.packing=false")
+            raise ValueError("training.dynamic_batching replaces training.packing: set training.packing=false")
         return self
 
 
 class GenerationConfig(Section):
+    """How completions are generated: engines, parallelism, sampling, memory."""
+
     engines: Positive | None = None
     """Number of vLLM engines."""
     tp: Positive | None = None
@@ -221,130 +257,143 @@ class GenerationConfig(Section):
     pp: Positive | None = None
     """Pipeline parallel size of one engine."""
     dp: Positive | None = None
-    """Data parallel replicas in one engine, which share its experts."""
+    """Number of data parallel replicas in one engine, which share its experts."""
     ep: Positive | None = None
     """Expert parallel size of one engine: 1, or tp x dp."""
     colocated: bool | None = None
-    """Generate on the devices that train; off: on devices of their own."""
+    """Generate on the devices that train; false: on devices of their own."""
     max_new_tokens: Positive = 512
-    """Most tokens of a completion; fewer where the prompt leaves fewer of `model.max_length`."""
+    """Largest number of tokens of a completion; a long prompt may leave fewer of `model.max_length`."""
     mean_length: Positive | None = None
-    """Mean generated tokens that the planner reckons with; unset: half of max_new_tokens."""
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    """Mean length of completions, in tokens, that the planner assumes; unset: half of max_new_tokens."""
+    temperature: NonNegativeNumber = 1.0
+    """Temperature of sampling; 0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the most likely tokens whose probabilities add up to this; 1 is all."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k most likely tokens; -1 is all."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the model's own end tokens."""
-    memory_fraction: float | None = Field(None, gt=0, lt=1)
-    """Part of a GPU's memory that vLLM may use."""
+    """Texts that end a completion, in addition to the model's own end tokens."""
+    memory_fraction: Fraction | None = None
+    """Fraction of a GPU's memory that vLLM may use."""
     kv_cache_bytes: Positive | None = None
-    """Size of the KV cache: of one engine on a CPU, of each GPU of an engine otherwise."""
+    """Size of the KV cache of each GPU of an engine; on a CPU of each engine."""
     max_concurrent: Positive | None = None
-    """Most sequences decoded at once by one engine."""
+    """Largest number of sequences that one engine decodes at once."""
     max_batched_tokens: Positive | None = None
-    """Most tokens of one forward pass of an engine."""
+    """Largest number of tokens in one forward pass of an engine."""
     threads: Positive | None = None
-    """CPU threads of each engine."""
+    """Number of CPU threads of each engine."""
     plain_parameters: bool = False
-    """On a CPU, keep matrices as published instead of repacked: refits are faster, decoding is slower."""
+    """On a CPU, keep matrices in their published layout: refits are faster, decoding is slower."""
 
 
 class RefitConfig(Section):
-    timeout_s: float = Field(300.0, gt=0)
-    """Limit for each wait of a refit."""
+    """How new weights are sent to the engines and verified."""
+
+    timeout_s: PositiveNumber = 300.0
+    """Longest time of each wait during a refit."""
     verify_every: NonNegative = 50
-    """Compare every tensor on the first refit and then every so many steps; 0: the first only."""
+    """Compare every tensor on the first refit and then at this interval of steps; 0: on the first only."""
     in_flight: Literal["wait", "keep", "abort"] = "wait"
-    """Completions that are being generated when a refit is due: wait for them, keep them and go on under the new
-    weights (each token carries the version that chose it), or end them."""
+    """Completions that are being generated when a refit is due: wait for them, keep them and continue with the new
+    weights (each token carries the version that chose it), or abort them."""
     verify_sample: NonNegative = 8
-    """Tensors compared in the refits between, others each time; 0: none."""
+    """Number of tensors that are compared in every other refit, different ones each time; 0: none."""
     mover: Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] = "auto"
-    """What carries the bytes; auto: by where the engines are."""
+    """Mover that carries the bytes; auto chooses by where the engines are."""
     directory: str | None = None
-    """Where the disk mover writes versions: a directory that every node sees."""
+    """Directory that every node sees, where the disk mover writes versions."""
     sparse: bool = False
-    """Send only the elements that have changed since the version before."""
+    """Send only the elements that have changed since the previous version."""
     full_every: Positive = 20
-    """With sparse: everything is sent every so many refits."""
+    """With `sparse`, the interval of refits at which everything is sent."""
     staging_mb: Positive | None = None
-    """Memory between the two sides for each engine worker, in MiB: two buffers that are filled and read in turn. Unset:
-    16 between processors, where what fits the cache is fastest, and 256 between GPUs, where fewer rounds are."""
+    """Staging memory of each engine worker, in MiB: two buffers that are filled and read in turn. Unset: 16 between
+    processors, where buffers that fit the cache are fastest, and 256 between GPUs, where fewer rounds are."""
 
 
 class OptimizerConfig(PassThrough):
-    """Megatron's Adam; further keys are fields of its OptimizerConfig."""
+    """Adam. Further keys are fields of Megatron's OptimizerConfig."""
 
-    lr: float = Field(1e-6, gt=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, ge=0)
-    """Largest norm of the gradient; 0 does not clip."""
+    lr: PositiveNumber = 1e-6
+    """Learning rate; with a schedule its highest value."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the mean of gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the mean of squared gradients."""
+    eps: PositiveNumber = 1e-8
+    """Constant that is added to the denominator."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Weight decay; by default it is decoupled from the gradient (AdamW)."""
+    clip_grad: NonNegativeNumber = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
 
 
 class SchedulerConfig(Section):
-    """Learning rate and weight decay over the steps of a run, as Megatron's OptimizerParamScheduler has them."""
+    """Learning rate and weight decay over the steps of a run, as in Megatron's OptimizerParamScheduler."""
 
     warmup_steps: NonNegative = 0
-    """Steps over which the learning rate rises linearly from `init_lr`."""
-    init_lr: float = Field(0.0, ge=0)
-    """Where the warm-up starts."""
+    """Number of steps over which the learning rate rises linearly from `init_lr`."""
+    init_lr: NonNegativeNumber = 0.0
+    """Learning rate at the start of the warm-up."""
     decay: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"
-    """How the learning rate falls after the warm-up; wsd (warm-up, stable, decay) holds it and falls at the end."""
+    """Decay of the learning rate after the warm-up; wsd (warm-up, stable, decay) lets it fall only at the end."""
     decay_steps: Positive | None = None
-    """Step at which `min_lr` is reached; unset: grpo.steps."""
-    min_lr: float = Field(0.0, ge=0)
+    """Step at which `min_lr` is reached; unset: run.steps."""
+    min_lr: NonNegativeNumber = 0.0
     """Learning rate at the end of the decay."""
     wsd_steps: Positive | None = None
-    """Steps of the fall at the end of wsd; unset: the last fifth."""
+    """Number of steps of the decay at the end of wsd; unset: the last fifth."""
     wsd_decay: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
-    """How wsd falls."""
-    start_weight_decay: float | None = Field(None, ge=0)
-    """Weight decay of the first step; unset: optimizer.weight_decay throughout."""
-    end_weight_decay: float | None = Field(None, ge=0)
-    """Weight decay at the end of its way."""
+    """Form of the decay at the end of wsd."""
+    start_weight_decay: NonNegativeNumber | None = None
+    """Weight decay of the first step; unset: optimizer.weight_decay in all steps."""
+    end_weight_decay: NonNegativeNumber | None = None
+    """Weight decay after `weight_decay_steps`."""
     weight_decay_steps: Positive | None = None
-    """Steps from the first weight decay to the last; unset: grpo.steps."""
+    """Number of steps over which the weight decay changes; unset: run.steps."""
     weight_decay_style: Literal["constant", "linear", "cosine"] = "linear"
-    """How the weight decay changes."""
+    """Form of the change of the weight decay."""
 
     @model_validator(mode="after")
     def validate_ends_of_the_weight_decay(self) -> SchedulerConfig:
         if (self.start_weight_decay is None) != (self.end_weight_decay is None):
-            raise ValueError("scheduler.start_weight_decay and end_weight_decay are set together or not at all")
+            raise ValueError("scheduler.start_weight_decay and scheduler.end_weight_decay must be set together")
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             raise ValueError("scheduler.weight_decay_style = constant needs equal start_ and end_weight_decay")
         return self
 
 
 class DdpConfig(PassThrough):
-    """Fields of Megatron's DistributedDataParallelConfig: gradient buffers and how they are reduced."""
+    """Fields of Megatron's DistributedDataParallelConfig: how gradients are stored and reduced."""
 
 
 class MegatronConfig(PassThrough):
-    """Fields of Megatron's TransformerConfig, over those that rlctl sets."""
+    """Fields of Megatron's TransformerConfig, which replace the values that rlctl would give."""
 
 
 class VllmConfig(PassThrough):
-    """Fields of vLLM's EngineArgs, over those that rlctl sets."""
+    """Fields of vLLM's EngineArgs, which replace the values that rlctl would give."""
 
 
 class ClusterConfig(Section):
+    """The machine: nodes, GPUs, Ray, and timeouts."""
+
     nodes: Positive | None = None
+    """Number of nodes."""
     gpus_per_node: NonNegative | None = None
+    """Number of GPUs of each node; 0 computes on the CPU."""
     gpu: str = "auto"
-    """GPU type (h100, a100, ...), `auto` for what is there, or `cpu`."""
+    """GPU type (h100, a100, ...), `auto` for the type that this machine has, or `cpu`."""
     ray_address: str | None = None
-    """Join this Ray cluster; unset: start one on this machine and stop it at the end."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Limit for starting Ray and the workers."""
-    step_timeout_s: float = Field(3600.0, gt=0)
-    """Limit for each wait of a step."""
+    """Address of a Ray cluster to join; unset: start one on this machine and stop it at the end."""
+    start_timeout_s: PositiveNumber = 600.0
+    """Longest time that starting Ray and the workers may take."""
+    step_timeout_s: PositiveNumber = 3600.0
+    """Longest time of each wait during a step."""
     engine_restarts: NonNegative = 3
-    """Generation engines that a run may lose: each is replaced and refitted; 0: the run ends with the first."""
+    """Number of engines that a run may lose; each is replaced and refitted. With 0 the run ends when one is lost."""
 
     @model_validator(mode="after")
     def validate_gpus_or_none(self) -> ClusterConfig:
@@ -357,24 +406,32 @@ class ClusterConfig(Section):
 
 
 class RunConfig(Section):
+    """Length, directory, seed, checkpoints and logs of a run."""
+
+    algorithm: str = "grpo"
+    """Algorithm by its name, or one of your own as `path/to/file.py:Class`."""
+    steps: Positive = 100
+    """Number of steps of the run; each trains on one batch."""
     goal: Literal["fast", "safe", "frugal"] = "fast"
-    """What the planner aims for: the shortest step, more free memory, or the fewest GPU seconds."""
+    """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (frugal)."""
     dir: str | None = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
     seed: NonNegative = 0
+    """Seed of the order of prompts and of sampling."""
     checkpoint_every: NonNegative = 50
-    """Save every so many steps (and at the end); 0: at the end only."""
+    """Interval of checkpoints, in steps; 0: only at the end."""
     keep_last: Positive | None = None
-    """Newest checkpoints to keep; unset: all, or with keep_best one."""
+    """Number of newest checkpoints to keep; unset: all, or one if `keep_best` is set."""
     keep_best: Positive | None = None
-    """Checkpoints to keep for their mean reward, besides the newest."""
+    """Number of checkpoints to keep for their mean reward, in addition to the newest."""
     save_final: bool = True
     """Save a checkpoint at the end."""
     log_rollouts: NonNegative = 4
-    """Rollouts a step written to rollouts/."""
+    """Number of rollouts of each step that are written to rollouts/."""
     tensorboard: bool = True
+    """Write TensorBoard events to the run directory."""
     wandb: bool | None = None
-    """Log to Weights & Biases; unset: when WANDB_API_KEY is set."""
+    """Log to Weights & Biases; unset: if WANDB_API_KEY is set."""
 
 
 class RlctlConfig(Section):
@@ -383,7 +440,9 @@ class RlctlConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
-    grpo: GrpoConfig = GrpoConfig()
+    batch: BatchConfig = BatchConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     refit: RefitConfig = RefitConfig()
@@ -393,4 +452,15 @@ class RlctlConfig(Section):
     megatron: MegatronConfig = MegatronConfig()
     vllm: VllmConfig = VllmConfig()
     cluster: ClusterConfig = ClusterConfig()
+    checks: ChecksConfig = ChecksConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def logprobs_needed(self) -> frozenset[LogprobColumn]:
+        """Log-probs that are computed before training. The planner and the training loop both read this. With one
+        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway."""
+        if self.loss.needs is not None:
+            return frozenset(self.loss.needs)
+        several_steps, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        columns: dict[LogprobColumn, bool] = {"old_logprobs": several_steps, "reference_logprobs": penalty}
+        return frozenset(column for column, needed in columns.items() if needed)

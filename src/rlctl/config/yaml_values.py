@@ -1,14 +1,14 @@
-"""YAML as the configuration reads it: scalars of YAML 1.2, and no key twice.
+"""YAML as the configuration reads it: with the scalars of YAML 1.2, and without duplicate keys.
 
-PyYAML follows YAML 1.1, where `off` is false and `1e-5` a text: `importance_correction: off` and `lr: 1e-5` would both
-come out as something else than was written.
+PyYAML follows YAML 1.1, where `off` is false and `1e-5` a text: it would change the meaning of `importance_correction:
+off` and `lr: 1e-5`.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -18,7 +18,8 @@ from rlctl.errors import ConfigError
 class Loader(yaml.SafeLoader):
     """Safe loader with the core schema of YAML 1.2 (section 10.3.2) that refuses a key given twice."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1
 
 
 def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -60,7 +61,7 @@ Loader.add_constructor("tag:yaml.org,2002:float", construct_float)
 
 
 def parse_value(text: str) -> Any:
-    """What `text` spells in YAML (`8`, `1e-5`, `true`, `[a, b]`, `{k: v}`), or `text` itself where it is not YAML."""
+    """Return what `text` means in YAML (`8`, `1e-5`, `true`, `[a, b]`, `{k: v}`), or `text` where it is not YAML."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError):
@@ -68,10 +69,8 @@ def parse_value(text: str) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset").
-
-    Raises ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys.
-    """
+    """Return the top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset"). Raises
+    ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +90,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def explain(error: yaml.YAMLError) -> str:
-    """Problem and place of a YAML error in one line."""
+    """Return problem and place of a YAML error in one line."""
     problem = getattr(error, "problem", None) or "it does not parse"
     mark = getattr(error, "problem_mark", None)
     return problem if mark is None else f"line {mark.line + 1}: {problem}"

@@ -1,14 +1,16 @@
-"""From a prompt row to the tokens that the engine gets: through a chat template, or a plain format for base models."""
+"""From a prompt row to tokens: the tokenizer, and a chat template or, for base models, a plain format."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from rlctl.config.paths import user_path
 from rlctl.config.schema import DataConfig, ModelConfig
+from rlctl.data.names import first_line
 from rlctl.data.rows import Messages, PromptRow
-from rlctl.data.tokenizer import end_token_ids
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,17 +35,17 @@ class PromptEncoder:
     system_prompt: str | None
     prompt_suffix: str
     stop: tuple[str, ...]
-    """Texts that end a completion, besides `generation.stop`."""
+    """Texts that end a completion, in addition to `generation.stop`."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion, the model's own included."""
     note: str | None
-    """What a user should be told of the format, if anything."""
+    """Note about the format for the user, if there is one."""
 
     @classmethod
     def build(
         cls, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: DataConfig, model_directory: Path | str
     ) -> PromptEncoder:
-        """The encoder of a run; tries it on one message, so that a broken template is refused here.
+        """Return the encoder of a run; tries it on one message, so that a broken template is refused here.
 
         Raises InputError for a template that is missing or does not render.
         """
@@ -62,11 +64,11 @@ class PromptEncoder:
         return encoder._tried() if template else encoder
 
     def text(self, row: PromptRow) -> str:
-        """The whole prompt as the model reads it."""
+        """Return the whole prompt as the model reads it."""
         return self._render(self._messages(row), row.where)
 
     def encode(self, row: PromptRow) -> tuple[int, ...]:
-        """Token ids of the prompt."""
+        """Return token ids of the prompt."""
         text = self.text(row)
         try:
             text.encode()
@@ -79,7 +81,7 @@ class PromptEncoder:
         return tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
 
     def _messages(self, row: PromptRow) -> Messages:
-        """The row's messages with the suffix on the last one, and the system prompt where the row has none."""
+        """Return the row's messages with the suffix on the last one, and the system prompt where the row has none."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
         messages[-1] = {"role": last["role"], "content": last["content"] + self.prompt_suffix}
@@ -93,9 +95,10 @@ class PromptEncoder:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, chat_template=self.template, tokenize=False, add_generation_prompt=not answered
             )
+            return cast(str, text)  # without `tokenize` it is a text
         # A template is a program: what it computes with may be missing or zero.
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise InputError(
@@ -104,7 +107,7 @@ class PromptEncoder:
             ) from error
 
     def _tried(self) -> PromptEncoder:
-        """This encoder after trying its template, with what that showed."""
+        """Return this encoder after trying its template, with what that showed."""
         user = {"role": "user", "content": "?"}
         text = self._render([user])
         encoder = self._with_end_of_turn()
@@ -128,14 +131,14 @@ class PromptEncoder:
 
 
 def _plain(messages: Messages) -> str:
-    """`Question:` and `Answer:` lines, ending where the answer begins; a system message goes first as it is."""
+    """Return `Question:` and `Answer:` lines, ending where the answer begins; a system message goes first as it is."""
     names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
     lines = [names.get(message["role"], "") + message["content"] for message in messages if message["content"]]
     return "\n".join([*lines, "Answer:"])
 
 
 def read_template(template: str) -> str:
-    """The template itself, or the text of the file that it names. Raises InputError where it is neither."""
+    """Return the template itself, or the text of the file that it names. Raises InputError where it is neither."""
     if "{{" in template or "{%" in template:
         return template
     path = Path(template)
@@ -148,3 +151,52 @@ def read_template(template: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
         raise InputError(f"--chat-template {template} cannot be read: {reason}.") from error
+
+
+def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `model.tokenizer` (a directory or a hub name), or else of the model's directory.
+
+    Raises InputError where there is none that transformers can load.
+    """
+    # transformers takes seconds to import, and only runs need it
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoTokenizer
+
+    name = model.tokenizer or str(model_directory)
+    origin = f"--tokenizer {name}" if model.tokenizer else f"The model directory {name}"
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    except StrictDataclassError as error:  # it reads the model's configuration for the tokenizer's class
+        raise InputError(
+            f"{origin}: transformers refuses its config.json: {str(error).strip().splitlines()[-1].strip()}",
+            "Take the model's own file.",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
+        raise InputError(
+            f"{origin} has no tokenizer that can be loaded: {first_line(error)}",
+            "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",
+        ) from error
+
+
+def require_directory(tokenizer: str | None) -> None:
+    """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
+    if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
+        raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | str) -> tuple[int, ...]:
+    """Return the tokens that end a completion, sorted: the tokenizer's own, and those of generation_config.json."""
+    own: Any = tokenizer.eos_token_id
+    ids: set[Any] = {own}
+    path = Path(model_directory) / "generation_config.json"
+    if path.is_file():
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, RecursionError, AttributeError) as error:
+            raise InputError(f"{path} is no JSON object: {error}.", "Take the model's own file.") from error
+        found = listed if isinstance(listed, list) else [listed]
+        if any(token is not None and type(token) is not int for token in found):
+            raise InputError(f"{path}: `eos_token_id` is {listed!r}; expected token ids.", "Take the model's own file.")
+        ids |= set(found)
+    return tuple(sorted(token for token in ids if token is not None))

@@ -47,7 +47,7 @@ class GymPrompts:
 
 
 def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
-    """The source that `reasoning-gym:<task>[:key=value,...]` names.
+    """Return the source that `reasoning-gym:<task>[:key=value,...]` names.
 
     Parameters after the second colon override `data.params`. Raises InputError for a task or parameter that
     reasoning-gym does not have, or a value that the task refuses.
@@ -62,29 +62,28 @@ def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
                 f"reasoning-gym task {task_name!r} has no parameter {key!r} (data.params).",
                 f"{near} Parameters of a preset's task are cleared with --set data.params={{}}.",
             )
-    defaults = {"seed": seed, "size": DEFAULT_SIZE}
-    defaults |= {"size": data.size} if data.size is not None else {}
+    defaults = {"seed": seed, "size": DEFAULT_SIZE if data.size is None else data.size}
     return GymPrompts(name, GymTask(task_name, {**defaults, **params}), instructions(data))
 
 
 def build_task(task: GymTask) -> ProceduralDataset:
-    """reasoning-gym's own dataset of the task; InputError where the task refuses a value."""
-    registry = _registry()
-    dataset_class, config_class = registry[task.name]
+    """Return reasoning-gym's own dataset of the task; InputError where the task refuses a value."""
+    dataset_class, config_class = _registry()[task.name]
     try:
         config = config_class(**task.params)
         if hasattr(config, "validate"):
             config.validate()
         return dataset_class(config=config)
     except (AssertionError, ValueError, TypeError) as error:
+        listed = ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in task.params.items())
         raise InputError(
-            f"reasoning-gym task {task.name!r} refuses its parameters ({_listed(task.params)}): {error}.",
+            f"reasoning-gym task {task.name!r} refuses its parameters ({listed}): {error}.",
             "Change them with --set data.params.<name>=<value>.",
         ) from error
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Dataset and config class of every task."""
+    """Return dataset and config class of every task."""
     try:
         with warnings.catch_warnings():
             # One of its dependencies compares with `is`, which Python remarks on at every first import.
@@ -99,7 +98,7 @@ def _registry() -> dict[str, tuple[type, type]]:
 
 
 def _known_params(task_name: str) -> list[str]:
-    """Names of the task's parameters, as its own config class has them."""
+    """Return names of the task's parameters, as its own config class has them."""
     registry = _registry()
     if task_name not in registry:
         near = suggest(task_name, registry) or f"Some are {', '.join(sorted(registry)[:8])}."
@@ -108,7 +107,7 @@ def _known_params(task_name: str) -> list[str]:
 
 
 def _inline_params(text: str, name: str) -> dict[str, Any]:
-    """Parameters from `key=value,key=value`; values are YAML scalars."""
+    """Return parameters from `key=value,key=value`; values are YAML scalars."""
     import yaml
 
     params = {}
@@ -118,7 +117,3 @@ def _inline_params(text: str, name: str) -> dict[str, Any]:
             raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
         params[key.strip()] = yaml.safe_load(value)
     return params
-
-
-def _listed(params: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in params.items())

@@ -1,22 +1,29 @@
-"""Opening what `data.name` names: a reasoning-gym task, a JSONL or parquet file, a Hugging Face dataset."""
+"""Prompts of what `data.name` names: a reasoning-gym task, a JSONL or parquet file, a Hugging Face dataset."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.files import open_jsonl, open_parquet
 from rlctl.data.gym import open_gym
-from rlctl.data.hub import open_hub
-from rlctl.data.names import suggest_file
-from rlctl.data.rows import GYM_PREFIX, PromptSource
-from rlctl.errors import InputError
+from rlctl.data.names import first_line, suggest, suggest_file
+from rlctl.data.rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
+from rlctl.errors import InputError, MachineError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FILE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+CHECKED_ROWS = 1000
+"""Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
 
 def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
-    """The source that `data.name` names; reads and checks it, without a download except by Hugging Face datasets.
+    """Read and check the source that `data.name` names, without a download except by Hugging Face datasets.
 
     `seed` makes the questions of a reasoning-gym task that is given no seed of its own. Raises InputError for a source
     that does not exist, has no rows, or lacks a field.
@@ -31,20 +38,151 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
             f"data.params ({', '.join(data.params)}) belong to a reasoning-gym task, but data.name is {name!r}.",
             "Remove them, or clear those of a preset with --set data.params={}.",
         )
-    suffix = Path(name).suffix.lower()
-    if suffix in FILE_SUFFIXES:
-        path = existing_file(name)
-        return open_jsonl(path, data) if FILE_SUFFIXES[suffix] == "jsonl" else open_parquet(path, data)
-    if Path(name).is_file():
-        raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}.")
-    return open_hub(name, data)
-
-
-def existing_file(name: str) -> Path:
-    """The path, if it is a file; InputError with near matches in its folder otherwise."""
     path = Path(name)
-    if path.is_file():
-        return path
+    kind = FILE_SUFFIXES.get(path.suffix.lower())
+    if kind is None and path.is_file():
+        raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}.")
+    if kind is None:
+        return open_hub(name, data)
     if not path.parent.is_dir():
         raise InputError(f"Data file {name} does not exist: there is no folder {path.parent}.", "Check the path.")
-    raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
+    if not path.is_file():
+        raise InputError(f"Data file {name} does not exist.", suggest_file(path, FILE_SUFFIXES) or "Check the path.")
+    return open_jsonl(path, data) if kind == "jsonl" else open_parquet(path, data)
+
+
+class FilePrompts:
+    """Rows of one file, all in memory; checked row by row when it is opened."""
+
+    task = None
+
+    def __init__(self, path: Path, rows: list[PromptRow], data: DataConfig) -> None:
+        if not rows:
+            raise InputError(f"{path} has no rows.", "Give a file with at least one prompt.")
+        self.label, self.instructions, self._rows = str(path), instructions(data), rows
+        with path.open("rb") as file:
+            self._sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return self._rows[index]
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"source": self.label, "rows": len(self), "sha256": self._sha256}
+
+
+def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
+    """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
+    with path.open("rb") as lines:
+        filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        rows = [
+            row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
+            for index, (number, line) in enumerate(islice(filled, data.size))
+        ]
+    return FilePrompts(path, rows, data)
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise InputError(f"{path}, line {number}: not JSON ({error}).", "Each line must be one JSON object.") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{path}, line {number}: not a JSON object.", "Each line must be one JSON object.")
+    return record
+
+
+def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
+    """Return one row for every row of the table (the first `data.size`)."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise MachineError("Parquet files need pyarrow.", "Install rlctl with its cpu or cuda extra.") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            records = (record for batch in table.iter_batches() for record in batch.to_pylist())
+            rows = [
+                row_from_record(record, index, f"{path}, row {index}", data)
+                for index, record in enumerate(islice(records, data.size))
+            ]
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{path} is not a parquet file that can be read: {error}") from error
+    return FilePrompts(path, rows, data)
+
+
+class HubPrompts:
+    """Rows of one split, memory-mapped by `datasets`."""
+
+    task = None
+
+    def __init__(self, label: str, dataset: Dataset, data: DataConfig) -> None:
+        if len(dataset) == 0:
+            raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
+        require_fields(dataset.column_names, data, f"Dataset {label}")
+        self.label, self.instructions = label, instructions(data)
+        self._dataset, self._data = dataset, data
+        self._rows = len(dataset) if data.size is None else min(len(dataset), data.size)
+        for index in range(min(self._rows, CHECKED_ROWS)):
+            self[index]
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> PromptRow:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        where = f"dataset {self.label} ({self._data.split}), row {index}"
+        return row_from_record(self._dataset[index], index, where, self._data)
+
+    def fingerprint(self) -> dict[str, Any]:
+        # `datasets` hashes the files of the dataset and every operation on it into this.
+        return {
+            "source": self.label,
+            "split": self._data.split,
+            "rows": len(self),
+            "fingerprint": self._dataset._fingerprint,
+        }
+
+
+def open_hub(name: str, data: DataConfig) -> HubPrompts:
+    """Return the split `data.split` of a dataset `name`, or of its configuration c as `name:c`.
+
+    Looks in the local cache and then on the hub. Raises InputError when it is in neither, or the hub cannot be reached.
+    """
+    try:
+        import datasets
+        import datasets.exceptions
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            "Hugging Face datasets need the package datasets.", "Install rlctl[cpu] or [cuda]."
+        ) from error
+    path, _, configuration = name.partition(":")
+    if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
+        return HubPrompts(name, _from_disk(path, data), data)
+    try:
+        loaded = datasets.load_dataset(path, configuration or None, split=data.split)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
+        raise InputError(
+            f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error)}",
+            "--data takes reasoning-gym:<task>, a .jsonl or .parquet file, or a Hugging Face dataset (name or "
+            "name:configuration) that is in the local cache or that the hub can be reached for.",
+        ) from error
+    return HubPrompts(name, loaded, data)
+
+
+def _from_disk(path: str, data: DataConfig) -> Dataset:
+    """Return a directory written by `save_to_disk`: one split, or several by name."""
+    import datasets
+
+    loaded = datasets.load_from_disk(path)
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if data.split not in loaded:
+        splits = [str(split) for split in loaded]
+        hint = suggest(data.split, splits) or f"It has {', '.join(splits)}; choose with --set data.split=..."
+        raise InputError(f"Dataset {path} has no split {data.split!r}.", hint)
+    return loaded[data.split]

@@ -1,16 +1,21 @@
-"""Rollouts: what one group of completions is, column by column, and the scalars the driver keeps of them.
+"""Rollouts: the columns of one group of completions, and the scalars that the driver keeps of each of them.
 
 Suffixes: G rollouts of the group, T their tokens packed one behind the other (prompt and completion of each).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlctl.data.rows import PromptRow
+
 ROUTED_EXPERTS = "routed_experts"
 """Further column, int16 [T, layers, experts a token]: where the engine's routers sent the token; -1: not recorded."""
+LIMIT_REASONS = ("length", "abort")
+"""Stop reasons of a rollout that did not end by itself."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +24,8 @@ class RolloutColumns:
 
     tokens_T: np.ndarray  # int32
     offsets_G: np.ndarray  # int32 [G + 1]: rollout g holds tokens_T[offsets_G[g] : offsets_G[g + 1]]
-    loss_mask_T: np.ndarray  # bool: True where the policy chose the token
-    logprobs_T: np.ndarray  # float32: the engine's log-prob of each chosen token, 0 elsewhere
+    loss_mask_T: np.ndarray  # bool: True where the policy chose the token (a response token)
+    logprobs_T: np.ndarray  # float32: the engine's log-prob of each response token, 0 elsewhere
     weight_version_T: np.ndarray  # int32: version of the weights that chose the token, -1 elsewhere
     extra_T: dict[str, np.ndarray] = field(default_factory=dict)  # further token columns
 
@@ -29,30 +34,57 @@ class RolloutColumns:
         return len(self.offsets_G) - 1
 
     def slice(self, rollout: int) -> slice:
-        """The part of every `_T` column that belongs to `rollout`."""
+        """Return the part of every `_T` column that belongs to `rollout`."""
         return slice(int(self.offsets_G[rollout]), int(self.offsets_G[rollout + 1]))
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the driver knows of one rollout: scalars, and where its columns are."""
+    """The scalars of one sampled and scored rollout."""
 
-    id: int
-    """Index in the step's batch: prompt * generations + sample."""
-    group: int
-    """Index of the prompt in the step."""
-    index: int
-    """Row in the group's columns."""
+    position: int
+    """Place of its prompt in the endless order of prompts; all rollouts of a group share it."""
+    sample: int
+    """Number of the rollout in its group, and its row in the group's columns."""
+    seed: int
+    """Seed of its random stream, which follows from the run's seed, the position and the sample."""
+    first_version: int
+    """Oldest weights that chose one of its tokens."""
+    last_version: int
+    """Newest weights that chose one of its tokens."""
+    stop_reason: str
+    """`stop` (an end token or a stop text), `length`, or `abort` where a refit ended it."""
     prompt_tokens: int
+    """Tokens before the first response token."""
+    tokens: int
+    """All its tokens: the prompt, the response and whatever else stands between."""
     response_tokens: int
-    weight_version: int
-    truncated: bool
-    """Stopped by the length limit rather than by an end token."""
+    """Tokens that the policy chose, counted by the loss mask."""
+    reward: float
+    terms: Mapping[str, float]
+    """Score of each reward term before its weight."""
+    accuracy: float | None
+    """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it rather than the policy."""
+        return self.stop_reason in LIMIT_REASONS
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The finished rollouts of one prompt, with handles (Ray object references) of what is token-sized."""
+
+    position: int
+    prompt: PromptRow
+    rollouts: tuple[Rollout, ...]
     columns: object
-    """Handle (Ray object reference) of the group's `RolloutColumns`."""
+    """Handle of the group's `RolloutColumns`."""
     texts: object
     """Handle of the group's completion texts, `list[str]` of length G."""
 
     @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+    def rewards_G(self) -> np.ndarray:
+        """The rewards in the order of the rollouts, float64 [G]."""
+        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)

@@ -50,24 +50,32 @@ class GymTask:
 class PromptSource(Protocol):
     """A finite, indexable source of prompts."""
 
-    label: str
-    """What the user called it."""
-    task: GymTask | None
-    """The task, where it brings its own scorer."""
-    instructions: str
-    """What the system prompt and the suffix add to every prompt."""
+    @property
+    def label(self) -> str:
+        """The name that the user gave it."""
+        ...
+
+    @property
+    def task(self) -> GymTask | None:
+        """The task, where it brings its own scorer."""
+        ...
+
+    @property
+    def instructions(self) -> str:
+        """Text that the system prompt and the suffix add to every prompt."""
+        ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> PromptRow: ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the manifest keeps to tell on resume whether the data is still the same."""
+        """Return what the manifest keeps, to tell on resume whether the data is still the same."""
         ...
 
 
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
-    """The row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
+    """Return the row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
     require_fields(record, data, where)
     prompt = checked_prompt(record[data.prompt_field], data.prompt_field, where)
     fields = {name: value for name, value in record.items() if name not in (data.prompt_field, data.answer_field)}
@@ -76,7 +84,7 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
 
 
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
-    """InputError unless the prompt and answer fields are among `present`.
+    """Raise InputError unless the prompt and answer fields are among `present`.
 
     The answer field may be absent only under its default name: a reward function may need none.
     """
@@ -90,7 +98,7 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
-    """The prompt, if it is a text or a list of chat messages that is not empty."""
+    """Return the prompt, if it is a text or a list of chat messages that is not empty."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
@@ -109,17 +117,12 @@ def _is_message(value: Any) -> bool:
 
 
 def _final_answer(answer: Any) -> Any:
-    """The part after `####`, where an answer has the form of GSM8K (a worked solution, then `#### 72`)."""
+    """Return the part after `####`, where an answer has the form of GSM8K (a worked solution, then `#### 72`)."""
     if isinstance(answer, str) and "\n#### " in answer:
         return answer.rsplit("\n#### ", 1)[1].strip()
     return answer
 
 
 def instructions(data: DataConfig) -> str:
-    """What is said to the model beside the rows themselves."""
+    """Return the text that is said to the model in addition to the rows."""
     return "\n".join(filter(None, (data.system_prompt, data.prompt_suffix)))
-
-
-def limited(rows: int, size: int | None) -> int:
-    """Rows to use of a source that has `rows`."""
-    return rows if size is None else min(rows, size)

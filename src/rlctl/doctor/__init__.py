@@ -1,1 +1,1 @@
-"""Checks of the machine: one function a check, each with what it looks at as a parameter."""
+"""Checks of the machine. Each check is one function, and takes what it looks at as parameters."""

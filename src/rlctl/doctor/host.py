@@ -1,40 +1,115 @@
-"""Checks of the operating system around a run: limits, ports, clock, what earlier runs left, access to models."""
+"""Checks of one machine: processor, memory, limits of the operating system, ports, clock, and what killed runs left."""
 
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import os
 import resource
 import socket
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-from rlctl.config.paths import user_path
-from rlctl.doctor.check import Check, gib
+from rlctl.doctor.check import GIB, Check, gib
+from rlctl.doctor.network import hub_time
 
+# Two engines and Ray with the laptop preset's model hold about 6 GiB.
+LEAST_MEMORY = 6 * GIB
+# Ray's smallest object store plus the weights of a small model on their way to the engine.
+LEAST_SHARED_MEMORY = 1 * GIB
+# Weights, gradients and both Adam moments in float32, and the generation engine's copy of the weights.
+TRAINING_BYTES_PER_PARAMETER = 20
+FEW_OPEN_FILES = 4096
 LEAST_LOCKED = 64 << 20
 LEAST_PORTS = 2000
 LARGEST_SKEW_S = 60.0
 LEFT_OVER_AGE_S = 600.0
-HUB = "https://huggingface.co"
-# Organisations whose models the hub gives out only to accounts that accepted their terms.
-GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereForAI/", "bigcode/starcoder")
+
+
+def check_cpu(flags: frozenset[str] | None = None, cores: int | None = None) -> Check:
+    """Check for AVX2, which the CPU build of vLLM is compiled for, and for more than one core."""
+    flags = cpu_flags() if flags is None else flags
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    widest = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
+    detail = f"{cores} core(s), {widest}"
+    if "avx2" not in flags:
+        return Check("cpu", "fail", detail, "vLLM needs a processor with AVX2 (2013 or later).")
+    if cores < 2:
+        return Check("cpu", "warn", detail, "Training and generation share one core; give the machine two or more.")
+    return Check("cpu", "ok", detail)
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    if not cpuinfo.exists():
+        return frozenset()
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").partition(":")[2].split())
+
+
+def check_memory(
+    parameters: int = 0, gpus: int = 0, available: float | None = None, total: float | None = None
+) -> Check:
+    """Check for enough free memory: for a small model, or on a CPU to train a model of `parameters`."""
+    total, free = memory_bytes() if available is None else (total or available, available)
+    needed = max(LEAST_MEMORY, 0 if gpus else parameters * TRAINING_BYTES_PER_PARAMETER)
+    detail = f"{gib(free)} free of {gib(total)}, about {gib(needed)} needed"
+    if free < needed:
+        return Check("memory", "fail", detail, "Close other programs, take a smaller model, or a larger machine.")
+    return Check("memory", "ok", detail)
+
+
+def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
+    """Return the (total, free) bytes that this process may use; a control group may grant less than the machine has."""
+    memory = psutil.virtual_memory()
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()).isdigit():
+        granted = int(text)
+        # Page cache counts as used, and the kernel gives it back when it is wanted.
+        reclaimable = cgroup_statistic(cgroup / "memory.stat", "inactive_file")
+        free = granted - int(used.read_text()) + reclaimable
+        return min(memory.total, granted), min(memory.available, free)
+    return memory.total, memory.available
+
+
+def cgroup_statistic(file: Path, key: str) -> int:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
+
+
+def check_shared_memory(weights_bytes: int = 0, directory: Path = Path("/dev/shm"), free: int | None = None) -> Check:
+    """Check that Ray's object store and one copy of the weights fit into shared memory."""
+    if not directory.is_dir():
+        return Check("shared-memory", "fail", f"{directory} is missing", "Mount a tmpfs there.")
+    usage = psutil.disk_usage(str(directory))
+    free = usage.free if free is None else free
+    needed = LEAST_SHARED_MEMORY + weights_bytes
+    detail = f"{gib(free)} free in {directory}, about {gib(needed)} needed"
+    if free < needed:
+        return Check(
+            "shared-memory", "fail", detail, "Remove old files there; start a container with --shm-size or --ipc=host."
+        )
+    return Check("shared-memory", "ok", detail)
+
+
+def check_open_files(limit: int | None = None) -> Check:
+    """Check that Ray and its workers may open enough sockets and pipes."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    if limit != resource.RLIM_INFINITY and limit < FEW_OPEN_FILES:
+        return Check("open-files", "warn", f"at most {shown} open files", "Raise it with `ulimit -n 65536`.")
+    return Check("open-files", "ok", f"at most {shown} open files")
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
-    """Pinned memory for transfers between GPUs and hosts counts against this limit."""
+    """Check the limit that pinned memory for transfers between GPUs and hosts counts against."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] if limit is None else limit
     if limit == resource.RLIM_INFINITY:
         return Check("locked-memory", "ok", "unlimited")
     detail = f"at most {gib(limit)} of memory can be locked"
     if gpus and limit < LEAST_LOCKED:
-        fix = "Raise it with `ulimit -l unlimited`; in a container: --ulimit memlock=-1."
+        fix = "Raise it with `ulimit -l unlimited`, for a container with --ulimit memlock=-1."
         return Check("locked-memory", "warn", f"{detail}: RDMA between nodes fails", fix)
     return Check("locked-memory", "ok", detail)
 
@@ -42,7 +117,7 @@ def check_locked_memory(gpus: int, limit: int | None = None) -> Check:
 def check_ports(
     span: tuple[int, int] | None = None, file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ) -> Check:
-    """Ports that Ray, process groups and engines can be given."""
+    """Check that there are enough ports for Ray, process groups and engines."""
     if span is None and file.exists():
         low, high = file.read_text().split()
         span = (int(low), int(high))
@@ -53,7 +128,7 @@ def check_ports(
                 stack.enter_context(socket.create_server(("", 0)))
     except OSError as error:
         return Check("ports", "fail", f"no port can be opened: {error}", "Allow the process to listen on ports.")
-    detail = f"{high - low + 1} ports to choose from ({low} to {high})"
+    detail = f"{high - low + 1} ports to choose from, {low} to {high}"
     if high - low + 1 < LEAST_PORTS:
         fix = "Widen it: `sysctl -w net.ipv4.ip_local_port_range='32768 60999'`."
         return Check("ports", "warn", f"{detail}: a run of many processes takes thousands", fix)
@@ -61,54 +136,24 @@ def check_ports(
 
 
 def check_clock(now: float | None = None, reference: float | None = None) -> Check:
-    """This machine's clock, against the hub's where it answers, and never before these files were installed."""
+    """Check this machine's clock against the hub's, where it answers, and against the time of the installation."""
     now = time.time() if now is None else now
     installed = Path(__file__).stat().st_mtime
     fix = "Set it, for example with `timedatectl set-ntp true`."
     if now < installed - LARGEST_SKEW_S:
-        return Check("clock", "fail", f"{stamp(now)}: before rlctl was installed ({stamp(installed)})", fix)
+        return Check("clock", "fail", f"{stamp(now)} is before rlctl was installed ({stamp(installed)})", fix)
     reference = hub_time() if reference is None else reference
     if reference is not None and abs(now - reference) > LARGEST_SKEW_S:
-        return Check("clock", "warn", f"{stamp(now)}: {now - reference:+.0f} s off the hub's", fix)
-    return Check("clock", "ok", stamp(now) + ("" if reference is None else ", as the hub's"))
+        return Check("clock", "warn", f"{stamp(now)} is {now - reference:+.0f} s off the hub's clock", fix)
+    return Check("clock", "ok", stamp(now) + ("" if reference is None else ", as on the hub's clock"))
 
 
 def stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
-def hub_time(url: str = HUB) -> float | None:
-    """The hub's clock, or None where it cannot be reached (or must not be asked)."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return None
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5) as answer:
-            found = email.utils.parsedate_to_datetime(answer.headers.get("Date", ""))
-            return found.timestamp()
-    except (urllib.error.URLError, OSError, ValueError, TypeError):
-        return None
-
-
-def check_token(model: str | None, environment: Mapping[str, str] | None = None, stored: bool | None = None) -> Check:
-    """A token of the hub where the model's terms have to be accepted."""
-    environment = os.environ if environment is None else environment
-    has = bool(environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"))
-    has = has or (stored_token() if stored is None else stored)
-    gated = bool(model) and not user_path(model or "").exists() and (model or "").startswith(GATED)
-    if gated and not has:
-        fix = f"Accept the terms at {HUB}/{model}, then `hf auth login` or set HF_TOKEN."
-        return Check("hub-token", "warn", f"{model} is given out to accounts only, and there is no token", fix)
-    return Check("hub-token", "ok", "a token is there" if has else "none, and none needed for what was asked")
-
-
-def stored_token() -> bool:
-    from huggingface_hub import get_token
-
-    return bool(get_token())
-
-
 def left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> list[Path]:
-    """Shared memory of rlctl (`rlctl-<pid>-...`) whose process is gone, and that is not new."""
+    """Return rlctl's files of shared memory (`rlctl-<pid>-...`) that are not new and whose process is gone."""
     pids = set(psutil.pids() if alive is None else alive)
     found = []
     for path in sorted(directory.glob("rlctl-*-*")) if directory.is_dir() else ():
@@ -121,12 +166,12 @@ def left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = 
 
 
 def check_left_over(directory: Path = Path("/dev/shm"), alive: Iterable[int] | None = None) -> Check:
-    """Nothing of runs that were killed takes shared memory."""
+    """Check that killed runs left nothing in shared memory."""
     found = left_over(directory, alive)
     if not found:
-        return Check("left-over-memory", "ok", f"nothing of earlier runs in {directory}")
+        return Check("left-over-memory", "ok", f"earlier runs left nothing in {directory}")
     size = sum(path.stat().st_size for path in found)
-    detail = f"{len(found)} segments of runs that are gone hold {gib(size)} in {directory}"
+    detail = f"{len(found)} segments of runs that ended hold {gib(size)} in {directory}"
     fix = "Remove them: `rlctl doctor --fix`."
     return Check("left-over-memory", "warn", detail, fix, lambda: remove(found))
 

@@ -1,7 +1,8 @@
-"""Checks of what rlctl talks to: a Ray cluster, its nodes, and the model hub."""
+"""Checks of the network: a Ray cluster, its nodes, and the model hub."""
 
 from __future__ import annotations
 
+import email.utils
 import os
 import socket
 import urllib.error
@@ -12,16 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.paths import user_path
 from rlctl.doctor.check import Check, gib
 from rlctl.errors import RlctlError
 
 HUB = "https://huggingface.co"
+# Organisations whose models the hub gives out only to accounts that accepted their terms.
+GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereForAI/", "bigcode/starcoder")
 WAIT_S = 5.0
 LARGEST_SKEW_S = 30.0
 
 
 def check_ray(address: str | None = None) -> Check:
-    """Ray can be started here, or the cluster at `address` (`HOST:PORT`; `auto`: one on this machine) answers."""
+    """Check that the Ray cluster at `address` (`HOST:PORT`) answers, or that Ray can be started on this machine."""
     if address in (None, "auto", "local"):
         return check_loopback(socket.gethostname())
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -30,26 +34,31 @@ def check_ray(address: str | None = None) -> Check:
     try:
         socket.create_connection((host, int(port)), timeout=WAIT_S).close()
     except OSError as error:
-        fix = "Start it with `ray start --head`, check the address, or leave it out to run on this machine."
-        return Check("ray", "fail", f"no answer from {address}: {error}", fix)
+        fix = "Start Ray there with `ray start --head`, or leave the address out to run on this machine."
+        return Check("ray", "fail", f"{address} does not answer: {error}", fix)
     return Check("ray", "ok", f"{address} answers")
 
 
 def check_loopback(host: str) -> Check:
-    """Workers on one machine find each other under its own name."""
+    """Check that the workers of one machine can find each other under its name."""
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
         return Check("ray", "fail", f"this machine's name {host} has no address ({error})", "Add it to /etc/hosts.")
-    return Check("ray", "ok", f"runs on this machine ({host}, {address})")
+    return Check("ray", "ok", f"Ray can run on this machine ({host}, {address})")
+
+
+def hub_is_barred(environment: Mapping[str, str]) -> bool:
+    return environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
 
 
 def check_hub(url: str = HUB, environment: Mapping[str, str] | None = None) -> Check:
-    """The model hub answers. Without it there are local models and the laptop preset's."""
-    environment = os.environ if environment is None else environment
+    """Check that the model hub answers. Without it only local models and the laptop preset's can be used."""
     fix = "Give --model a local directory; the laptop preset's model comes from PyPI."
-    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return Check("hub", "warn", "HF_HUB_OFFLINE is set: only models in the cache", f"{fix} Or unset it.")
+    if hub_is_barred(os.environ if environment is None else environment):
+        return Check(
+            "hub", "warn", "HF_HUB_OFFLINE is set, so only models in the cache are found", f"{fix} Or unset it."
+        )
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=WAIT_S):
             return Check("hub", "ok", f"{url} answers")
@@ -57,12 +66,47 @@ def check_hub(url: str = HUB, environment: Mapping[str, str] | None = None) -> C
         return Check("hub", "warn", f"{url} cannot be reached ({error})", fix)
 
 
+def hub_time(url: str = HUB) -> float | None:
+    """Return the hub's clock, or None where the hub cannot be reached or must not be asked."""
+    if hub_is_barred(os.environ):
+        return None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5) as answer:
+            found = email.utils.parsedate_to_datetime(answer.headers.get("Date", ""))
+            return found.timestamp()
+    except (urllib.error.URLError, OSError, ValueError, TypeError):
+        return None
+
+
+def check_token(model: str | None, environment: Mapping[str, str] | None = None, stored: bool | None = None) -> Check:
+    """Check that there is a token of the hub where the model's terms have to be accepted."""
+    environment = os.environ if environment is None else environment
+    has = bool(environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"))
+    has = has or (stored_token() if stored is None else stored)
+    gated = bool(model) and not user_path(model or "").exists() and (model or "").startswith(GATED)
+    if gated and not has:
+        fix = f"Accept the terms at {HUB}/{model}, then `hf auth login` or set HF_TOKEN."
+        return Check(
+            "hub-token",
+            "warn",
+            f"only users who accepted the terms of {model} get it, and no token is stored here",
+            fix,
+        )
+    return Check("hub-token", "ok", "a token is stored" if has else "no token is stored, and none is needed")
+
+
+def stored_token() -> bool:
+    from huggingface_hub import get_token
+
+    return bool(get_token())
+
+
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node of a cluster says of itself."""
+    """The state of one node of a cluster, as a task on it reports."""
 
     sees: bool
-    """Whether the file that was written here is there."""
+    """Whether the node finds the file that was written from here."""
     free_bytes: int
     writable: bool
     time: float
@@ -71,7 +115,7 @@ class NodeFacts:
 
 
 def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> list[Check]:
-    """Every node of the Ray cluster: the same `directory` with `needed` bytes free, the same versions, GPUs, clock."""
+    """Check each node of the Ray cluster: its `directory` with `needed` bytes free, its versions, clock and GPUs."""
     from rlctl.cluster.session import ray_session
 
     try:
@@ -101,7 +145,7 @@ def write_token(directory: Path) -> Path:
 
 
 def look_around(token: str) -> dict[str, Any]:
-    """The facts of the node that this runs on, as plain data (it travels by value, so it imports what it uses)."""
+    """Return the facts of the node that this runs on. It travels by value, so it imports all that it uses."""
     import os
     import platform
     import shutil
@@ -123,8 +167,9 @@ def look_around(token: str) -> dict[str, Any]:
 
 
 def facts_of_nodes(token: Path) -> dict[str, NodeFacts]:
-    """Node address -> its facts, asked of each living node by a task that runs on it."""
+    """Ask each living node for its facts by a task that runs on it; returns them by node address."""
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def ask(node: str) -> ray.ObjectRef:
@@ -134,8 +179,9 @@ def facts_of_nodes(token: Path) -> dict[str, NodeFacts]:
     nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
     try:
         answers = ray.get([ask(node["NodeID"]) for node in nodes.values()], timeout=60)
-    except ray.exceptions.RayError as error:
-        raise RlctlError(f"not every node of {', '.join(nodes)} answered: {error}.", "Check `ray status`.") from error
+    except RayError as error:
+        message = f"At least one of the nodes {', '.join(nodes)} did not answer: {error}."
+        raise RlctlError(message, "Check `ray status`.") from error
     return {
         name: NodeFacts(**answer, resources=node.get("Resources", {}))
         for (name, node), answer in zip(nodes.items(), answers, strict=True)
@@ -147,7 +193,7 @@ def compare_directories(directory: Path, facts: Mapping[str, NodeFacts], needed:
     blind = [node for node, one in facts.items() if not one.sees]
     if blind:
         fix = "Set RLCTL_MEGATRON_CHECKPOINT_DIR to a directory on a file system that all nodes mount."
-        return Check("nodes", "fail", f"{directory} on {', '.join(blind)} is another directory than here", fix)
+        return Check("nodes", "fail", f"{directory} on {', '.join(blind)} is not the directory that it is here", fix)
     barred = [node for node, one in facts.items() if not one.writable]
     if barred:
         return Check(
@@ -161,7 +207,7 @@ def compare_directories(directory: Path, facts: Mapping[str, NodeFacts], needed:
 
 
 def compare_versions(facts: Mapping[str, NodeFacts]) -> Check:
-    """All nodes run the same versions."""
+    """Check that all nodes run the same versions."""
     different = []
     for name in dict.fromkeys(name for one in facts.values() for name in one.versions):
         by_version: dict[str, list[str]] = {}
@@ -172,25 +218,25 @@ def compare_versions(facts: Mapping[str, NodeFacts]) -> Check:
             different.append(f"{name}: {told}")
     if different:
         return Check("node-versions", "fail", "; ".join(different), "Install the same environment on every node.")
-    return Check("node-versions", "ok", f"the same on {len(facts)} node(s)")
+    return Check("node-versions", "ok", f"{len(facts)} node(s) run the same versions")
 
 
 def compare_clocks(facts: Mapping[str, NodeFacts]) -> Check:
-    """The nodes' clocks agree."""
+    """Check that the clocks of the nodes agree."""
     times = [one.time for one in facts.values()]
     apart = max(times) - min(times)
     if apart > LARGEST_SKEW_S:
         detail = f"the clocks of the nodes are up to {apart:.0f} s apart"
         return Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
-    return Check("node-clocks", "ok", f"at most {apart:.0f} s apart")
+    return Check("node-clocks", "ok", f"the clocks of the nodes are at most {apart:.0f} s apart")
 
 
 def compare_resources(facts: Mapping[str, NodeFacts], gpus_per_node: int) -> Check:
-    """Every node offers Ray the GPUs that are asked for."""
+    """Check that every node offers Ray as many GPUs as are asked for."""
     short = [f"{node} ({one.resources.get('GPU', 0):.0f})" for node, one in facts.items()
              if one.resources.get("GPU", 0) < gpus_per_node]  # fmt: skip
     if short:
-        detail = f"fewer than {gpus_per_node} GPUs on {', '.join(short)}"
+        detail = f"{', '.join(short)} offer Ray fewer than {gpus_per_node} GPUs"
         return Check("node-resources", "fail", detail, "Start Ray there with --num-gpus, or ask for fewer.")
     cores = sum(one.resources.get("CPU", 0) for one in facts.values())
     gpus = sum(one.resources.get("GPU", 0) for one in facts.values())

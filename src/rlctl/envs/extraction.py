@@ -25,10 +25,11 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def extract(completion: str, how: Extraction) -> str | None:
-    """The answer in the completion, stripped; None where there is none of the kind looked for."""
+    """Return the answer in the completion, stripped; None where there is none of the kind looked for."""
     match how:
         case "last-number":
-            return _last_number(completion)
+            found = _NUMBER.findall(completion.replace("\N{MINUS SIGN}", "-"))
+            return found[-1].replace(",", "").lstrip("+") if found else None  # plain digits
         case "last-line":
             lines = completion.strip().splitlines()
             return lines[-1].strip() if lines else None
@@ -42,14 +43,8 @@ def extract(completion: str, how: Extraction) -> str | None:
     raise ValueError(f"unknown extraction {how!r}")
 
 
-def _last_number(text: str) -> str | None:
-    """The last number as plain digits: without grouping commas or a plus, with the ASCII minus."""
-    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return found[-1].replace(",", "").lstrip("+") if found else None
-
-
 def _last_boxed(text: str) -> str | None:
-    r"""Contents of the last `\boxed{...}` whose braces close."""
+    r"""Return contents of the last `\boxed{...}` whose braces close."""
     start = text.rfind(r"\boxed{")
     while start >= 0:
         begin = start + len(r"\boxed{")
@@ -63,7 +58,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def as_number(text: object) -> Decimal | None:
-    """The value of a text that is one number (grouping commas allowed), else None."""
+    """Return the value of a text that is one number (grouping commas allowed), else None."""
     try:
         value = Decimal(str(text).strip().replace(",", ""))
     except InvalidOperation:
@@ -72,7 +67,7 @@ def as_number(text: object) -> Decimal | None:
 
 
 def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
-    """How answers are taken out of completions for this source, and why, from its instructions and first rows."""
+    """Choose how answers are taken out of completions for this source; return that and why."""
     rows = [source[index] for index in range(min(len(source), SAMPLED_ROWS))]
     told = source.instructions + "\n" + rows[0].question
     answers = [row.answer for row in rows if row.answer is not None]
@@ -90,5 +85,5 @@ def choose_extraction(source: PromptSource) -> tuple[Extraction, str]:
 
 
 def written_as(answer: str, how: Extraction) -> str:
-    """A completion from which `extract` takes `answer`."""
+    """Return a completion from which `extract` takes `answer`."""
     return {"boxed": rf"\boxed{{{answer}}}", "answer-tag": f"<answer>{answer}</answer>"}.get(how, answer)

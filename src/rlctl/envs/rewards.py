@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from rlctl.config.schema import RewardConfig, RewardTerm
 from rlctl.data.names import suggest
 from rlctl.data.rows import PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
-from rlctl.envs.plan import RewardPlan
-from rlctl.envs.scorers import BUILT_IN, is_built_in
-from rlctl.envs.scoring_child import Work
-from rlctl.envs.scoring_process import ScoringProcess
-from rlctl.envs.user_function import split_reference
+from rlctl.envs.scorers import BUILT_IN, RewardPlan
+from rlctl.envs.scoring_process import ScoringProcess, Work
+from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError
 
 
 def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
-    """The plan for this reward on this source, every scorer tried once on the first row's reference answer.
+    """Return the plan for this reward on this source, every scorer tried once on the first row's reference answer.
 
     Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
     """
     terms = _checked_terms(reward, source)
-    if reward.extract == "auto":
-        extraction, reason = choose_extraction(source)
-    else:
-        extraction, reason = reward.extract, None
+    extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
     plan = RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms, source), reward.timeout_s)
     return dataclasses.replace(plan, notes=_trial(plan, source))
 
@@ -37,10 +33,10 @@ def require_known(reward: RewardConfig) -> None:
 
 
 def _known_name(name: str) -> str:
-    """The name as the scoring process understands it."""
-    if is_built_in(name):
+    """Return the name as the scoring process understands it."""
+    if name in BUILT_IN:
         return name
-    if ":" in name or name.endswith(".py"):
+    if is_reference(name):
         path, function = split_reference(name)
         return f"{path}:{function}"
     hint = suggest(name, BUILT_IN) or f"Rewards are {', '.join(BUILT_IN)} and path/to/file.py:function."
@@ -48,7 +44,7 @@ def _known_name(name: str) -> str:
 
 
 def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTerm, ...]:
-    """The terms, with paths made absolute; a task's own scorer where none are given."""
+    """Return the terms, with paths made absolute; a task's own scorer where none are given."""
     terms = reward.terms or ((RewardTerm(name="task"),) if source.task else ())
     if not terms:
         raise InputError(
@@ -64,8 +60,8 @@ def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTe
 
 
 def _checked_name(name: str, source: PromptSource) -> str:
-    """The name as the scoring process understands it, if it fits the data."""
-    if not is_built_in(name):
+    """Return the name as the scoring process understands it, if it fits the data."""
+    if name not in BUILT_IN:
         return _known_name(name)
     if name == "task":
         if source.task is None:
@@ -82,7 +78,7 @@ def _checked_name(name: str, source: PromptSource) -> str:
 
 
 def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> str | None:
-    """The scorer that decides accuracy: the task's own, or else one of the terms, or else an exact match."""
+    """Return the scorer that decides accuracy: the task's own, or else one of the terms, or else an exact match."""
     if source.task is not None:
         return "task"
     for term in terms:
@@ -95,11 +91,11 @@ def _trial(plan: RewardPlan, source: PromptSource) -> tuple[str, ...]:
     """Scores the first row's own answer with every scorer; notes on those that do not find it right."""
     row = source[0]
     completion = written_as(str(row.answer if row.answer is not None else ""), plan.extraction)
-    with ScoringProcess(plan) as process:
+    with contextlib.closing(ScoringProcess(plan)) as process:
         scores = process.score([Work(index, completion, row) for index in range(len(plan.scorers))])
     return tuple(
         f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
         + (f" ({score.failure})" if score.failure else "")
         for name, score in zip(plan.scorers, scores, strict=True)
-        if is_built_in(name) and score.value < 1 and row.answer is not None
+        if name in BUILT_IN and score.value < 1 and row.answer is not None
     )

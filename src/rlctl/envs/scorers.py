@@ -1,17 +1,19 @@
-"""Scorers: from one completion and its row to a number."""
+"""Scorers, from one completion and its row to a number, and the plan that a scoring process builds them from."""
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.rows import GymTask, PromptRow
-from rlctl.envs.extraction import Extraction, as_number, extract
+from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract
 from rlctl.envs.user_function import UserScorer
 
 BUILT_IN = ("task", "exact-match", "math-verify")
+"""Scorers of which rlctl knows what a failure means (0), rather than the user."""
 
 
 class Scorer(Protocol):
@@ -28,7 +30,7 @@ class TaskScorer:
         from rlctl.data.gym import build_task
 
         self._dataset = build_task(task)
-        self._extraction = extraction
+        self._extraction: Extraction = extraction
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         answer = extract(completion, self._extraction)
@@ -39,7 +41,7 @@ class TaskScorer:
         return 0.0 if self._is_credit_for_digits(score, answer, row.answer) else score
 
     def _is_credit_for_digits(self, score: float, answer: str, reference: Any) -> bool:
-        """Whether the score is the package's part credit for a text that contains the reference, given to a number.
+        """Return whether the score is the package's part credit for a text with the reference in it, given to a number.
 
         Many of its tasks give len(reference) / len(answer) to any answer with the reference in it. For texts that is a
         hint; between numbers it is chance, and makes 13 half right where 3 is asked.
@@ -53,7 +55,7 @@ class ExactMatch:
     """1 where the extracted answer is the reference: the same number, or the same text up to white space."""
 
     def __init__(self, extraction: Extraction) -> None:
-        self._extraction = extraction
+        self._extraction: Extraction = extraction
 
     def __call__(self, completion: str, row: PromptRow) -> float:
         answer = extract(completion, self._extraction)
@@ -77,7 +79,7 @@ class MathVerify:
         import math_verify
 
         self._math_verify = math_verify
-        self._extraction = extraction
+        self._extraction: Extraction | None = extraction
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
 
     def __call__(self, completion: str, row: PromptRow) -> float:
@@ -88,29 +90,49 @@ class MathVerify:
         return float(self._math_verify.verify(self._reference(str(row.answer)), predicted))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
-        r"""The reference as an expression. Bare LaTeX such as `\frac{1}{2}` needs its dollars to be read."""
+        r"""Return the reference as an expression. Bare LaTeX such as `\frac{1}{2}` needs its dollars to be read."""
         return self._math_verify.parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$")
 
 
-def build_scorer(term: str, task: GymTask | None, extraction: Extraction, *, extraction_given: bool) -> Scorer:
-    """The scorer that a reward term names. `extraction_given`: the user chose it, so math-verify keeps to it too."""
-    match term:
-        case "task":
-            if task is None:
-                raise ValueError("only a reasoning-gym task has a scorer of its own")
-            return TaskScorer(task, extraction)
-        case "exact-match":
-            return ExactMatch(extraction)
-        case "math-verify":
-            return MathVerify(extraction if extraction_given else None)
-    return UserScorer(term)
+@dataclass(frozen=True)
+class RewardPlan:
+    """The reward of a run as plain data; made by `rewards.prepare_rewards`."""
 
+    terms: tuple[RewardTerm, ...]
+    extraction: Extraction
+    extraction_reason: str | None
+    """Why this extraction; None: the user chose it."""
+    task: GymTask | None
+    accuracy_by: str | None
+    """The scorer that says whether a completion is right; None: nothing to compare with."""
+    timeout_s: float
+    notes: tuple[str, ...] = ()
+    """Notes for the user before the run."""
 
-def is_built_in(term: str) -> bool:
-    """Whether rlctl knows what the scorer's failure means (0), rather than the user."""
-    return term in BUILT_IN
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """Names of all scorers to run on each completion: the terms, and the one behind the accuracy."""
+        names = tuple(term.name for term in self.terms)
+        return names if self.accuracy_by is None or self.accuracy_by in names else (*names, self.accuracy_by)
 
+    def build(self) -> list[Scorer]:
+        """Return the scorers, in the order of `scorers`; imports what they need."""
+        return [self._scorer(name) for name in self.scorers]
 
-def weighted_sum(terms: tuple[RewardTerm, ...], scores: dict[str, float]) -> float:
-    """The reward of one rollout."""
-    return sum(term.weight * scores[term.name] for term in terms)
+    def _scorer(self, name: str) -> Scorer:
+        match name:
+            case "task":
+                assert self.task is not None  # `prepare_rewards` has checked it
+                return TaskScorer(self.task, self.extraction)
+            case "exact-match":
+                return ExactMatch(self.extraction)
+            case "math-verify":  # keeps to an extraction that the user chose
+                return MathVerify(self.extraction if self.extraction_reason is None else None)
+        return UserScorer(name)
+
+    def describe(self) -> list[str]:
+        """Return lines that say what is rewarded, how answers are found, and what to mind."""
+        terms = " + ".join(term.name if term.weight == 1 else f"{term.weight:g} x {term.name}" for term in self.terms)
+        reason = self.extraction_reason or "reward.extract"
+        accuracy = f"accuracy: {self.accuracy_by}" if self.accuracy_by else "accuracy: none, without reference answers"
+        return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]

@@ -1,18 +1,24 @@
-"""The parent's side of the process that scores: time limits, restarts, and errors that name scorer and row."""
+"""The process that scores, and its parent's side: time limits, restarts, and errors that name scorer and row.
+
+Completions are scored in a process of their own because they are the model's: a scorer that parses them can hang, crash
+or take all memory, and a user's function can do anything.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlctl.envs.plan import RewardPlan
-from rlctl.envs.scorers import is_built_in
-from rlctl.envs.scoring_child import Batch, Score, Work
+from rlctl.data.rows import PromptRow
+from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 
 START_TIMEOUT_S = 180.0
@@ -22,7 +28,33 @@ BUILT_IN_LIMIT_S = 10.0
 GRACE_S = 30.0
 PACKAGES = str(Path(__file__).parents[2])
 # Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
-CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_child import main; main()"
+CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One completion for one scorer."""
+
+    scorer: int
+    completion: str
+    row: PromptRow
+
+
+@dataclass(frozen=True)
+class Score:
+    """The answer of a scorer; `failure` says why a built-in one could not score (the value is then 0)."""
+
+    value: float
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Work for the child, to be answered with one Score each, in order."""
+
+    work: list[Work]
+    limit_s: float
+    """The child ends itself after this long, should its parent be gone."""
 
 
 class ScoringProcess:
@@ -32,12 +64,6 @@ class ScoringProcess:
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-
-    def __enter__(self) -> ScoringProcess:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Starts the child and waits until it has its scorers. Raises what building them raised."""
@@ -69,7 +95,7 @@ class ScoringProcess:
             raise answer
 
     def score(self, work: list[Work]) -> list[Score]:
-        """One Score for each piece of work, in order, within the plan's time limit.
+        """Return one Score for each piece of work, in order, within the plan's time limit.
 
         A built-in scorer that hangs or dies on a completion gives it 0, with the failure said. Raises WaitTimeoutError
         (names scorer and row) at the time limit, InputError where a user's function errs, WorkerError where it takes
@@ -82,6 +108,7 @@ class ScoringProcess:
         while len(scores) < len(work):
             if self._connection is None:
                 self.start()
+            assert self._connection is not None  # `start` made it
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
                 self._connection.send(Batch(work[len(scores) :], deadline - time.monotonic() + GRACE_S))
             failure = self._receive(work, scores, deadline)
@@ -91,21 +118,23 @@ class ScoringProcess:
 
     def _receive(self, work: list[Work], scores: list[Score], deadline: float) -> str | None:
         """Appends what arrives to `scores`; ends when all has, or with what befell the next piece of work."""
+        connection = self._connection
+        assert connection is not None  # `score` has started the child
         while len(scores) < len(work):
             current = work[len(scores)]
             name = self._plan.scorers[current.scorer]
             limit_s = deadline - time.monotonic()
-            patience_s = min(limit_s, BUILT_IN_LIMIT_S) if is_built_in(name) else limit_s
+            patience_s = min(limit_s, BUILT_IN_LIMIT_S) if name in BUILT_IN else limit_s
             try:
-                if not self._connection.poll(max(0.0, patience_s)):
+                if not connection.poll(max(0.0, patience_s)):
                     self.close()
                     if patience_s < limit_s:
                         return f"no answer within {BUILT_IN_LIMIT_S:.0f} s"
                     raise self._out_of_time(name, current, len(scores), len(work))
-                answer = self._connection.recv()
+                answer = connection.recv()
             except (EOFError, ConnectionError) as error:
                 ending = self._ending()
-                if is_built_in(name):
+                if name in BUILT_IN:
                     return f"the scoring process died ({ending})"
                 raise WorkerError(
                     f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}.",
@@ -125,8 +154,9 @@ class ScoringProcess:
         )
 
     def _ending(self) -> str:
-        """How the child ended, for a message; cleans up after it."""
+        """Return how the child ended, for a message; cleans up after it."""
         process = self._process
+        assert process is not None  # it has just ended
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         code = process.returncode
@@ -141,3 +171,41 @@ class ScoringProcess:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._process = None
+
+
+def main() -> None:
+    """The child answers to the plan with None, to work with a Score, and where the user errs with an RlctlError."""
+    connection = Connection(int(sys.argv[1]))
+    os.dup2(2, 1)  # what a user's function prints belongs in the log, not on a stdout that someone parses
+    plan: RewardPlan = connection.recv()
+    try:
+        scorers = plan.build()
+    except RlctlError as error:
+        connection.send(error)
+        return
+    connection.send(None)
+    while True:
+        try:
+            batch: Batch = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        faulthandler.dump_traceback_later(batch.limit_s, exit=True)
+        for work in batch.work:
+            answer = _score(plan.scorers[work.scorer], scorers[work.scorer], work)
+            try:
+                connection.send(answer)
+            except ConnectionError:
+                return  # the parent raised the first error that it was told, and is gone
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _score(name: str, scorer: Scorer, work: Work) -> Score | RlctlError:
+    try:
+        return Score(scorer(work.completion, work.row))
+    except RlctlError as error:
+        return error
+    except Exception as error:
+        # A parser that trips over what a model wrote has found it not to be right. It is counted and logged.
+        if name not in BUILT_IN:
+            raise
+        return Score(0.0, f"{type(error).__name__}: {error}")

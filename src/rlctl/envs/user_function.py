@@ -1,7 +1,8 @@
-"""Reward functions of the user's own: `path/to/file.py:function`."""
+"""Functions of the user's own, `path/to/file.py:function`: how they are loaded, and how one scores."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -9,6 +10,8 @@ import numbers
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,18 +21,69 @@ from rlctl.data.names import suggest, suggest_file
 from rlctl.data.rows import PromptRow
 from rlctl.errors import InputError
 
-ARGUMENTS = ("completion", "answer", "prompt")
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
 
 
-def split_reference(name: str) -> tuple[Path, str]:
-    """Absolute path and function name of `path/to/file.py:function`; InputError where that is not its form."""
+@dataclass(frozen=True)
+class UserCode:
+    """A function or class of a user's file. It is pickled as path and source, so that any process can load it."""
+
+    path: Path
+    source: str
+    name: str
+    what: str
+    """`Reward`, `Loss` or `Algorithm`, for messages."""
+
+    @classmethod
+    def read(cls, reference: str, what: str) -> UserCode:
+        """Read the file that `path/to/file.py:function` names, and import nothing.
+
+        Raises InputError where the reference does not have that form or there is no such file.
+        """
+        path, name = split_reference(reference, what)
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{what} {reference!r}: {path} cannot be read: {error}.") from error
+        return cls(path, source, name, what)
+
+    @property
+    def reference(self) -> str:
+        return f"{self.path}:{self.name}"
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of the file's text."""
+        return sha256(self.source.encode()).hexdigest()
+
+    def load(self) -> Callable[..., Any]:
+        """Return the function, from a module that this process runs once.
+
+        Raises InputError, naming file and line, where the file cannot be run or has no such function.
+        """
+        return _find(_module(self), self.name, f"{self.what} {self.reference!r}")
+
+    def error(self, error: BaseException, doing: str) -> InputError:
+        """Return what to raise where the function raised `error` while `doing` something."""
+        place = _last_frame(error, self.path)
+        return InputError(
+            f"{self.what} function {self.reference} raised {type(error).__name__}: {error} ({doing}; {place})."
+        )
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a name is meant as `path/to/file.py:function`."""
+    return ":" in name or name.endswith(".py")
+
+
+def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
+    """Return absolute path and function name; InputError where that is not the form of `name`."""
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function.isidentifier():
-        raise InputError(f"Reward {name!r} does not name a function.", "Write path/to/file.py:function.")
+        raise InputError(f"{what} {name!r} does not name a function.", "Write path/to/file.py:function.")
     path = user_path(file).absolute()
     if not path.is_file():
-        raise InputError(f"Reward {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
+        raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
     return path, function
 
 
@@ -39,9 +93,8 @@ class UserScorer:
     def __init__(self, name: str) -> None:
         """Imports the file. Raises InputError where that fails or it has no such function."""
         self.name = name
-        self._path, function = split_reference(name)
-        module = _import_file(self._path, name)
-        self._function = _find(module, function, name)
+        self._code = UserCode.read(name, "Reward")
+        self._function = self._code.load()
         parameters = inspect.signature(self._function).parameters.values()
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -56,11 +109,13 @@ class UserScorer:
         except InputError:
             raise
         except Exception as error:
+            raise self._code.error(error, f"scoring {row.where}") from error
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
-                f"Reward function {self.name} raised {type(error).__name__}: {error} (scoring {row.where}; "
-                f"{_last_frame(error, self._path)})."
-            ) from error
-        return self._number(value, row)
+                f"Reward function {self.name} returned {what} for {row.where}.", "It must return a finite number."
+            )
+        return float(value)
 
     def _arguments(self, completion: str, row: PromptRow) -> dict[str, Any]:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
@@ -72,47 +127,41 @@ class UserScorer:
             )
         return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
 
-    def _number(self, value: Any, row: PromptRow) -> float:
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
-            raise InputError(
-                f"Reward function {self.name} returned {what} for {row.where}.", "It must return a finite number."
-            )
-        return float(value)
 
-
-def _import_file(path: Path, name: str) -> ModuleType:
-    """The module, with its own folder importable."""
-    spec = importlib.util.spec_from_file_location(f"rlctl_user_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"Reward {name!r}: {path} cannot be imported as Python.")
+@functools.lru_cache(maxsize=16)
+def _module(code: UserCode) -> ModuleType:
+    """Run the source as a module, with its own folder importable."""
+    what = f"{code.what} {code.reference!r}"
+    spec = importlib.util.spec_from_loader(f"rlctl_user_{code.path.stem}", loader=None, origin=str(code.path))
+    assert spec is not None  # without a loader there is always one
     module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(code.path)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    if str(code.path.parent) not in sys.path:
+        sys.path.insert(0, str(code.path.parent))
     try:
-        spec.loader.exec_module(module)
+        exec(compile(code.source, code.path, "exec"), vars(module))
     except SyntaxError as error:
-        raise InputError(f"Reward {name!r}: {error.filename}, line {error.lineno}: {error.msg}.") from error
+        raise InputError(f"{what}: {error.filename}, line {error.lineno}: {error.msg}.") from error
     except (Exception, SystemExit) as error:
         raise InputError(
-            f"Reward {name!r}: importing {path.name} raised {type(error).__name__}: {error} "
-            f"({_last_frame(error, path)})."
+            f"{what}: importing {code.path.name} raised {type(error).__name__}: {error} "
+            f"({_last_frame(error, code.path)})."
         ) from error
     return module
 
 
-def _find(module: ModuleType, function: str, name: str) -> Callable[..., Any]:
+def _find(module: ModuleType, function: str, what: str) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if callable(found):
         return found
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
     near = suggest(function, functions) or f"It has {', '.join(functions) or 'none'}."
-    raise InputError(f"Reward {name!r}: the file has no function {function!r}.", near)
+    raise InputError(f"{what}: the file has no function {function!r}.", near)
 
 
 def _last_frame(error: BaseException, path: Path) -> str:
-    """The last line of the user's own file on the way to the error."""
+    """Return the last line of the user's own file on the way to the error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == str(path)] or frames
     if not own:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rlctl.data.rows import PromptRow
-from rlctl.envs.plan import RewardPlan
-from rlctl.envs.scorers import weighted_sum
-from rlctl.envs.scoring_child import Score, Work
-from rlctl.envs.scoring_process import ScoringProcess
+from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.scoring_process import Score, ScoringProcess, Work
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +18,6 @@ log = logging.getLogger(__name__)
 class ScoreRequest:
     """The completions of one group."""
 
-    group: int
     row: PromptRow
     texts: object
     """Handle of the completions, `list[str]` of length G."""
@@ -30,7 +27,6 @@ class ScoreRequest:
 class GroupScores:
     """Scores of one group, rollout by rollout."""
 
-    group: int
     rewards: tuple[float, ...]
     accuracies: tuple[float, ...] | None
     """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
@@ -54,7 +50,7 @@ class RewardWorker:
         self._process.start()
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[GroupScores]:
-        """Scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`."""
+        """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`."""
         texts = [self._fetch(request.texts) for request in requests]
         work = [
             Work(scorer, text, request.row)
@@ -76,15 +72,14 @@ class RewardWorker:
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         right = None if self._plan.accuracy_by is None else values[self._plan.accuracy_by]
         return GroupScores(
-            group=request.group,
-            rewards=tuple(weighted_sum(self._plan.terms, scores) for scores in rollouts),
+            rewards=tuple(sum(term.weight * scores[term.name] for term in self._plan.terms) for scores in rollouts),
             accuracies=None if right is None else tuple(float(value >= 1.0) for value in right),
             terms={term.name: values[term.name] for term in self._plan.terms},
             failures=self._count_failures(request, scores_by_scorer),
         )
 
     def _count_failures(self, request: ScoreRequest, scores_by_scorer: list[list[Score]]) -> int:
-        """Number of failed scores; the first of each scorer is logged."""
+        """Return number of failed scores; the first of each scorer is logged."""
         failures = 0
         for name, scores in zip(self._plan.scorers, scores_by_scorer, strict=True):
             failed = [score.failure for score in scores if score.failure is not None]

@@ -32,11 +32,6 @@ def lookup(name: str) -> ModelFacts | None:
     return _index().get(_key(name))
 
 
-def canonical(name: str) -> str | None:
-    """The catalog's own hub name for `name`; None: unknown."""
-    return next((entry.names[0] for entry in entries() if any(_key(name) == _key(n) for n in entry.names)), None)
-
-
 def near(name: str, limit: int = 3) -> list[str]:
     """Known hub names that look like `name`, the likeliest first."""
     by_key = {_key(n): n for entry in entries() for n in entry.names}

@@ -1,6 +1,6 @@
 """DeepSeek-V3, R1, Moonlight: latent attention, sigmoid router with correction bias, shared experts, dense first ones.
 
-Multi-token-prediction layers are numbered behind the last layer. The published files repeat embedding and head beside
+Multi-token-prediction layers are numbered behind the last layer. The published files repeat embedding and head next to
 each of them; rlctl reads the model's own and writes the copies again on export.
 """
 
@@ -93,7 +93,7 @@ def latent_attention(facts: ModelFacts) -> tuple[Weight, ...]:
 
 
 def multi_token_prediction() -> tuple[Weight, ...]:
-    """What a multi-token-prediction layer has beside a transformer layer (DeepSeek-V3 report, section 2.2)."""
+    """Weights that a multi-token-prediction layer has in addition to another's (DeepSeek-V3 report, section 2.2)."""
     return (
         Weight(Role.MTP_EMBEDDING_NORM, parts.LAYER + "enorm.weight", ("hidden",)),
         Weight(Role.MTP_HIDDEN_NORM, parts.LAYER + "hnorm.weight", ("hidden",)),

@@ -1,4 +1,4 @@
-"""What rlctl needs to know of a model, independent of any engine: sizes, variants, and the tensors it is made of.
+"""The facts that rlctl needs of a model, independent of any engine: sizes, variants, and the tensors it is made of.
 
 Shapes use suffix letters: H hidden, V vocabulary, E experts.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+RopeKind = Literal["default", "llama3", "yarn", "linear"]
+
 
 @dataclass(frozen=True)
 class RopeFacts:
     """Rotary position embedding. `scaling` holds the published config's own keys (`factor`, `low_freq_factor`, ...)."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "llama3", "yarn", "linear"] = "default"
+    kind: RopeKind = "default"
     scaling: dict[str, float] = field(default_factory=dict, hash=False)
     interleaved: bool = False
 
@@ -70,7 +72,7 @@ class ModelFacts:
     qkv_bias: bool = False
     qk_norm: bool = False
     activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
-    """Of the gate; `quick_gelu` is x * sigmoid(1.702 x)."""
+    """The gate's; `quick_gelu` is x * sigmoid(1.702 x)."""
     glu_limit: float | None = None
     """The gate is cut off above it, the up-projection on both sides (gpt-oss)."""
     glu_offset: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlctl.models import parts
@@ -56,6 +57,4 @@ def weights(facts: ModelFacts) -> ModelWeights:
 
 
 def _shifted(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    from dataclasses import replace
-
     return tuple(replace(w, offset=1.0) if w.role.value.endswith("norm") else w for w in weights)

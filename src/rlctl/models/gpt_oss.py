@@ -59,18 +59,14 @@ def weights(facts: ModelFacts) -> ModelWeights:
 def experts() -> tuple[Weight, ...]:
     """Tensors [E, in, out]; column 2i is row i of the gate, column 2i + 1 row i of the up-projection."""
     up_dims, ffn_dims = ("experts", "hidden", "2*expert_ffn"), ("expert_ffn", "hidden")
+    dims, bias_dims = ("expert_ffn",), ("experts", "2*expert_ffn")
     halves = ((Role.EXPERT_GATE, Role.EXPERT_GATE_BIAS, "0"), (Role.EXPERT_UP, Role.EXPERT_UP_BIAS, "1"))
     weights = [
         weight
         for role, bias, first in halves
         for weight in (
             Weight(role, MLP + "experts.gate_up_proj", ffn_dims, Stored(up_dims, (2, 1), (first, "0"), (2, 1))),
-            Weight(
-                bias,
-                MLP + "experts.gate_up_proj_bias",
-                ("expert_ffn",),
-                Stored(("experts", "2*expert_ffn"), (1,), (first,), (2,)),
-            ),
+            Weight(bias, MLP + "experts.gate_up_proj_bias", dims, Stored(bias_dims, (1,), (first,), (2,))),
         )
     ]
     down = Stored(("experts", "expert_ffn", "hidden"), (2, 1))

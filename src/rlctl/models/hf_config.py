@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from rlctl.errors import InputError
-from rlctl.models.facts import ModelFacts, RopeFacts
+from rlctl.models.facts import ModelFacts, RopeFacts, RopeKind
 
-ROPE_KINDS = {"default", "llama3", "yarn", "linear"}
 ROPE_NEEDS = {
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
-
 
 SIZES = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -50,7 +48,7 @@ def require_kinds(config: dict[str, Any]) -> None:
 
 
 def _expected(key: str, value: Any) -> str | None:
-    """What `key` ought to hold; None: it does."""
+    """Return what `key` ought to hold; None: it does."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if key in SIZES and not (whole and 0 < value < (MOST if key in ENUMERATED else LARGEST)):
         return "a positive whole number" + (f" below {MOST}" if key in ENUMERATED else "")
@@ -66,7 +64,8 @@ def _expected(key: str, value: Any) -> str | None:
         return "an object"
     if key in LISTS and not isinstance(value, list):
         return "a list"
-    if key in LISTS and key != "mlp_only_layers" and not all(isinstance(entry, str) for entry in value):
+    named = key in LISTS and key != "mlp_only_layers"
+    if named and isinstance(value, list) and not all(isinstance(entry, str) for entry in value):
         return "a list of names"
     return None
 
@@ -93,15 +92,16 @@ def rope_facts(config: dict[str, Any]) -> RopeFacts:
 def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
     """Rotary embedding of one set of published parameters; `theta` is the base where they name none."""
     kind = given.get("rope_type", given.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        raise InputError(f"config.json has rope type `{kind}`.", f"Known: {', '.join(sorted(ROPE_KINDS))}.")
+    known: RopeKind | None = next((one for one in get_args(RopeKind) if one == kind), None)
+    if known is None:
+        raise InputError(f"config.json has rope type `{kind}`.", f"Known: {', '.join(sorted(get_args(RopeKind)))}.")
     if not isinstance(given.get("rope_theta") or 1.0, int | float):
         raise InputError(f"config.json: `rope_theta` is {given['rope_theta']!r}; expected a positive number.")
     theta = float(given.get("rope_theta") or theta or 10_000.0)
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
-    if lacking := [key for key in ROPE_NEEDS.get(kind, ()) if key not in scaling]:
+    if lacking := [key for key in ROPE_NEEDS.get(known, ()) if key not in scaling]:
         raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", "Take the model's own file.")
-    return RopeFacts(theta=theta, kind=kind, scaling=scaling if kind != "default" else {})
+    return RopeFacts(theta=theta, kind=known, scaling=scaling if kind != "default" else {})
 
 
 def _require_activation(config: dict[str, Any], facts: ModelFacts) -> None:
@@ -109,10 +109,8 @@ def _require_activation(config: dict[str, Any], facts: ModelFacts) -> None:
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     known = ACTIVATIONS[facts.activation]
     if (config.get(key) or known[0]) not in known:
-        raise InputError(
-            f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}.",
-            "Take the model's own file.",
-        )
+        why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."
+        raise InputError(why, "Take the model's own file.")
 
 
 def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
@@ -132,13 +130,11 @@ def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:
         "rope": rope_facts(config),
     }
     if values["head_dim"] % 2 and "qk_rope_head_dim" not in config:
-        raise InputError(
-            f"config.json: a head has {values['head_dim']} dimensions, which rotary embedding cannot pair."
-        )
+        held = f"a head has {values['head_dim']} dimensions"
+        raise InputError(f"config.json: {held}, which rotary embedding cannot pair.")
     facts = ModelFacts(family, **(values | more))
     _require_activation(config, facts)
     if facts.heads % facts.kv_heads:
-        raise InputError(
-            f"config.json: num_attention_heads {facts.heads} is no multiple of num_key_value_heads {facts.kv_heads}."
-        )
+        why = f"num_attention_heads {facts.heads} is no multiple of num_key_value_heads {facts.kv_heads}."
+        raise InputError(f"config.json: {why}")
     return facts

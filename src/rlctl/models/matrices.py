@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from math import prod
 
 from rlctl.models.facts import ModelFacts
 
 
 class Role(StrEnum):
-    """What a matrix does. The logical shape is (out, in), as in `torch.nn.Linear`."""
+    """The role of a matrix. Its logical shape is (out, in), as in `torch.nn.Linear`."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -140,10 +141,7 @@ def evaluate(expression: str, known: dict[str, int]) -> int:
     """Value of a symbolic dim: sums of products of names and numbers, such as `2*expert_ffn` or `kv_rank+rope`."""
 
     def product(term: str) -> int:
-        value = 1
-        for factor in term.split("*"):
-            value *= int(factor) if factor.isdigit() else known[factor]
-        return value
+        return prod(int(factor) if factor.isdigit() else known[factor] for factor in term.split("*"))
 
     return sum(product(term) for term in expression.split("+"))
 
@@ -159,10 +157,10 @@ class ModelWeights:
     """Weights of each layer; multi-token-prediction layers come behind the last."""
     copies: dict[str, str] = field(default_factory=dict)
     """Published tensors that repeat another one -> that one."""
-    _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_sizes", sizes(self.facts))
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return sizes(self.facts)
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -214,13 +212,7 @@ class ModelWeights:
     @property
     def parameters(self) -> int:
         """Number of elements of all tensors."""
-        total = 0
-        for shape in self.tensors.values():
-            count = 1
-            for n in shape:
-                count *= n
-            total += count
-        return total
+        return sum(map(prod, self.tensors.values()))
 
     def _fill(self, weight: Weight, layer: int | None, expert: int | None) -> Matrix:
         known = self._sizes

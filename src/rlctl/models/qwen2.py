@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlctl.models import parts
+from rlctl.models import llama
 from rlctl.models.facts import ModelFacts
 from rlctl.models.hf_config import base_facts, refuse
-from rlctl.models.matrices import ModelWeights
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 
@@ -20,7 +19,4 @@ def facts(config: dict[str, Any]) -> ModelFacts:
     return base_facts("qwen2", config, qkv_bias=True)
 
 
-def weights(facts: ModelFacts) -> ModelWeights:
-    """Every matrix and the tensor that holds it."""
-    layer = (*parts.norms(), *parts.attention(facts), *parts.dense_mlp())
-    return ModelWeights(facts, parts.outer(facts), (layer,) * facts.layers)
+weights = llama.weights

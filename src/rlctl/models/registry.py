@@ -1,4 +1,4 @@
-"""Which family file describes a model: by the `architectures` of its configuration, or by the family's name."""
+"""The family file of a model, found by the `architectures` of its configuration or by the family's name."""
 
 from __future__ import annotations
 
@@ -14,17 +14,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.models.hf_config import require_kinds
 from rlctl.models.matrices import ModelWeights
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mistral",
-    "mixtral",
-    "deepseek_v3",
-    "gemma3",
-    "gpt_oss",
-)
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "deepseek_v3", "gemma3", "gpt_oss")
 """Files of this folder with `ARCHITECTURES`, `facts(config)` and `weights(facts)`."""
 
 
@@ -74,12 +64,7 @@ def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
     return family_of_config(config).facts(config)
 
 
-_WEIGHTS: dict[str, ModelWeights] = {}
-
-
+@cache
 def weights_of(facts: ModelFacts) -> ModelWeights:
     """The weight map of a model (made once: that of a large model has 46,000 matrices)."""
-    key = repr(facts)  # facts hold a dict, so they cannot be hashed
-    if key not in _WEIGHTS:
-        _WEIGHTS[key] = family(facts.family).weights(facts)
-    return _WEIGHTS[key]
+    return family(facts.family).weights(facts)

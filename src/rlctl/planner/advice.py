@@ -1,5 +1,4 @@
-"""What to say when nothing fits: the rule that a pin breaks, the smallest machine that would do, the cheapest
-change."""
+"""The error for a request without a plan: the rule that a pin breaks, the smallest machine, the cheapest change."""
 
 from __future__ import annotations
 
@@ -8,19 +7,20 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from rlctl.config.parallel import SIZES
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
+from rlctl.models.constraints import Problem
 from rlctl.planner import engine_search, search
 from rlctl.planner.choice import Adapters
 from rlctl.planner.cluster import ClusterFacts, cpu_device
 from rlctl.planner.fitting import fitting_plans
 from rlctl.planner.result import Rejected
-from rlctl.planner.rules import Problem, generation_problems, lone_problem, training_problems
+from rlctl.planner.rules import lone_problem
 from rlctl.planner.search import Request
 
 LARGEST_NODES = 4096
 SHOWN = 5
 """Rejected layouts that the error carries."""
-SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
@@ -48,7 +48,7 @@ def _broken_pin(request: Request) -> ConfigError | None:
         section, _, name = key.partition(".")
         if section not in ("training", "generation") or not isinstance(value, int) or isinstance(value, bool):
             continue
-        known = name in SIZES
+        known = name in SIZES and name != "dp"
         problem = (lone_problem(request.facts, key, value) if known else None) or _alone(request, key)
         if problem is not None:
             others = [v for v in _values(request, name, value) if _alone(request, key, v) is None]
@@ -67,31 +67,17 @@ def _values(request: Request, name: str, value: int) -> list[int]:
 
 
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:
-    """The rule that `key` breaks in every layout, with all other pins of its section kept; None: some layout is
-    valid."""
+    """The rule that `key` breaks in every layout with the other pins of its section; None: some layout is valid."""
     pins = dict(request.pins) | ({key: value} if value is not None else {})
-    tried = replace(request, pins=pins)
-    devices = request.cluster.gpus or 1
+    tried, devices = replace(request, pins=pins), request.cluster.gpus or 1
+    engines = key.startswith("generation.")
     problem: Problem | None = None
-    if key.startswith("generation."):
-        for layout in engine_search.generation_layouts(tried, devices):
-            found = generation_problems(
-                request.facts, layout, request.workload, layout.gpus if request.cluster.is_cpu else devices
-            )
-            if not found:
-                return None
-            problem = problem or found[0]
-        return problem or Problem(key, f"no engines of that size fit {devices} devices")
-    for layout in search.training_layouts(tried, devices):
-        for rows in search.row_sizes(tried, layout.cp):
-            for vpp in search.virtual_stages(tried, layout):
-                choice = replace(layout, micro_batch_tokens=rows, vpp=vpp)
-                world = choice.world_size if request.cluster.is_cpu else devices
-                found = training_problems(request.facts, choice, request.workload, request.cluster, world)
-                if not found:
-                    return None
-                problem = problem or next((p for p in found if p.key == key), found[0])
-    return problem or Problem(key, f"{devices} devices do not split that way")
+    for _, found in (engine_search.ruled_engines if engines else search.ruled_layouts)(tried, devices):
+        if not found:
+            return None
+        problem = problem or (None if engines else next((p for p in found if p.key == key), None)) or found[0]
+    none = f"no engines of that size fit {devices} devices" if engines else f"{devices} devices do not split that way"
+    return problem or Problem(key, none)
 
 
 def _free_pin(request: Request) -> str | None:

@@ -24,10 +24,7 @@ TOLERANCE = 0.3
 
 
 @dataclass(frozen=True)
-class PhaseComparison:
-    """Seconds of a phase in a step: predicted, and the median measured."""
-
-    phase: str
+class _Comparison:
     predicted: float
     measured: float
     suspect: str | None
@@ -37,6 +34,26 @@ class PhaseComparison:
     def ratio(self) -> float | None:
         """Predicted over measured."""
         return self.predicted / self.measured if self.measured else None
+
+    def columns(self, name: str) -> str:
+        """A line of a table."""
+        ratio = f"{self.ratio:.2f}" if self.ratio is not None else "-"
+        mark = f"  look at {self.suspect}" if self.suspect else ""
+        return f"  {name:<12}{self.predicted:>15.2f}{self.measured:>14.2f}{ratio:>8}{mark}"
+
+
+@dataclass(frozen=True)
+class PhaseComparison(_Comparison):
+    """Seconds of a phase in a step: predicted, and the median measured."""
+
+    phase: str
+
+
+@dataclass(frozen=True)
+class MemoryComparison(_Comparison):
+    """Most memory of a process in GiB: predicted (of its largest phase), and measured on the fullest rank."""
+
+    process: str
 
 
 def measured_seconds(run: Path) -> dict[str, float]:
@@ -76,7 +93,7 @@ def compare_run(run: Path) -> list[PhaseComparison]:
     for phase in [*Phase, "total"]:
         expected, seen = float(predicted.get(phase, 0.0)), measured[phase]
         off = abs(expected - seen) > TOLERANCE * max(seen, 1e-9) and abs(expected - seen) > 0.05 * measured["total"]
-        rows.append(PhaseComparison(str(phase), expected, seen, SUSPECTS.get(phase) if off else None))
+        rows.append(PhaseComparison(expected, seen, SUSPECTS.get(phase) if off else None, str(phase)))
     return rows
 
 
@@ -86,22 +103,6 @@ MEMORY_SUSPECTS = {
     "policy": "fragmentation or logit_copy_bytes (CPU: cpu_process_bytes)",
     "engine": "sampler_bytes (CPU: CPU_ENGINE_BYTES or cpu_process_bytes)",
 }
-
-
-@dataclass(frozen=True)
-class MemoryComparison:
-    """Most memory of a process in GiB: predicted (of its largest phase), and measured on the fullest rank."""
-
-    process: str
-    predicted: float
-    measured: float
-    suspect: str | None
-    """The constant to look at, where they differ by more than 30%."""
-
-    @property
-    def ratio(self) -> float | None:
-        """Predicted over measured."""
-        return self.predicted / self.measured if self.measured else None
 
 
 def compare_memory(run: Path) -> list[MemoryComparison]:
@@ -119,7 +120,7 @@ def compare_memory(run: Path) -> list[MemoryComparison]:
         expected = max(_held(plan["memory_gib"].get(phase, {}), cpu) for phase in phases)
         if seen:
             off = abs(expected - seen) > TOLERANCE * seen
-            rows.append(MemoryComparison(process, expected, seen, MEMORY_SUSPECTS[process] if off else None))
+            rows.append(MemoryComparison(expected, seen, MEMORY_SUSPECTS[process] if off else None, process))
     return rows
 
 
@@ -130,18 +131,11 @@ def _held(parts: dict[str, float], cpu: bool) -> float:
 
 def memory_text(rows: list[MemoryComparison]) -> str:
     """A table, and what to look at."""
-    lines = [f"  {'process':<12}{'predicted GiB':>15}{'measured GiB':>14}{'ratio':>8}"]
-    for row in rows:
-        mark = f"  look at {row.suspect}" if row.suspect else ""
-        lines.append(f"  {row.process:<12}{row.predicted:>15.2f}{row.measured:>14.2f}{row.ratio or 0:>8.2f}{mark}")
-    return "\n".join(lines)
+    head = f"  {'process':<12}{'predicted GiB':>15}{'measured GiB':>14}{'ratio':>8}"
+    return "\n".join([head, *(row.columns(row.process) for row in rows)])
 
 
 def comparison_text(rows: list[PhaseComparison], run: Path) -> str:
     """A table, and what to look at."""
-    lines = [f"{run}", f"  {'phase':<12}{'predicted s':>13}{'measured s':>13}{'ratio':>8}"]
-    for row in rows:
-        ratio = f"{row.ratio:.2f}" if row.ratio is not None else "-"
-        mark = f"  look at {row.suspect}" if row.suspect else ""
-        lines.append(f"  {row.phase:<12}{row.predicted:>13.2f}{row.measured:>13.2f}{ratio:>8}{mark}")
-    return "\n".join(lines)
+    head = f"  {'phase':<12}{'predicted s':>15}{'measured s':>14}{'ratio':>8}"
+    return "\n".join([f"{run}", head, *(row.columns(row.phase) for row in rows)])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlctl.config.keys import TRAINING_CHOSEN
+from rlctl.config.parallel import ParallelSpec
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["float32", "bf16", "fp8", "fp4"]
@@ -16,21 +19,14 @@ class Adapters:
     rank: int
     attention: bool = True
     mlp: bool = True
-    """Of dense MLPs and shared experts; routed experts have none."""
+    """Dense MLPs and shared experts; routed experts have none."""
 
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """Layout of the policy. Sizes as Megatron names them."""
+    """How the policy is trained: its parallel sizes, and what else is chosen with them."""
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    sequence_parallel: bool = False
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
     micro_batch_tokens: int = 4096
     """Tokens of one micro-batch over all context-parallel ranks."""
     recompute: Recompute = "none"
@@ -40,18 +36,16 @@ class TrainingChoice:
     """`optimizer`: Megatron's DistributedOptimizer; `full`: FSDP2 shards weights and gradients too."""
     precision: Precision = "bf16"
     float8_copies: int = 1
-    """In `fp8`, of the matrices in float8: 1, or 2 where they are held beside weights in bfloat16, transposed too."""
+    """Copies of the matrices in float8 in `fp8`: 1, or 2 where they are also held transposed, next to bfloat16
+    weights."""
     gradient_bytes: int = 4
     """Bytes of an accumulated gradient element."""
     threads: int | None = None
     """Processor threads of each rank, on a CPU."""
-    first_stage_layers: int | None = None
-    """Layers of the first pipeline stage; None: an even split, or as even as it goes."""
-    last_stage_layers: int | None = None
     adapters: Adapters | None = None
     """None: all weights are trained."""
     reference: bool = False
-    """A frozen copy of the weights is held beside them."""
+    """A frozen copy of the weights is held next to them."""
     grouped_experts: bool = True
     """Experts of a rank run as one grouped matmul, not one after the other."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"
@@ -59,30 +53,23 @@ class TrainingChoice:
     logit_tokens: int | None = 1024
     """Most tokens whose logits exist at once; None: the whole micro-batch."""
 
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def expert_dp(self) -> int:
-        """Ranks that hold the same experts."""
-        return max(1, self.tp * self.cp * self.dp // (self.ep * self.etp))
+    def chosen(self) -> dict[str, Any]:
+        """Return the keys of `training` that every plan decides, with their values."""
+        values = vars(self.parallel) | vars(self)
+        return {key: values[key] for key in TRAINING_CHOSEN}
 
     def name(self) -> str:
-        """Short name, sizes of 1 left out: `TP4 PP2 DP8, full recompute`."""
-        sizes = [(k, getattr(self, k)) for k in ("tp", "pp", "vpp", "cp", "ep", "etp")]
-        parts = [f"{k.upper()}{v}" for k, v in sizes if v > 1] + [f"DP{self.dp}"]
+        """Return a short name that leaves out sizes of 1: `TP4 PP2 DP8, full recompute`."""
         extras = [f"{self.recompute} recompute"] if self.recompute != "none" else []
         extras += ["optimizer in host memory"] if self.optimizer_offload else []
         extras += ["FSDP"] if self.sharding == "full" else []
         extras += [f"LoRA rank {self.adapters.rank}"] if self.adapters else []
-        return ", ".join([" ".join(parts), *extras])
+        return ", ".join([self.parallel.name(), *extras])
 
 
 @dataclass(frozen=True)
 class GenerationChoice:
-    """Layout of the vLLM engines. A replica of `tp` x `pp` devices; `dp` replicas form one engine with shared
-    experts."""
+    """Layout of the vLLM engines: a replica has `tp` x `pp` devices, an engine `dp` replicas with shared experts."""
 
     engines: int = 1
     tp: int = 1
@@ -92,9 +79,9 @@ class GenerationChoice:
     """Expert parallel size: `tp` x `dp` where experts are spread, else 1."""
     memory_fraction: float | None = 0.6
     kv_cache_bytes: float = 0.0
-    """Of one device (of the engine, on a CPU)."""
+    """Bytes on one device (of the engine, on a CPU)."""
     kv_cache_tokens: int = 0
-    """Of one replica."""
+    """Tokens that the cache of one replica holds."""
     max_concurrent: int = 256
     """Most sequences decoded at once by one replica."""
     max_batched_tokens: int = 8192
@@ -115,8 +102,6 @@ class GenerationChoice:
         return self.engines * self.dp
 
     def name(self) -> str:
-        parts = [f"{self.engines} engine" + "s" * (self.engines > 1)]
-        parts += [
-            f"{k.upper()}{v}" for k, v in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("ep", self.ep)) if v > 1
-        ]
-        return " ".join(parts)
+        sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp), ("EP", self.ep))
+        engines = f"{self.engines} engine" + "s" * (self.engines > 1)
+        return " ".join([engines, *(f"{name}{size}" for name, size in sizes if size > 1)])

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: one table of hardware constants, and the facts of a cluster made of such devices.
+"""The machine that a plan is for: a table of hardware constants, a cluster of such devices, and its measured rates.
 
 Rates are peak rates of one device in one direction. Sources: [N] NVIDIA's data sheet of the part, dense figures (half
 of the sparse ones), [D] the data sheet of the DGX or NVL system built from it (network, host memory).
@@ -7,10 +7,14 @@ of the sparse ones), [D] the data sheet of the DGX or NVL system built from it (
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from dataclasses import dataclass, field, replace
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 
 GIB = 1024**3
@@ -20,8 +24,7 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one node's processors where `is_cpu`. Bytes, bytes per second, floating-point operations per
-    second."""
+    """One GPU, or one node's processors where `is_cpu`. Bytes, bytes and floating-point operations per second."""
 
     name: str
     memory: float
@@ -40,7 +43,7 @@ class Device:
     """Between device and host memory."""
     gpus_per_node: int
     host_memory: float
-    """Of one node."""
+    """Bytes of one node."""
     fp4: float = 0.0
     cores: int = 0
     """Processor cores of a node, for a CPU."""
@@ -83,10 +86,8 @@ DEVICES: dict[str, Device] = {
         _gpu("a100-40gb", 39.4, 312, 312, 1555, 300, network=25 * GB, host_link=25 * GB, host_memory=1000 * GIB,
              source="NVIDIA A100 40GB SXM"),
         # 2.25 PFLOP/s BF16, 4.5 FP8, 9 FP4, 8 TB/s, NVLink 5 1.8 TB/s both ways [N, D]
-        _gpu("b200", 178.4, 2250, 4500, 7700, 900, fp4=9000 * TERA, host_memory=4000 * GIB, source=(
-            "DGX B200 data "
-            "sheet"
-        )),
+        _gpu("b200", 178.4, 2250, 4500, 7700, 900, fp4=9000 * TERA, host_memory=4000 * GIB,
+             source="DGX B200 data sheet"),
         _gpu("b300", 267.7, 2250, 4500, 7700, 900, fp4=13500 * TERA, network=100 * GB, host_memory=4000 * GIB,
              source="DGX B300 data sheet"),
         _gpu("gb200", 184.0, 2450, 4900, 8000, 900, fp4=9800 * TERA, **_NVL72, source="GB200 NVL72 data sheet"),
@@ -122,7 +123,7 @@ class ClusterFacts:
     nodes: int = 1
     gpus_per_node: int = 8
     origin: str = "table"
-    """Where the rates come from: `table` or the name of a measured profile."""
+    """The source of the rates: `table` or the name of a measured profile."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -174,8 +175,7 @@ def make_cluster(gpu: str, nodes: int | None = None, gpus_per_node: int | None =
 
 
 def local_cpu() -> Device:
-    """This machine's processors: the cores this process may use and the memory that the machine or its cgroup
-    grants."""
+    """This machine's processors: cores that this process may use, memory that the machine or its cgroup grants."""
     return cpu_device(len(os.sched_getaffinity(0)), _local_memory())
 
 
@@ -197,3 +197,93 @@ def match_device(reported: str) -> str | None:
     compact = text.replace("-", "")
     found = [name for name in DEVICES if name.replace("-", "") in compact]
     return max(found, key=len, default=None)
+
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Measured rates of one machine: operations or bytes a second. None: not measured, or not there."""
+
+    host: str
+    device: str
+    """`cpu`, or the table's name of its GPUs."""
+    measured: str
+    """Date and time, UTC."""
+    devices: int
+    """GPUs, or processor cores."""
+    matmul: float
+    """Large matrices in the training dtype (bfloat16 on a GPU, float32 on a CPU, with all its cores)."""
+    memory_bandwidth: float
+    """Reading and writing device memory."""
+    all_reduce: float | None = None
+    """Bus bandwidth of an all-reduce between the local devices (processes, on a CPU)."""
+    point_to_point: float | None = None
+    host_to_device: float | None = None
+    device_to_host: float | None = None
+    disk_read: float | None = None
+    disk_write: float | None = None
+    version: int = VERSION
+
+
+def profile_path(environment: Mapping[str, str] | None = None) -> Path:
+    """This machine's profile: `RLCTL_MACHINE_PROFILE`, or a file named after the host in rlctl's cache."""
+    environment = os.environ if environment is None else environment
+    if environment.get("RLCTL_MACHINE_PROFILE"):
+        return user_path(environment["RLCTL_MACHINE_PROFILE"])
+    cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl"
+    return user_path(environment.get("RLCTL_CACHE_DIR") or cache) / f"machine-{platform.node() or 'local'}.json"
+
+
+def save_profile(profile: MachineProfile, path: Path) -> None:
+    """Writes the profile, complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".partial")
+    aside.write_text(json.dumps(asdict(profile), indent=2) + "\n")
+    aside.replace(path)
+
+
+def load_profile(path: Path | None = None) -> MachineProfile | None:
+    """This machine's profile; None: not calibrated. Raises InputError for a file that is no profile."""
+    path = path or profile_path()
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        known = {field.name for field in fields(MachineProfile)}
+        profile = MachineProfile(**{key: value for key, value in values.items() if key in known})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        hint = "Remove it, or run `rlctl doctor --calibrate`."
+        raise InputError(f"{path} is not a machine profile: {error}.", hint) from error
+    return profile if profile.version == VERSION else None
+
+
+def with_profile(cluster: ClusterFacts, profile: MachineProfile | None) -> ClusterFacts:
+    """The cluster with measured rates, where the profile is of such a device; peak rates are scaled to what a large
+    matmul reaches, so that the model's own efficiencies still apply on top of a GPU's peak."""
+    if profile is None or profile.device != cluster.device.name:
+        return cluster
+    device = cluster.device
+    changes: dict[str, float] = {"memory_bandwidth": profile.memory_bandwidth}
+    if cluster.is_cpu:
+        if profile.devices != device.cores:
+            return cluster
+        changes |= {"bf16": profile.matmul, "fp8": profile.matmul}
+    else:
+        scale = profile.matmul / (REACHED * device.bf16)
+        changes |= {"bf16": device.bf16 * scale, "fp8": device.fp8 * scale, "fp4": device.fp4 * scale}
+        # A copy reaches about nine tenths of the peak that the model's efficiency is a share of.
+        changes["memory_bandwidth"] = profile.memory_bandwidth / REACHED_BANDWIDTH
+    if profile.all_reduce:
+        changes["link"] = profile.all_reduce / (1.0 if cluster.is_cpu else LINK_REACHED)
+    if profile.host_to_device and profile.device_to_host:
+        changes["host_link"] = min(profile.host_to_device, profile.device_to_host)
+    return replace(cluster, device=replace(device, **changes), origin=f"measured on {profile.host}, {profile.measured}")
+
+
+REACHED = 0.72
+"""Share of the data sheet's BF16 peak that a large matmul reaches where nothing is wrong (planner/constants.py)."""
+REACHED_BANDWIDTH = 0.9
+LINK_REACHED = 0.8
+"""Share of NVLink's peak that nccl-tests report as bus bandwidth of a large all-reduce."""

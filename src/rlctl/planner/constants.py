@@ -17,20 +17,20 @@ class Constants:
 
     # Training
     matmul_efficiency: float = 0.72
-    """Of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75)."""
+    """Share of the BF16 peak, for large matrices (cuBLAS on H100 reaches 0.65-0.75)."""
     traffic: float = 2.5
     """Times that a layer's activations cross the memory bus in a forward pass."""
     fp8_efficiency: float = 0.60
-    """Of the FP8 peak, for large matrices; scaling is inside."""
+    """Share of the FP8 peak, for large matrices; scaling is inside."""
     fp4_efficiency: float = 0.45
     attention_efficiency: float = 0.45
-    """Of the BF16 peak, causal flash attention forward and backward (FlashAttention-3 reports 0.4-0.75)."""
+    """Share of the BF16 peak, in causal flash attention forward and backward (FlashAttention-3 reports 0.4-0.75)."""
     half_width: int = 200
     """Columns of a split weight matrix at which a matmul runs at half its efficiency."""
     half_tokens: int = 300
     """Rows of a matmul at which it runs at half its efficiency."""
     link_efficiency: float = 0.75
-    """Of NVLink, in ring collectives of hundreds of megabytes (nccl-tests: 0.75-0.85)."""
+    """Share of NVLink, in ring collectives of hundreds of megabytes (nccl-tests: 0.75-0.85)."""
     network_efficiency: float = 0.75
     hbm_efficiency: float = 0.80
     tensor_overlap: float = 0.3
@@ -57,7 +57,7 @@ class Constants:
     length_sigma: float = 1.0
     """Standard deviation of the logarithm of completion lengths (log-normal, cut at the limit)."""
     decode_bandwidth_efficiency: float = 0.72
-    """Of HBM bandwidth, reading weights and KV cache in a decode step."""
+    """Share of HBM bandwidth, reading weights and KV cache in a decode step."""
     decode_step_s: float = 0.0035
     """Scheduling, sampling and detokenization of one decode step, not hidden behind the GPU."""
     decode_sequence_s: float = 6e-6
@@ -82,8 +82,8 @@ class Constants:
     refit_piece_s: float = 1e-5
     """Launching the copy of one tensor's part (kernel launch)."""
     refit_link_efficiency: float = 0.4
-    """Of a link, by boxes of many tensors (published shard-to-shard refits over 400 Gb/s a device: 0.06 for 1 GB a
-    receiver, 0.15 for 8, 0.30 and 0.46 for 42 and 50)."""
+    """Share of a link, by boxes of many tensors (published shard-to-shard refits over 400 Gb/s a device: 0.06 for 1 GB
+    a receiver, 0.15 for 8, 0.30 and 0.46 for 42 and 50)."""
     disk_bytes_per_s: float = 2e9
     """Through a file system that every node sees (a parallel file system gives one client 1 to 4 GB/s)."""
     pageable_copy: float = 0.25
@@ -99,16 +99,16 @@ class Constants:
     communicator_bytes: float = 0.25 * GIB
     """NCCL buffers of one communicator."""
     fragmentation: float = 0.05
-    """Of the memory that the allocator hands out and takes back in a phase."""
+    """Share of the memory that the allocator hands out and takes back in a phase."""
     engine_asleep_bytes: float = 1.2 * GIB
-    """What a sleeping vLLM engine keeps: context, CUDA graphs, NCCL."""
+    """Bytes that a sleeping vLLM engine keeps: context, CUDA graphs, NCCL."""
     cpu_process_bytes: float = 1.1 * GIB
     """Resident size of a Python process with torch and Megatron or vLLM loaded."""
     logit_copy_bytes: float = 4.0
     """A logit's float32 copy, and the same again for its gradient; 0 where a fused loss works in place."""
     staging_bytes: float = 0.25 * GIB
-    """What a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is packed.
-    `refit.staging_mb` sets it."""
+    """Bytes that a refit holds on each side: two buffers, boxes of other ranks on their way, and views of what is
+    packed. `refit.staging_mb` sets it."""
 
 
 BOUNDS: dict[str, tuple[float, float]] = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlctl.models.constraints import Problem
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.cluster import GIB
 from rlctl.planner.generation import (
@@ -17,7 +18,7 @@ from rlctl.planner.generation import (
     plan_kv,
     weight_bytes,
 )
-from rlctl.planner.rules import Problem, generation_problems
+from rlctl.planner.rules import generation_problems
 from rlctl.planner.search import SIMPLICITY, Reject, Request, powers, values_to_try
 
 
@@ -36,10 +37,8 @@ class GenerationCandidate:
 def generation_layouts(request: Request, devices: int) -> Iterator[GenerationChoice]:
     """Engines over `devices` devices, before rules and memory."""
     facts, cluster, workload = request.facts, request.cluster, request.workload
-    base = {
-        "weight_bytes": request.generation_bytes,
-        "max_batched_tokens": request.pin("generation.max_batched_tokens", 8192),
-    }
+    batched = request.pin("generation.max_batched_tokens", 8192)
+    base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched}
     if cluster.is_cpu:
         yield from _cpu_engines(request, base)
         return
@@ -48,9 +47,8 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
         for pp in values_to_try(request, "generation.pp", [1] if tp < cluster.gpus_per_node else [1, 2, 4]):
             options = [(1, 1)] + ([(1, tp)] if experts > 1 and tp > 1 else [])
             if experts > 1:
-                options += [
-                    (dp, tp * dp) for dp in powers(64)[1:] if experts % (tp * dp) == 0 and tp * pp * dp <= devices
-                ]
+                dps = (dp for dp in powers(64)[1:] if experts % (tp * dp) == 0 and tp * pp * dp <= devices)
+                options += [(dp, tp * dp) for dp in dps]
             for dp, ep in options:
                 if dp != request.pin("generation.dp", dp) or ep != request.pin("generation.ep", ep):
                     continue
@@ -59,6 +57,13 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
                     share = workload.share(engines, dp)
                     concurrent = request.pin("generation.max_concurrent", max(8, min(1024, share)))
                     yield GenerationChoice(engines, tp, pp, dp, ep, max_concurrent=concurrent, **base)
+
+
+def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationChoice, list[Problem]]]:
+    """Yield layouts and the rules that they break; on a CPU engines share its cores."""
+    for layout in generation_layouts(request, devices):
+        there = max(devices, layout.gpus) if request.cluster.is_cpu else devices
+        yield layout, generation_problems(request.facts, layout, request.workload, there)
 
 
 def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationChoice]:
@@ -74,8 +79,7 @@ def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationC
 
 
 def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool, asleep: float) -> float:
-    """Share of a device for vLLM: enough for all its rollouts at full length, at most what the sleeping policy
-    leaves."""
+    """Share of a device for vLLM: enough for all rollouts at full length, at most what the sleeping policy leaves."""
     pinned = request.pin("generation.memory_fraction")
     if pinned is not None:
         return pinned
@@ -84,25 +88,21 @@ def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool,
     if colocated:
         ceiling = min(ceiling, 1 - asleep / memory - 0.04)
     cache = layout.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout)
-    fixed = weight_bytes(request.facts, layout) + sum(overhead_bytes(request.facts, layout, request.constants).values())
-    wanted = (fixed + cache) / memory + 0.02
+    wanted = (_fixed_bytes(request, layout) + cache) / memory + 0.02
     return max(0.2, int(min(ceiling, wanted) * 100) / 100)
 
 
+def _fixed_bytes(request: Request, layout: GenerationChoice) -> float:
+    """Bytes of an engine on one GPU without its KV cache."""
+    return weight_bytes(request.facts, layout) + sum(overhead_bytes(request.facts, layout, request.constants).values())
+
+
 def generation_candidates(
-    request: Request,
-    devices: int,
-    colocated: bool,
-    asleep: float,
-    budget: float,
-    rejected: Reject,
+    request: Request, devices: int, colocated: bool, asleep: float, budget: float, rejected: Reject
 ) -> list[GenerationCandidate]:
     """All engine layouts that are valid and fit, the best first. `asleep`: what the offloaded policy keeps."""
     found = []
-    for layout in generation_layouts(request, devices):
-        problems = generation_problems(
-            request.facts, layout, request.workload, max(devices, layout.gpus if request.cluster.is_cpu else 0)
-        )
+    for layout, problems in ruled_engines(request, devices):
         if problems:
             rejected(layout, problems[0].message)
             continue
@@ -129,19 +129,13 @@ def _with_cache(
     layout = replace(layout, memory_fraction=fraction)
     free, tokens = plan_kv(facts, layout, workload, request.cluster, request.constants)
     if tokens < workload.max_length:
-        need = weight_bytes(facts, layout) + sum(overhead_bytes(facts, layout, request.constants).values())
-        need += workload.max_length * kv_bytes_per_token_on_device(facts, layout)
+        need = _fixed_bytes(request, layout) + workload.max_length * kv_bytes_per_token_on_device(facts, layout)
         have = fraction * request.cluster.device.memory
-        return Problem(
-            "generation.tp",
-            f"one sequence of {workload.max_length} tokens needs {need / GIB:.0f} GiB, vLLM may use {have / GIB:.0f}",
-            need / have,
-        )
+        why = f"one sequence of {workload.max_length:,} tokens needs {need / GIB:.0f} GiB, and vLLM may use "
+        return Problem("generation.tp", f"{why}{have / GIB:.0f}", need / have)
     if colocated and fraction * request.cluster.device.memory + asleep > request.cluster.device.memory:
-        return Problem(
-            "generation.memory_fraction",
-            f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy",
-        )
+        why = f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy"
+        return Problem("generation.memory_fraction", why)
     return replace(layout, kv_cache_bytes=free, kv_cache_tokens=tokens)
 
 
@@ -150,22 +144,20 @@ def _pinned_cache(
 ) -> GenerationChoice | Problem:
     """A KV cache of given size on each GPU; the memory fraction follows from it."""
     have = request.cluster.device.memory
-    need = pinned + weight_bytes(request.facts, layout)
-    need += sum(overhead_bytes(request.facts, layout, request.constants).values())
+    need = pinned + _fixed_bytes(request, layout)
     if need + asleep > have:
         return Problem(
             "generation.kv_cache_bytes",
-            f"{pinned / GIB:.0f} GiB of KV cache make an engine of {need / GIB:.0f} GiB a GPU, beside "
-            f"{asleep / GIB:.0f} of the sleeping policy; there are {have / GIB:.0f}",
+            f"with {pinned / GIB:.0f} GiB of KV cache an engine takes {need / GIB:.0f} GiB of a GPU and the sleeping "
+            f"policy {asleep / GIB:.0f}; there are {have / GIB:.0f}",
             (need + asleep) / have,
         )
-    tokens = int(pinned / kv_bytes_per_token_on_device(request.facts, layout))
-    if tokens < request.workload.max_length:
-        return Problem(
-            "generation.kv_cache_bytes",
-            f"{pinned} bytes hold {tokens} tokens, one sequence has {request.workload.max_length}: it takes "
-            f"{int(request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout))} bytes",
-        )
+    per_token, longest = kv_bytes_per_token_on_device(request.facts, layout), request.workload.max_length
+    tokens = int(pinned / per_token)
+    if tokens < longest:
+        needs = f"one sequence needs {longest:,}: {int(longest * per_token):,} bytes"
+        why = f"{pinned:,.0f} bytes hold {tokens:,} tokens, and {needs}"
+        return Problem("generation.kv_cache_bytes", why)
     fraction = min(0.99, math.ceil(100 * need / have) / 100)
     return replace(layout, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)
 
@@ -176,9 +168,8 @@ def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> Gen
     wanted = layout.max_concurrent * request.workload.max_length * per_token * 1.1
     least = request.workload.max_length * per_token * 1.1
     engines = max(1, layout.engines // request.cluster.nodes)
-    fixed = layout.tp * (CPU_ENGINE_BYTES + request.constants.cpu_process_bytes) + layout.tp * weight_bytes(
-        request.facts, layout
-    )
+    process = CPU_ENGINE_BYTES + request.constants.cpu_process_bytes
+    fixed = layout.tp * (process + weight_bytes(request.facts, layout))
     free = budget / engines - fixed
     size = request.pin("generation.kv_cache_bytes", min(max(wanted, 256 * 1024**2), free))
     if size < least or size > free:

@@ -1,4 +1,4 @@
-"""The arithmetic behind a plan: the numbers that went into its memory and its seconds, step by step."""
+"""The arithmetic behind a plan: the numbers that its memory and its seconds were computed from, step by step."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from dataclasses import replace
 
 from rlctl.planner import memory as mem
 from rlctl.planner import time as timing
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB
 from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
-from rlctl.planner.parameters import count
-from rlctl.planner.plan import Plan
-from rlctl.planner.refit import refit_time, remote_share, tensor_count
-from rlctl.planner.stages import Stage, rank_parameters, stages, trained_parameters
+from rlctl.planner.make_plan import Plan
+from rlctl.planner.parameters import Stage, count, rank_parameters, stages, trained_parameters
+from rlctl.planner.time import refit_time, remote_share, tensor_count
 
 
 def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
     """Lines of arithmetic for memory, training, generation and refit."""
     lines = ["model", *_model(plan)]
-    if plan.training is not None:
-        lines += ["memory in training", *_memory(plan, constants), "training", *_training(plan, constants)]
-    if plan.generation is not None:
-        lines += ["generation", *_generation(plan, constants)]
-    if plan.training is not None and plan.generation is not None:
-        lines += ["refit", *_refit(plan, constants)]
+    training, generation = plan.training, plan.generation
+    if training is not None:
+        lines += ["memory in training", *_memory(plan, training, constants)]
+        lines += ["training", *_training(plan, training, constants)]
+    if generation is not None:
+        lines += ["generation", *_generation(plan, generation, constants)]
+    if training is not None and generation is not None:
+        lines += ["refit", *_refit(plan, training, generation, constants)]
     return "\n".join(lines)
 
 
@@ -38,16 +40,16 @@ def _model(plan: Plan) -> list[str]:
     ]
 
 
-def _fullest(plan: Plan, constants: Constants) -> Stage:
+def _fullest(plan: Plan, t: TrainingChoice, constants: Constants) -> Stage:
     def total(stage: Stage) -> float:
-        states = sum(mem.state_bytes(plan.facts, stage, plan.training).values())
-        return states + mem.activation_bytes(plan.facts, stage, plan.training, plan.micro_batches, constants)
+        states = sum(mem.state_bytes(plan.facts, stage, t).values())
+        return states + mem.activation_bytes(plan.facts, stage, t, plan.micro_batches, constants)
 
-    return max(stages(plan.facts, plan.training), key=total)
+    return max(stages(plan.facts, t), key=total)
 
 
-def _memory(plan: Plan, constants: Constants) -> list[str]:
-    t, stage = plan.training, _fullest(plan, constants)
+def _memory(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]:
+    stage = _fullest(plan, t, constants)
     params, trained = rank_parameters(plan.facts, stage, t), trained_parameters(plan.facts, stage, t)
     states_of = (
         "optimizer" if t.adapters is None else f"adapters {trained.total / 1e6:.1f}M parameters a rank; optimizer"
@@ -57,32 +59,33 @@ def _memory(plan: Plan, constants: Constants) -> list[str]:
     element = mem.element_bytes(t)
     return [
         f"  fullest stage: {stage.layers} layers{', embedding' * stage.embedding}{', head' * stage.head}; "
-        f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.tp}), {params.experts / 1e9:.3f}B in experts "
-        f"(EP {t.ep} x ETP {t.etp})",
+        f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.parallel.tp}), "
+        f"{params.experts / 1e9:.3f}B in experts (EP {t.parallel.ep} x ETP {t.parallel.etp})",
         f"  weights {states['weights'] / GIB:.2f} GiB = {params.total / 1e9:.3f}B x "
         f"{states['weights'] / params.total:.2f} bytes"
         + (f" ({t.float8_copies} copies of the matrices in float8 among them)" if t.precision == "fp8" else "")
         + f"; gradients {states['gradients'] / GIB:.2f}",
         f"  {states_of} {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
-        f"{t.dp * t.cp} ranks + experts / {t.expert_dp})" + (", in host memory" if t.optimizer_offload else ""),
-        f"  activations: {per_token:.0f} bytes a token and layer, {t.micro_batch_tokens // t.cp} tokens, "
+        f"{t.parallel.dp * t.parallel.cp} ranks + experts / {t.parallel.expert_dp})"
+        + (", in host memory" if t.optimizer_offload else ""),
+        f"  activations: {per_token:,.0f} bytes a token and layer, {t.micro_batch_tokens // t.parallel.cp:,} tokens, "
         f"{stage.layers} layers, "
         f"up to {min(stage.in_flight, plan.micro_batches)} micro-batches at once, recompute {t.recompute}",
     ]
 
 
-def _training(plan: Plan, constants: Constants) -> list[str]:
-    facts, cluster, t, w = plan.facts, plan.cluster, plan.training, plan.workload
+def _training(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]:
+    facts, cluster, w = plan.facts, plan.cluster, plan.workload
     time = timing.training_time(facts, t, w, cluster, plan.colocated, constants)
     number, tokens = timing.micro_batches(t, w, constants)
     f = time.forward
-    rate = timing.matmul_rate(facts, t, cluster, tokens / t.cp, constants)
+    rate = timing.matmul_rate(facts, t, cluster, tokens / t.parallel.cp, constants)
     passes = timing.PASSES[t.recompute]
     frozen = f" - {1e3 * f.matmul:.1f} ms each for gradients of frozen weights" if t.adapters else ""
     return [
-        f"  {w.tokens(constants.length_sigma):.0f} tokens a step, {w.trained_tokens(constants.length_sigma):.0f} "
-        f"of them trained = {w.samples} rollouts x ({w.prompt_tokens} + "
-        f"{w.lengths(constants.length_sigma).mean:.0f}); {number} micro-batches of {tokens:.0f} tokens a rank, "
+        f"  {w.tokens(constants.length_sigma):,.0f} tokens a step, {w.trained_tokens(constants.length_sigma):,.0f} "
+        f"of them trained = {w.samples:,} rollouts x ({w.prompt_tokens:,} + "
+        f"{w.lengths(constants.length_sigma).mean:,.0f}); {number:,} micro-batches of {tokens:,.0f} tokens a rank, "
         f"{w.optimizer_steps} optimizer steps",
         f"  forward of a micro-batch {1e3 * f.total:.1f} ms: compute {1e3 * f.compute:.1f} at {rate / 1e12:.2f} "
         f"TFLOP/s, tensor "
@@ -91,12 +94,11 @@ def _training(plan: Plan, constants: Constants) -> list[str]:
         f"  {time.compute:.2f} s = {w.optimizer_steps} x {number} x {passes:g} forward passes{frozen}; bubble "
         f"{time.bubble:.2f} = (PP - 1) / VPP "
         f"micro-batches; data parallel {time.data:.2f}; update {time.optimizer:.2f}; onload {time.onload:.2f}",
-        *_streaming(plan, constants),
+        *_streaming(plan, t, constants),
     ]
 
 
-def _streaming(plan: Plan, constants: Constants) -> list[str]:
-    t = plan.training
+def _streaming(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]:
     if not t.optimizer_offload:
         return []
     rate = plan.cluster.device.host_link * constants.pinned_copy
@@ -107,31 +109,25 @@ def _streaming(plan: Plan, constants: Constants) -> list[str]:
     ]
 
 
-def _generation(plan: Plan, constants: Constants) -> list[str]:
-    assert plan.generation is not None
-    g = plan.generation
+def _generation(plan: Plan, g: GenerationChoice, constants: Constants) -> list[str]:
     time = generation_time(plan.facts, g, plan.workload, plan.cluster, constants)
     lengths = plan.workload.lengths(constants.length_sigma)
     return [
         f"  weights {weight_bytes(plan.facts, g) / GIB:.2f} GiB, KV "
-        f"{kv_bytes_per_token_on_device(plan.facts, g):.0f} bytes a token a device",
-        f"  lengths: mean {lengths.mean:.0f}, longest {lengths.longest:.0f} of {lengths.limit:.0f} (log-normal, "
+        f"{kv_bytes_per_token_on_device(plan.facts, g):,.0f} bytes a token a device",
+        f"  lengths: mean {lengths.mean:,.0f}, longest {lengths.longest:,.0f} of {lengths.limit:,.0f} (log-normal, "
         f"sigma {constants.length_sigma:g})",
-        f"  {time.steps:.0f} decode steps, {1e3 * time.first_step:.1f} ms with "
+        f"  {time.steps:,.0f} decode steps, {1e3 * time.first_step:.1f} ms with "
         f"{min(g.max_concurrent, plan.workload.share(g.engines, g.dp))} sequences "
         f"down to {1e3 * time.last_step:.1f} ms with the last: {time.decode:.1f} s; prefill {time.prefill:.1f} s",
     ]
 
 
-def _refit(plan: Plan, constants: Constants) -> list[str]:
-    assert plan.training is not None
-    assert plan.generation is not None
-    received, pieces = weight_bytes(plan.facts, plan.generation), tensor_count(plan.facts)
-    far = remote_share(plan.training, plan.cluster, plan.colocated)
-    seconds = refit_time(
-        plan.facts, plan.training, plan.generation, plan.cluster, plan.colocated, constants, mover=plan.mover
-    )
-    lines = [f"  {received / 1e9:.2f} GB a worker in parts of {pieces} tensors by {plan.mover}: {seconds:.2f} s"]
+def _refit(plan: Plan, t: TrainingChoice, g: GenerationChoice, constants: Constants) -> list[str]:
+    received, pieces = weight_bytes(plan.facts, g), tensor_count(plan.facts)
+    far = remote_share(t.parallel, plan.cluster, plan.colocated)
+    seconds = refit_time(plan.facts, t, g, plan.cluster, plan.colocated, constants, mover=plan.mover)
+    lines = [f"  {received / 1e9:.2f} GB a worker in parts of {pieces:,} tensors by {plan.mover}: {seconds:.2f} s"]
     if not plan.cluster.is_cpu:
         device, efficiency = plan.cluster.device, constants.refit_link_efficiency
         lines.append(

@@ -8,13 +8,15 @@ from typing import Any
 
 from rlctl.planner import engine_search, search
 from rlctl.planner import memory as mem
-from rlctl.planner.assemble import assemble, policy_asleep
-from rlctl.planner.choice import TrainingChoice
+from rlctl.planner import time as timing
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB
-from rlctl.planner.generation import generation_memory
+from rlctl.planner.generation import generation_memory, generation_time, weight_bytes
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.rules import not_runnable
 from rlctl.planner.search import Request
+from rlctl.planner.time import refit_time
+from rlctl.telemetry.phases import Phase
 
 
 def fitting_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
@@ -52,8 +54,7 @@ class _RejectionLog:
         return note
 
     def listed(self) -> list[Rejected]:
-        """What misses least memory first and what no rule allows last; a half that does not fit in any way comes before
-        one that does."""
+        """Sort by memory missed, what no rule allows last, and a half that fits in no way before one that does."""
         order = sorted(
             self.lines.items(),
             key=lambda item: (item[1][2] == math.inf, item[1][0] in self.fitted, item[1][2], len(item[0])),
@@ -80,7 +81,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
         asleep = policy_asleep(request, training.choice)
         left = request.budget
         if cluster.is_cpu:
-            left -= training.peak.total * max(1, training.choice.world_size // cluster.nodes)
+            left -= training.peak.total * max(1, training.choice.parallel.world_size // cluster.nodes)
         engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
         for engine in _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1):
@@ -98,7 +99,7 @@ def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool]) -> 
 def _split(request: Request, log: _RejectionLog) -> list[Plan]:
     """Policy and engines on different devices, working one after the other."""
     plans = []
-    total = request.cluster.gpus
+    total, device = request.cluster.gpus, request.cluster.device
     for share in (0.25, 0.5, 0.75):
         policy = int(total * share)
         if request.cluster.nodes > 1:
@@ -106,16 +107,12 @@ def _split(request: Request, log: _RejectionLog) -> list[Plan]:
         if not 0 < policy < total:
             continue
         trainings = search.training_candidates(request, policy, False, request.budget, log.add("training"))
-        engines = engine_search.generation_candidates(
-            request, total - policy, False, 0.0, request.budget, log.add("generation")
-        )
+        other, noted = total - policy, log.add("generation")
+        engines = engine_search.generation_candidates(request, other, False, 0.0, request.budget, noted)
         made = [assemble(request, t, e.choice, False) for t in trainings[:2] for e in engines[:2]]
-        device = request.cluster.device
-        plans += [
-            plan
-            for plan in made
-            if plan.memory["refit"].total <= device.memory and plan.host_memory <= device.host_memory
-        ]
+        for plan in made:
+            if plan.memory["refit"].total <= device.memory and plan.host_memory <= device.host_memory:
+                plans.append(plan)
     return sorted(plans, key=score)
 
 
@@ -129,11 +126,9 @@ def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
 
 def _least_cpu_engine(request: Request) -> float:
     """Bytes of a node that the smallest engine needs on a CPU."""
-    layouts = list(engine_search.generation_layouts(request, 1))
-    sizes = [
-        generation_memory(request.facts, layout, request.cluster, 0.0, request.constants).total for layout in layouts
-    ]
-    return min(sizes, default=0.0) + 256 * 1024**2
+    layouts = engine_search.generation_layouts(request, 1)
+    needs = (generation_memory(request.facts, g, request.cluster, 0.0, request.constants) for g in layouts)
+    return min((memory.total for memory in needs), default=0.0) + 256 * 1024**2
 
 
 def _refit_fits(
@@ -144,7 +139,7 @@ def _refit_fits(
     memory = mem.refit_memory(request.facts, choice, request.cluster, engine.weights, request.constants)
     if memory.total <= request.budget:
         return True
-    why = f"{memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} in refit: policy and engine weights at once"
+    why = f"refit needs {memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} for the weights of both engines"
     log.add("training")(choice, f"with {engine.choice.name()}: {why}", memory.total / request.budget)
     return False
 
@@ -152,16 +147,15 @@ def _refit_fits(
 def _host_fits(
     request: Request, training: search.TrainingCandidate, engine: engine_search.GenerationCandidate, log: _RejectionLog
 ) -> bool:
-    """What is offloaded between the phases fits the host memory of a node."""
+    """Return whether what is offloaded between the phases fits the host memory of a node."""
     if request.cluster.is_cpu:
         return True
     need = mem.host_memory(request.facts, training.choice, request.cluster, True, engine.weights)
     have = request.cluster.device.host_memory
     if need <= have:
         return True
-    log.add("training")(
-        training.choice, f"{need / GIB:.0f} GiB of {have / GIB:.0f} host memory a node for offloaded state", need / have
-    )
+    why = f"offloaded state needs {need / GIB:.0f} GiB of {have / GIB:.0f} of host memory a node"
+    log.add("training")(training.choice, why, need / have)
     return False
 
 
@@ -176,3 +170,111 @@ def score(plan: Plan) -> float:
         kinds += sum(v > 1 for v in (plan.generation.tp, plan.generation.pp, plan.generation.dp))
     aim = device_seconds(plan) if plan.workload.goal == "frugal" else plan.total_s
     return aim * (1 + search.SIMPLICITY * kinds)
+
+
+def assemble(
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+) -> Plan:
+    """The plan of these layouts; either may be None, for training or for completions alone."""
+    facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
+    choice = training.choice if training else None
+    number = timing.micro_batches(choice, workload, constants)[0] if choice else 0
+    return Plan(
+        facts=facts, cluster=cluster, workload=workload, backend=_backend(request), training=choice,
+        generation=generation, colocated=colocated, micro_batches=number,
+        memory=_memory(request, training, generation, colocated),
+        host_memory=_host_memory(request, training, generation, colocated),
+        seconds=_seconds(request, training, generation, colocated),
+        mfu=_mfu(request, training) if training else 0.0,
+        mover=_mover(request, colocated) if training and generation else None, pins=request.pins,
+    )  # fmt: skip
+
+
+def _backend(request: Request) -> str:
+    backend = request.pin("training.backend", "auto")
+    return "megatron" if backend == "auto" else backend
+
+
+def _mover(request: Request, colocated: bool) -> str:
+    asked = request.pin("refit.mover")
+    if asked is not None:
+        return asked
+    if request.cluster.is_cpu:
+        return "shared-memory"
+    return "cuda-ipc" if colocated else "collective"
+
+
+def _memory(
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+) -> dict[str, mem.PhaseMemory]:
+    facts, cluster, constants = request.facts, request.cluster, request.constants
+    if training is None:
+        assert generation is not None
+        return {"generation": generation_memory(facts, generation, cluster, 0.0, constants)}
+    asleep = search.asleep_bytes(request, colocated)
+    phases = {"training": training.peak}
+    if generation is None:
+        return phases
+    phases["logprobs"] = mem.logprobs_memory(facts, training.choice, cluster, asleep, constants)
+    policy = policy_asleep(request, training.choice) if colocated else 0.0
+    engine = generation_memory(facts, generation, cluster, policy, constants)
+    if colocated:
+        weights = weight_bytes(facts, generation)
+        phases["refit"] = mem.refit_memory(facts, training.choice, cluster, weights, constants)
+    else:
+        phases["refit"] = mem.split_refit_memory(facts, training.choice, cluster, engine, constants)
+    return phases | {"generation": engine}
+
+
+def _host_memory(
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+) -> float:
+    if training is None and not request.cluster.is_cpu:
+        return mem.engine_host_memory(request.cluster)
+    if training is not None and not request.cluster.is_cpu:
+        weights = weight_bytes(request.facts, generation) if generation else 0.0
+        shared = colocated and generation is not None
+        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights)
+    engine = 0.0
+    if generation is not None:
+        per_node = max(1, generation.engines // request.cluster.nodes) * generation.tp
+        engine = per_node * generation_memory(request.facts, generation, request.cluster, 0.0, request.constants).total
+    if training is None:
+        return engine
+    return max(1, training.choice.parallel.world_size // request.cluster.nodes) * training.peak.total + engine
+
+
+def _seconds(
+    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+) -> dict[Phase, float]:
+    facts, constants, cluster = request.facts, request.constants, request.cluster
+    seconds = dict.fromkeys(Phase, 0.0)
+    if generation is not None:
+        spent = generation_time(facts, generation, request.workload, cluster, constants)
+        seconds[Phase.GENERATION] = spent.total
+    if training is None:
+        return seconds
+    seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs}
+    seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
+    if generation is not None:
+        seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s
+        mover = _mover(request, colocated)
+        seconds[Phase.REFIT] = refit_time(
+            facts, training.choice, generation, cluster, colocated, constants, mover=mover
+        )
+    return seconds
+
+
+def _mfu(request: Request, training: search.TrainingCandidate) -> float:
+    """Return the MFU of the training phase, against the peak of the training precision."""
+    frozen = training.choice.adapters is not None
+    flops = timing.model_flops(request.facts, request.workload, request.constants, frozen=frozen)
+    devices = training.choice.parallel.world_size if not request.cluster.is_cpu else request.cluster.nodes
+    return flops / training.seconds / devices / request.cluster.device.flops(request.precision)
+
+
+def policy_asleep(request: Request, choice: TrainingChoice) -> float:
+    """Return the bytes that the offloaded policy's process keeps on the device: context, communicators, allocator."""
+    if request.cluster.is_cpu:
+        return 0.0
+    return mem.runtime_bytes(request.cluster, choice, request.constants) + 0.5 * GIB

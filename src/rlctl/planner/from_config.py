@@ -7,27 +7,17 @@ import subprocess
 from dataclasses import replace
 from typing import Any
 
-from rlctl.config.schema import LoraConfig, RlctlConfig
+from rlctl.config.keys import LAID_OUT
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import LoraConfig, RlctlConfig, TrainingConfig
 from rlctl.errors import ConfigError, MachineError
+from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import Adapters
-from rlctl.planner.cluster import ClusterFacts, local_cpu, make_cluster, match_device
+from rlctl.planner.choice import Adapters, Precision
+from rlctl.planner.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
 from rlctl.planner.constants import DEFAULTS
-from rlctl.planner.plan import Plan, make_plan
-from rlctl.planner.profile import load_profile, with_profile
+from rlctl.planner.make_plan import Plan, make_plan
 from rlctl.planner.workload import Workload
-
-PINNED = {
-    "training": (
-        "backend", "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
-        "optimizer_offload", "threads", "first_stage_layers", "last_stage_layers",
-    ),
-    "generation": (
-        "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
-        "threads", "colocated",
-    ),
-}  # fmt: skip
-"""Keys that the planner decides where they are unset."""
 
 PROMPT_TOKENS = 128
 """Prompt length that is reckoned with where the data is not read."""
@@ -97,15 +87,15 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     prompt = prompt_tokens or (min(PROMPT_TOKENS, _room(length, new)) if length else PROMPT_TOKENS)
     length = length or min(facts.max_length, prompt + new)
     return Workload(
-        prompts=config.grpo.prompts,
-        generations=config.grpo.generations,
+        prompts=config.batch.prompts,
+        generations=config.batch.generations,
         max_length=length,
         max_new_tokens=min(new, max(1, length - min(prompt, length))),
         mean_new_tokens=config.generation.mean_length or new / 2,
         prompt_tokens=min(prompt, length),
-        optimizer_steps=config.grpo.optimizer_steps,
-        old_logprobs=config.grpo.recomputes_old_logprobs,
-        reference=config.grpo.holds_reference,
+        optimizer_steps=config.batch.optimizer_steps,
+        old_logprobs="old_logprobs" in config.logprobs_needed,
+        reference="reference_logprobs" in config.logprobs_needed,
         packing=config.training.packing,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,
@@ -113,16 +103,37 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
 
 
 def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
-    """The keys of `PINNED` that the user, a preset or a file has set."""
+    """Return the keys that the planner would decide and that the user, a preset or a file has set."""
     found: dict[str, Any] = {}
-    for section, keys in PINNED.items():
+    if config.training.backend != "auto":
+        found["training.backend"] = config.training.backend
+    for section, keys in LAID_OUT.items():
         values = getattr(config, section)
         found |= {f"{section}.{key}": getattr(values, key) for key in keys if getattr(values, key) is not None}
     if config.refit.mover != "auto":
         found["refit.mover"] = config.refit.mover
-    if found.get("training.backend") == "auto":
-        del found["training.backend"]
     return found
+
+
+def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec:
+    """Return the parallel sizes set in the `training` section, and 1 for those that are not.
+
+    Raises ConfigError naming the first one that the model or Megatron-Core does not allow.
+    """
+    parallel = ParallelSpec(
+        tp=training.tp or 1,
+        pp=training.pp or 1,
+        vpp=training.vpp or 1,
+        cp=training.cp or 1,
+        ep=training.ep or 1,
+        etp=training.etp or 0,
+        dp=training.dp or training.ep or 1,
+        sequence_parallel=training.sequence_parallel,
+        first_stage_layers=training.first_stage_layers,
+        last_stage_layers=training.last_stage_layers,
+    )
+    require_policy_sizes(facts, parallel)
+    return parallel
 
 
 def adapters_from_config(lora: LoraConfig) -> Adapters | None:
@@ -130,22 +141,24 @@ def adapters_from_config(lora: LoraConfig) -> Adapters | None:
     return Adapters(lora.rank, "attention" in lora.targets, "mlp" in lora.targets) if lora.rank else None
 
 
-def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> str | None:
-    """What linear layers multiply in: `fp8` where `megatron.fp8` is set, else model.dtype; None: the device's usual.
+def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precision | None:
+    """Return what linear layers multiply in: `fp8` where `megatron.fp8` is set, else model.dtype; None: the device's
+    usual.
 
     Raises:
         ConfigError: float8 is asked for where the device, the weights or adapters do not go with it.
     """
     fp8, recipe = config.megatron.passed.get("fp8"), config.megatron.passed.get("fp8_recipe")
     if not fp8:
-        return {"float32": "float32", "bfloat16": "bf16"}.get(config.model.dtype)
+        named: dict[str, Precision] = {"float32": "float32", "bfloat16": "bf16"}
+        return named.get(config.model.dtype)
     device = cluster.device
     for wrong, why, what in (
         (device.is_cpu, "it needs GPUs", "Remove it, or plan for GPUs with --gpu."),
         (device.fp8 <= device.bf16, f"{device.name.upper()} has no units for it", "Remove it."),
         (recipe == "mxfp8" and not device.fp4, f"{device.name.upper()} has no units for its recipe mxfp8",
          "Set megatron.fp8_recipe to blockwise or tensorwise."),
-        (config.model.dtype == "float32", "weights beside it are bfloat16, and model.dtype is float32",
+        (config.model.dtype == "float32", "the other weights are bfloat16, and model.dtype is float32",
          "Set model.dtype to bfloat16 or auto."),
         (config.training.lora.rank > 0, "adapters (training.lora) are on layers without it", "Remove one of the two."),
     ):  # fmt: skip

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
 from rlctl.planner.memory import PhaseMemory
-from rlctl.planner.parameters import count, kv_bytes_per_token
+from rlctl.planner.parameters import attended, count, kv_bytes_per_token
 from rlctl.planner.workload import Workload
 
 CPU_DECODE_EFFICIENCY = 0.35
 """Share of the processor's matmul rate that vLLM's decode reaches (135M parameters on two AVX2 cores)."""
 CPU_ENGINE_BYTES = 0.7 * GIB
-"""An engine's buffers beside weights and KV cache on a CPU."""
-
-
-@lru_cache(maxsize=1024)
-def counted(facts: ModelFacts):
-    """`count`, remembered."""
-    return count(facts)
+"""An engine's buffers in addition to weights and KV cache on a CPU."""
 
 
 def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
     """Weights on one device. Experts are split by TP, or spread whole over `ep` devices; MTP layers are not loaded."""
-    parts = counted(facts)
+    parts = count(facts)
     dense = (parts.total - parts.experts) / choice.tp
     if facts.mla is not None:
         mla = facts.mla
@@ -38,16 +31,14 @@ def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
 
 
 def kv_bytes_per_token_on_device(facts: ModelFacts, choice: GenerationChoice) -> float:
-    """KV cache bytes of one token on one device: heads are split by TP and repeated beyond their number; MLA's latent
-    is on every device."""
+    """KV cache bytes of one token on one device: heads are split or repeated by TP; MLA's latent is on every device."""
     element = 4 if choice.weight_bytes == 4 else 2
     share = 1.0 if facts.mla is not None else 1 / min(choice.tp, facts.kv_heads)
     return kv_bytes_per_token(facts, element) * share / choice.pp
 
 
 def overhead_bytes(facts: ModelFacts, choice: GenerationChoice, constants: Constants = DEFAULTS) -> dict[str, float]:
-    """What vLLM holds beside weights and KV cache on a GPU: the larger of the sampler's and the forward pass's
-    buffers at its profile run, what torch does not see, and CUDA graphs."""
+    """Bytes of an engine on a GPU next to weights and KV cache; `activations`: the sampler's or a pass's, if larger."""
     sampler = constants.sampler_bytes * choice.max_concurrent * facts.vocab
     width = 2 * facts.intermediate / choice.tp + 4 * facts.hidden
     if facts.moe is not None:
@@ -85,12 +76,8 @@ def generation_memory(
 ) -> PhaseMemory:
     """The generation phase on one device; `policy_asleep`: what the offloaded policy's process keeps there."""
     if cluster.is_cpu:
-        parts = {
-            "weights": weight_bytes(facts, choice),
-            "KV": choice.kv_cache_bytes / choice.tp,
-            "engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes,
-        }
-        return PhaseMemory(parts)
+        parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes / choice.tp}
+        return PhaseMemory(parts | {"engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes})
     parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes}
     return PhaseMemory(parts | overhead_bytes(facts, choice, constants) | {"policy asleep": policy_asleep})
 
@@ -121,14 +108,12 @@ def decode_step_seconds(
 ) -> float:
     """One decode step of a replica with `sequences` running, `context` tokens each: the larger of reading (weights, KV)
     and computing, and latencies that nothing hides."""
-    device, parts = cluster.device, counted(facts)
+    device, parts = cluster.device, count(facts)
     if cluster.is_cpu:
         share = min(1.0, (choice.threads or device.cores) * choice.tp / max(1, device.cores))
         compute = 2.0 * parts.active * sequences / (device.flops("float32") * share * CPU_DECODE_EFFICIENCY)
-        read = (
-            choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(facts, 4)
-        ) / device.memory_bandwidth
-        return max(compute, read) + 0.004
+        read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(facts, 4)
+        return max(compute, read / device.memory_bandwidth) + 0.004
     weights = weight_bytes(facts, choice)
     local = 1.0
     if facts.moe is not None:
@@ -137,7 +122,7 @@ def decode_step_seconds(
         experts = choice.weight_bytes * parts.experts / (choice.ep if choice.ep > 1 else choice.tp) / choice.pp
         weights -= experts * (1 - touched)
         local = choice.tp
-    kv = sequences * _windowed_context(facts, context) * kv_bytes_per_token_on_device(facts, choice)
+    kv = sequences * attended(facts, context) * kv_bytes_per_token_on_device(facts, choice)
     read = (weights + kv) / (device.memory_bandwidth * constants.decode_bandwidth_efficiency)
     precision = "fp8" if choice.weight_bytes <= 1 else "bf16"
     compute = 2.0 * parts.active * sequences / (local if facts.moe else choice.tp) / choice.pp
@@ -147,13 +132,6 @@ def decode_step_seconds(
         layers += facts.layers * constants.moe_decode_layer_s
     fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layers
     return choice.pp * max(read, compute) + fixed + _communication(facts, choice, cluster, sequences, constants)
-
-
-def _windowed_context(facts: ModelFacts, context: float) -> float:
-    if facts.sliding_window is None:
-        return context
-    full = facts.layers if facts.full_attention_layers is None else len(facts.full_attention_layers)
-    return (full * context + (facts.layers - full) * min(context, facts.sliding_window)) / facts.layers
 
 
 def _communication(
@@ -200,9 +178,8 @@ def generation_time(
     step = first
     for length, share in lengths.buckets:
         active = max(1.0, running * left)
-        step = decode_step_seconds(
-            facts, choice, cluster, active, workload.prompt_tokens + (reached + length) / 2, constants
-        )
+        context = workload.prompt_tokens + (reached + length) / 2
+        step = decode_step_seconds(facts, choice, cluster, active, context, constants)
         seconds += (length - reached) * step
         reached, left = length, left - share
     prompts = per_replica * workload.prompt_tokens / max(1.0, min(workload.generations, per_replica))
@@ -213,7 +190,7 @@ def _prefill(
     facts: ModelFacts, choice: GenerationChoice, cluster: ClusterFacts, tokens: float, constants: Constants
 ) -> float:
     """Seconds to process `tokens` prompt tokens (shared by the rollouts of a prompt)."""
-    flops = 2.0 * counted(facts).active * tokens
+    flops = 2.0 * count(facts).active * tokens
     if cluster.is_cpu:
         return flops / (cluster.device.flops("float32") * CPU_DECODE_EFFICIENCY * 2)
     return flops / (cluster.device.flops("bf16") * constants.prefill_efficiency * choice.replica_gpus)

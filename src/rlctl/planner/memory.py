@@ -12,7 +12,7 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
-from rlctl.planner.stages import Stage, rank_parameters, stages, trained_parameters
+from rlctl.planner.parameters import Stage, rank_parameters, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
 
@@ -38,7 +38,7 @@ def element_bytes(choice: TrainingChoice) -> int:
 
 
 def master_and_moments(choice: TrainingChoice) -> int:
-    """Bytes of optimizer states a parameter: the float32 weight beside one in bfloat16, and two moments."""
+    """Bytes of optimizer states a parameter: the float32 weight next to one in bfloat16, and two moments."""
     return 8 if choice.precision == "float32" else 12
 
 
@@ -50,15 +50,13 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     alone, and the frozen weights have no master.
     """
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
-    dp = choice.dp * choice.cp
-    element = element_bytes(choice)
+    element, updated = element_bytes(choice), trained.owned(choice.parallel)
     if choice.sharding == "full":
         # FSDP2 keeps float32 shards of weights and gradients, and gathers two layers at a time in the training dtype.
-        shard = params.dense / dp + params.experts / choice.expert_dp
-        updated = trained.dense / dp + trained.experts / choice.expert_dp
-        gathered = 2 * params.largest_layer * 2 * (1 if dp > 1 else 0)
-        return {"weights": 4 * shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated}
-    shards = master_and_moments(choice) * (trained.dense / dp + trained.experts / choice.expert_dp)
+        gathered = 2 * params.largest_layer * 2 * (choice.parallel.dp * choice.parallel.cp > 1)
+        weights = 4 * params.owned(choice.parallel) + gathered
+        return {"weights": weights, "gradients": 4 * updated, "optimizer": 8 * updated}
+    shards = master_and_moments(choice) * updated
     # FP8 keeps quantised copies of the matrices next to the BF16 ones.
     weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
     gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
@@ -78,12 +76,12 @@ def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluste
 
 
 def visiting_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
-    """Device memory that the update itself takes where the states live in host memory: a part of them, or those of the
-    largest parameter; beside gradients in bfloat16, which Megatron widens for it."""
-    trained, states = trained_parameters(facts, stage, choice), master_and_moments(choice)
-    owned = trained.dense / (choice.dp * choice.cp) + trained.experts / choice.expert_dp
+    """Device memory of an update whose states live in host memory: a part of these, or those of the largest parameter,
+    and gradients in bfloat16, which Megatron widens for it."""
+    states = master_and_moments(choice)
+    owned = trained_parameters(facts, stage, choice).owned(choice.parallel)
     width = max(facts.intermediate, facts.vocab / 2 if stage.embedding or stage.head else 0.0)
-    largest = 2 * width * facts.hidden / choice.tp if choice.adapters is None else 0.0
+    largest = 2 * width * facts.hidden / choice.parallel.tp if choice.adapters is None else 0.0
     widened = 4 * owned if choice.gradient_bytes == 2 and choice.precision != "float32" else 0.0
     return min(states * owned, max(OPTIMIZER_PART_BYTES, states * largest)) + widened
 
@@ -91,8 +89,8 @@ def visiting_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> f
 def layer_activation_bytes(facts: ModelFacts, choice: TrainingChoice, moe: bool, constants: Constants) -> float:
     """Bytes that one layer keeps for its backward pass, for each token of a rank's context-parallel part."""
     element = element_bytes(choice)
-    h, tp = facts.hidden, choice.tp
-    hidden_split = tp if choice.sequence_parallel else 1
+    h, tp = facts.hidden, choice.parallel.tp
+    hidden_split = tp if choice.parallel.sequence_parallel else 1
     # TransformerEngine keeps the inputs of FP8 matmuls quantised: norms, attention output, activated MLP.
     kept = 1 if choice.precision in ("fp8", "fp4") else element
     residuals, norms = 2 * h * element / hidden_split, 2 * h * kept / hidden_split
@@ -126,10 +124,10 @@ def _expert_activation_bytes(
     moe = facts.moe
     assert moe is not None
     element = element_bytes(choice)
-    split = choice.tp if choice.sequence_parallel else 1
-    imbalance = constants.expert_imbalance if choice.ep > 1 else 1.0
+    split = choice.parallel.tp if choice.parallel.sequence_parallel else 1
+    imbalance = constants.expert_imbalance if choice.parallel.ep > 1 else 1.0
     routed = moe.experts_per_token * imbalance / split
-    shared = moe.shared_expert_intermediate / choice.tp
+    shared = moe.shared_expert_intermediate / choice.parallel.tp
     dispatch = (element + kept) * facts.hidden * routed
     gates = 2 * element * (moe.expert_intermediate * routed + shared)
     activated = kept * (moe.expert_intermediate * routed + shared)
@@ -139,18 +137,18 @@ def _expert_activation_bytes(
 def activation_bytes(
     facts: ModelFacts, stage: Stage, choice: TrainingChoice, micro_batches: int, constants: Constants = DEFAULTS
 ) -> float:
-    """Activations of one rank at the peak of 1F1B (interleaved where vpp > 1) for micro-batches of
-    `micro_batch_tokens`."""
-    tokens = choice.micro_batch_tokens / choice.cp
+    """Activations of one rank at the peak of 1F1B (interleaved where vpp > 1)."""
+    tokens = choice.micro_batch_tokens / choice.parallel.cp
     dense = layer_activation_bytes(facts, choice, False, constants)
     moe = layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0
     whole = stage.dense_layers * dense + stage.moe_layers * moe
     in_flight = float(min(stage.in_flight, micro_batches))
-    if choice.vpp > 1 and choice.pp > 1:
-        in_flight = min(in_flight * (1 + (choice.pp - 1) / (choice.pp * choice.vpp)), float(micro_batches))
+    if choice.parallel.vpp > 1 and choice.parallel.pp > 1:
+        more = 1 + (choice.parallel.pp - 1) / (choice.parallel.pp * choice.parallel.vpp)
+        in_flight = min(in_flight * more, float(micro_batches))
     if choice.recompute != "full":
         return tokens * whole * in_flight
-    split = choice.tp if choice.sequence_parallel else 1
+    split = choice.parallel.tp if choice.parallel.sequence_parallel else 1
     inputs = element_bytes(choice) * facts.hidden / split * stage.layers
     return tokens * (inputs * in_flight + max(dense if stage.dense_layers else 0.0, moe if stage.moe_layers else 0.0))
 
@@ -161,14 +159,15 @@ def logit_bytes(
     """Vocabulary-parallel logits: output in the training dtype, its float32 copy, and their gradient."""
     present = min(tokens, choice.logit_tokens or tokens)
     per_entry = element_bytes(choice) + constants.logit_copy_bytes * (2 if gradient else 1)
-    return present * facts.vocab / choice.tp * per_entry
+    return present * facts.vocab / choice.parallel.tp * per_entry
 
 
 def runtime_bytes(cluster: ClusterFacts, choice: TrainingChoice, constants: Constants) -> float:
-    """What a training process holds besides tensors of the model."""
+    """Return the bytes that a training process holds in addition to the model's tensors."""
     if cluster.is_cpu:
         return constants.cpu_process_bytes
-    groups = sum(size > 1 for size in (choice.tp, choice.pp, choice.cp, choice.ep, choice.dp))
+    p = choice.parallel
+    groups = sum(size > 1 for size in (p.tp, p.pp, p.cp, p.ep, p.dp))
     return constants.runtime_bytes + groups * constants.communicator_bytes
 
 
@@ -182,10 +181,9 @@ def training_memory(
     constants: Constants = DEFAULTS,
 ) -> PhaseMemory:
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
-    worst: PhaseMemory | None = None
-    tokens = choice.micro_batch_tokens / choice.cp
-    candidates = dict.fromkeys(stages(facts, choice)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1))
-    for stage in candidates:
+    found = []
+    tokens, last = choice.micro_batch_tokens / choice.parallel.cp, choice.parallel.pp - 1
+    for stage in dict.fromkeys(stages(facts, choice)[i] for i in (0, min(1, last), last)):
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
@@ -196,35 +194,23 @@ def training_memory(
         parts["fragmentation"] = constants.fragmentation * dynamic
         parts["runtime"] = runtime_bytes(cluster, choice, constants)
         parts["engine asleep"] = asleep
-        memory = PhaseMemory(parts)
-        if worst is None or memory.total > worst.total:
-            worst = memory
-    assert worst is not None
-    return worst
+        found.append(PhaseMemory(parts))
+    return max(found, key=lambda memory: memory.total)
 
 
 def logprobs_memory(
     facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, asleep: float, constants: Constants = DEFAULTS
 ) -> PhaseMemory:
-    """The log-prob phase: forward only; gradients are released and optimizer states are not counted on a GPU where they
-    are offloaded between phases."""
+    """The log-prob phase: forward only. Optimizer states in host memory count on a CPU alone."""
     stage = stages(facts, choice)[-1]
-    tokens = choice.micro_batch_tokens / choice.cp
+    tokens = choice.micro_batch_tokens / choice.parallel.cp
     states = state_bytes(facts, stage, choice)
     states["optimizer"] += hosted_bytes(facts, stage, choice, cluster)
-    layer = max(
-        layer_activation_bytes(facts, choice, False, constants),
-        layer_activation_bytes(facts, choice, True, constants) if facts.moe else 0.0,
-    )
-    return PhaseMemory(
-        states
-        | {
-            "activations": tokens * layer,
-            "logits": logit_bytes(facts, choice, tokens, False, constants),
-            "runtime": runtime_bytes(cluster, choice, constants),
-            "engine asleep": asleep,
-        }
-    )
+    kinds = (False, True) if facts.moe else (False,)
+    states["activations"] = tokens * max(layer_activation_bytes(facts, choice, moe, constants) for moe in kinds)
+    states["logits"] = logit_bytes(facts, choice, tokens, False, constants)
+    states |= {"runtime": runtime_bytes(cluster, choice, constants), "engine asleep": asleep}
+    return PhaseMemory(states)
 
 
 def split_refit_memory(
@@ -234,8 +220,7 @@ def split_refit_memory(
     generation: PhaseMemory,
     constants: Constants = DEFAULTS,
 ) -> PhaseMemory:
-    """Refit between devices of their own, on the fuller of the two, where nothing is offloaded. `generation`: what an
-    engine has there."""
+    """Refit between devices of their own, on the fuller of the two; `generation`: what an engine has there."""
     fullest = max((state_bytes(facts, stage, choice) for stage in stages(facts, choice)), key=lambda s: sum(s.values()))
     staging = {"staging": constants.staging_bytes}
     policy = PhaseMemory(fullest | staging | {"runtime": runtime_bytes(cluster, choice, constants)})
@@ -275,12 +260,10 @@ def host_memory(
     """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    dp = choice.dp * choice.cp
-    worst = max(master_and_moments(choice) * (p.dense / dp + p.experts / choice.expert_dp) for p in trained)
+    worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
     copies = 2 if choice.reference and choice.adapters is None else 1
     weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2 * copies
     offloaded = worst if (colocated or choice.optimizer_offload) else 0.0
-    policy = weights if colocated else 0.0
-    sleeping = engine_weights if colocated else 0.0
+    asleep = weights + engine_weights if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
-    return ranks * (offloaded + policy + sleeping + process) + 10 * GIB
+    return ranks * (offloaded + asleep + process) + 10 * GIB

@@ -1,10 +1,13 @@
-"""Parameter counts and floating-point operations of a model, derived from its facts alone."""
+"""Parameters of a model, counted from its facts alone, and the share of them that one rank of a layout holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import Adapters, TrainingChoice
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class ParameterCount:
         return self.embedding + self.head + self.layers
 
 
+@lru_cache(maxsize=1024)
 def count(facts: ModelFacts) -> ParameterCount:
     """Parameters of `facts` as its published total counts them."""
     kinds = [facts.is_moe_layer(layer) for layer in range(facts.layers)]
@@ -115,8 +119,8 @@ def count(facts: ModelFacts) -> ParameterCount:
     )
 
 
-def _attended(facts: ModelFacts, length: float) -> float:
-    """Mean over the layers of the keys that a token at the end of `length` tokens attends to."""
+def attended(facts: ModelFacts, length: float) -> float:
+    """Mean over the layers of the keys that a token attends to where full attention has `length`."""
     if facts.sliding_window is None:
         return length
     full = facts.layers if facts.full_attention_layers is None else len(facts.full_attention_layers)
@@ -131,17 +135,128 @@ def score_width(facts: ModelFacts) -> int:
     return 2 * facts.heads * facts.head_dim
 
 
-def forward_flops_per_token(facts: ModelFacts, mean_keys: float) -> float:
-    """Forward floating-point operations of one token: 2 a parameter passed, plus attention over `mean_keys` keys.
-
-    `mean_keys` of a causal sequence of S tokens is S / 2 (Narayanan et al. 2021, arXiv:2104.04473, appendix).
-    """
-    matmul = 2.0 * (count(facts).active)
-    return matmul + 2.0 * facts.layers * score_width(facts) * _attended(facts, mean_keys)
-
-
 def kv_bytes_per_token(facts: ModelFacts, element_bytes: float = 2) -> float:
     """KV cache of one token over all layers and heads, windowed layers counted whole, in bytes."""
     if facts.mla is not None:
         return facts.layers * (facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim) * element_bytes
     return 2 * facts.layers * facts.kv_heads * facts.head_dim * element_bytes
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage."""
+
+    dense_layers: int
+    moe_layers: int
+    embedding: bool
+    head: bool
+    in_flight: int
+    """Stages from here to the end: the micro-batches whose activations it holds at once in 1F1B."""
+
+    @property
+    def layers(self) -> int:
+        return self.dense_layers + self.moe_layers
+
+
+def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
+    """Return all stages; layers that cannot be split evenly are spread as evenly as they go."""
+    parallel = choice.parallel
+    return _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _stages(facts: ModelFacts, pp: int, first: int | None, last: int | None) -> tuple[Stage, ...]:
+    parallel = ParallelSpec(pp=pp, first_stage_layers=first, last_stage_layers=last)
+    sizes = parallel.stage_layers(facts.layers) or _spread(facts.layers, pp)
+    result, at = [], 0
+    for index, size in enumerate(sizes):
+        moe = sum(facts.is_moe_layer(layer) for layer in range(at, at + size))
+        last_one = index == pp - 1
+        extra = facts.mtp_layers if last_one else 0
+        moe_extra = extra if facts.moe else 0
+        result.append(Stage(size - moe + extra - moe_extra, moe + moe_extra, index == 0, last_one, pp - index))
+        at += size
+    return tuple(result)
+
+
+def _spread(layers: int, pp: int) -> list[int]:
+    return [layers // pp + (index < layers % pp) for index in range(pp)]
+
+
+@lru_cache(maxsize=1024)
+def layer_sizes(facts: ModelFacts) -> tuple[LayerParameters, LayerParameters | None]:
+    """(layer with a dense MLP, layer with experts)."""
+    return layer_parameters(facts, False), layer_parameters(facts, True) if facts.moe else None
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters of one rank. Dense ones are replicated over DP x CP, experts over the expert-data-parallel group."""
+
+    dense: float
+    experts: float
+    largest_layer: float
+    """Parameters of its largest layer (or embedding), unsharded over data parallelism."""
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+    def owned(self, parallel: ParallelSpec) -> float:
+        """Parameters whose optimizer states are this rank's, where the ranks that hold the same ones share these."""
+        return self.dense / (parallel.dp * parallel.cp) + self.experts / parallel.expert_dp
+
+
+@lru_cache(maxsize=65536)
+def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int) -> RankParameters:
+    def layer(sizes: LayerParameters) -> tuple[float, float]:
+        split = (sizes.attention + sizes.dense_mlp) / tp
+        return split + sizes.attention_replicated + sizes.router + sizes.norms, sizes.experts / (ep * etp)
+
+    dense_sizes, moe_sizes = layer_sizes(facts)
+    dense, experts = 0.0, 0.0
+    largest = 0.0
+    for sizes, count in ((dense_sizes, stage.dense_layers), (moe_sizes, stage.moe_layers)):
+        if sizes is not None and count:
+            one = layer(sizes)
+            dense, experts = dense + count * one[0], experts + count * one[1]
+            largest = max(largest, sum(one))
+    table = facts.vocab * facts.hidden / tp
+    dense += table * (stage.embedding + stage.head)
+    if facts.tied_embeddings and stage.embedding and stage.head:
+        dense -= table
+    return RankParameters(dense, experts, max(largest, table if stage.embedding or stage.head else 0.0))
+
+
+def rank_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
+    """Parameters of a rank of `stage` under the tensor and expert parallelism of `choice`."""
+    return _rank_parameters(facts, stage, choice.parallel.tp, choice.parallel.ep, choice.parallel.etp)
+
+
+def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
+    """Those of `rank_parameters` that have gradients and optimizer states: all, or the adapters."""
+    if choice.adapters is None:
+        return rank_parameters(facts, stage, choice)
+    return RankParameters(_adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp), 0.0, 0.0)
+
+
+@lru_cache(maxsize=65536)
+def _adapter_parameters(facts: ModelFacts, stage: Stage, adapters: Adapters, tp: int) -> float:
+    """Adapters of one tensor-parallel rank: split outputs share A (whole inputs), split inputs B (whole outputs)."""
+
+    def pair(column: tuple[int, int], row: tuple[int, int]) -> float:
+        return adapters.rank * (column[0] + column[1] / tp + row[0] / tp + row[1])
+
+    attention = 0.0
+    if adapters.attention and facts.mla is not None:
+        mla, h = facts.mla, facts.hidden
+        query = facts.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        keys = facts.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        attention = pair((mla.q_lora_rank or h, query), (facts.heads * mla.v_head_dim, h))
+        attention += adapters.rank * (mla.kv_lora_rank + keys / tp)
+    elif adapters.attention:
+        width = facts.heads * facts.head_dim
+        attention = pair((facts.hidden, width + 2 * facts.kv_heads * facts.head_dim), (width, facts.hidden))
+    widths = [facts.intermediate, facts.moe.shared_expert_intermediate if facts.moe else 0]
+    mlps = [pair((facts.hidden, 2 * w), (w, facts.hidden)) if adapters.mlp and w else 0.0 for w in widths]
+    return stage.layers * attention + stage.dense_layers * mlps[0] + stage.moe_layers * mlps[1]

@@ -5,160 +5,140 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search import HEADROOM, Request
 
-PRECISION_RULES = {
-    "float32": "float32 on a CPU",
-    "fp8": "megatron.fp8: linear layers multiply in float8; weights, gradients and refits are those of bfloat16",
-}
-
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
-    """Reasons in the order of the plan's own values."""
-    if plan.cluster != request.cluster:
+    """Yield the reasons in the order of the plan's own values."""
+    training, generation, cluster = plan.training, plan.generation, plan.cluster
+    if cluster != request.cluster:
         asked = request.cluster
         yield Reason(
-            f"cluster={plan.cluster.nodes} x {plan.cluster.gpus_per_node}",
-            f"the fewest GPU seconds a step; there are {asked.nodes} x {asked.gpus_per_node}",
+            f"cluster={cluster.nodes} x {cluster.gpus_per_node}",
+            f"This part of the cluster takes the fewest GPU seconds a step; there are {asked.nodes} x "
+            f"{asked.gpus_per_node} GPUs.",
         )
-    if plan.training is not None:
-        yield from _training_reasons(plan, request, rejected)
-    if plan.generation is not None:
-        yield from _generation_reasons(plan, request)
-    if plan.training is not None and plan.generation is not None:
-        yield Reason(
-            f"generation.colocated={str(plan.colocated).lower()}",
-            _given(plan, "generation.colocated")
-            or ("all devices work in every phase" if plan.colocated else "no plan with both on the same devices fits"),
-        )
-        yield Reason(
-            f"mover={plan.mover}",
-            _given(plan, "refit.mover")
-            or ("both engines share memory of the node" if plan.colocated else "weights cross the network"),
-        )
+    if training is not None:
+        yield from _training_reasons(plan, training, request, rejected)
+    if generation is not None:
+        yield from _generation_reasons(plan, generation, request)
+    if training is not None and generation is not None:
+        together = "All devices work in every phase."
+        apart = "No plan with both engines on the same devices fits."
+        yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else apart)
+        way = "Both engines share the memory of a node." if plan.colocated else "Weights cross the network."
+        yield Reason(f"mover={plan.mover}", _given(plan, "refit.mover") or way)
+
+
+def _reason(plan: Plan, key: str, value: object, rule: str) -> Reason:
+    """Return the reason for a key's value: it is pinned, or else `rule`."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return Reason(f"{key}={text}", _given(plan, key) or rule)
 
 
 def _given(plan: Plan, key: str) -> str | None:
-    return f"pinned: {key}={plan.pins[key]}" if key in plan.pins else None
+    return f"It is pinned: {key}={plan.pins[key]}." if key in plan.pins else None
 
 
-def _why_not(rejected: list[Rejected], plan: Plan, size: str) -> str | None:
-    """Why the layout with half of `size` (and twice the data parallelism) does not fit; None: it does."""
-    t = plan.training
-    half = {size: getattr(t, size) // 2, "dp": t.dp * 2 if size in ("tp", "pp", "cp") else t.dp}
-    smaller = replace(t, **half, vpp=1, recompute="none", optimizer_offload=False)
+def _why_not(rejected: list[Rejected], t: TrainingChoice, size: str) -> str | None:
+    """Return why the layout with half of `size` (and twice the data parallelism) does not fit; None: it does."""
+    dp = t.parallel.dp * 2 if size in ("tp", "pp", "cp") else t.parallel.dp
+    parallel = replace(t.parallel, **{size: getattr(t.parallel, size) // 2, "dp": dp, "vpp": 1})
+    smaller = replace(t, parallel=parallel, recompute="none", optimizer_offload=False)
     for other in rejected:
         if other.plan.startswith(f"training {smaller.name()}") and "GiB" in other.why:
-            return f"{smaller.name()} does not fit: {other.why}"
+            return f"{smaller.name()} does not fit: {other.why}."
     return None
 
 
-def _offload_rule(plan: Plan) -> str:
-    t = plan.training
+def _offload_rule(plan: Plan, t: TrainingChoice) -> str:
     given = _given(plan, "training.optimizer_offload")
     if given and t.optimizer_offload and plan.cluster.is_cpu:
-        return f"{given}; saves nothing: on a CPU host memory is the same memory"
-    return given or ("nothing fits otherwise" if t.optimizer_offload else "states fit on the devices")
+        return f"{given} It saves nothing: host memory of a CPU is the same memory."
+    return given or ("Nothing fits otherwise." if t.optimizer_offload else "The states fit on the devices.")
 
 
-def _training_reasons(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
-    t = plan.training
-    fastest = (
-        "fastest of the layouts that fit" + (" and that can be run" if plan.runnable else "")
-        if request.workload.goal == "fast"
-        else f"best of those that fit for --goal {request.workload.goal}"
-    )
+def _precision_rule(plan: Plan, t: TrainingChoice) -> str:
+    if t.precision == "fp8":
+        return "Linear layers multiply in float8 (megatron.fp8); weights, gradients and refits are in bfloat16."
+    return "A CPU trains in float32." if plan.cluster.is_cpu else "It follows from model.dtype."
+
+
+def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, rejected: list[Rejected]) -> str:
+    value = getattr(t.parallel, key)
+    if value == 1 and key in ("pp", "vpp") and t.sharding == "full":
+        return "FSDP2 has no pipeline stages."
+    if value == 1:
+        return "More would only add communication: everything fits without it."
+    if key == "vpp":
+        return "It shortens the pipeline bubble."
+    if found := _why_not(rejected, t, key):
+        return found
+    if request.workload.goal != "fast":
+        return f"It is the best of the layouts that fit for --goal {request.workload.goal}."
+    return f"It is the fastest of the layouts that fit{' and that can be run' if plan.runnable else ''}."
+
+
+def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
+    parallel = t.parallel
     for key in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        value = getattr(t, key)
-        if value == 1 and key in ("pp", "vpp") and t.sharding == "full":
-            rule = "FSDP2 has no pipeline stages"
-        elif value == 1:
-            rule = "more would only add communication: everything fits without"
-        elif key == "vpp":
-            rule = "shortens the pipeline bubble"
-        else:
-            rule = _why_not(rejected, plan, key) or fastest
-        yield Reason(f"training.{key}={value}", _given(plan, f"training.{key}") or rule)
-    yield Reason(f"training.dp={t.dp}", _given(plan, "training.dp") or f"the {t.world_size} ranks by TP x PP x CP")
-    yield Reason(
-        f"training.sequence_parallel={str(t.sequence_parallel).lower()}",
-        _given(plan, "training.sequence_parallel")
-        or ("saves activations at no cost with TP" if t.tp > 1 else "needs TP"),
+        rule = _size_rule(plan, t, key, request, rejected)
+        yield _reason(plan, f"training.{key}", getattr(parallel, key), rule)
+    divided = f"It is the world size of {parallel.world_size:,} divided by TP x PP x CP = {parallel.model_size:,}."
+    yield _reason(plan, "training.dp", parallel.dp, divided)
+    sp = "It saves activations at no cost with TP." if parallel.tp > 1 else "It needs training.tp > 1."
+    yield _reason(plan, "training.sequence_parallel", parallel.sequence_parallel, sp)
+    yield _reason(
+        plan,
+        "training.micro_batch_tokens",
+        t.micro_batch_tokens,
+        f"Rows hold the longest rollout ({request.workload.max_length:,} tokens), or more where that is faster; a rank "
+        f"has {_count(plan.micro_batches, 'micro-batch', 'micro-batches')} in an optimizer step.",
     )
-    yield Reason(
-        f"training.micro_batch_tokens={t.micro_batch_tokens}",
-        _given(plan, "training.micro_batch_tokens")
-        or (
-            f"rows hold the longest rollout ({request.workload.max_length} tokens), or more where that is faster; "
-            f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} an optimizer step"
-        ),
+    share, peak = HEADROOM[request.workload.goal], plan.memory["training"].total / GIB
+    yield _reason(
+        plan,
+        "training.recompute",
+        t.recompute,
+        f"It is the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of "
+        f"{plan.cluster.device.memory / GIB:.1f} GiB.",
     )
-    share = HEADROOM[request.workload.goal]
-    peak = plan.memory["training"].total / GIB
-    yield Reason(
-        f"training.recompute={t.recompute}",
-        _given(plan, "training.recompute")
-        or (
-            f"the least that keeps training's {peak:.1f} GiB within {100 * share:.0f}% of "
-            f"{plan.cluster.device.memory / GIB:.1f} GiB"
-        ),
-    )
-    yield Reason(
-        f"training.optimizer_offload={str(t.optimizer_offload).lower()}",
-        _offload_rule(plan),
-    )
-    yield Reason(f"precision={t.precision}", PRECISION_RULES.get(t.precision, "model.dtype"))
+    offload = str(t.optimizer_offload).lower()
+    yield Reason(f"training.optimizer_offload={offload}", _offload_rule(plan, t))
+    yield Reason(f"precision={t.precision}", _precision_rule(plan, t))
     if t.threads:
-        yield Reason(
-            f"training.threads={t.threads}", _given(plan, "training.threads") or "the cores by the ranks of a node"
-        )
+        yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
 
 
-def _engines_rule(plan: Plan, request: Request) -> str:
-    g = plan.generation
-    assert g is not None
+def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:
     if plan.cluster.is_cpu:
-        return "one a node"
+        return "Each node has one."
     if g.gpus < plan.cluster.gpus and g.engines == request.workload.prompts:
-        return "one a prompt: the completions of a prompt are made by one engine"
-    return f"the devices by {g.replica_gpus * g.dp} an engine"
+        return "Each prompt has one: one engine makes all completions of a prompt."
+    return f"The devices are divided by {g.replica_gpus * g.dp} an engine."
 
 
-def _generation_reasons(plan: Plan, request: Request) -> Iterator[Reason]:
-    g = plan.generation
-    assert g is not None
-    longest = request.workload.lengths(request.constants.length_sigma).longest
-    yield Reason(
-        f"generation.engines={g.engines}",
-        _given(plan, "generation.engines") or _engines_rule(plan, request),
-    )
-    yield Reason(
-        f"generation.tp={g.tp}",
-        _given(plan, "generation.tp")
-        or (
-            f"fastest for {request.workload.share(g.engines, g.dp)} rollouts an engine, the longest about "
-            f"{longest:.0f} tokens"
-        ),
-    )
+def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Reason]:
+    workload = request.workload
+    yield _reason(plan, "generation.engines", g.engines, _engines_rule(plan, g, request))
+    longest = workload.lengths(request.constants.length_sigma).longest
+    rollouts = _count(workload.share(g.engines, g.dp), "rollout", "rollouts")
+    fastest = f"It is the fastest for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
+    yield _reason(plan, "generation.tp", g.tp, fastest)
     for key in ("pp", "dp", "ep"):
-        yield Reason(
-            f"generation.{key}={getattr(g, key)}", _given(plan, f"generation.{key}") or "fastest of those that fit"
-        )
+        yield _reason(plan, f"generation.{key}", getattr(g, key), "It is the fastest of the layouts that fit.")
     if g.memory_fraction is not None:
-        yield Reason(
-            f"generation.memory_fraction={g.memory_fraction}",
-            _given(plan, "generation.memory_fraction")
-            or "all rollouts of an engine at full length, at most what "
-            + ("the sleeping policy leaves" if plan.colocated else "vLLM should take of a GPU"),
-        )
-    yield Reason(
-        f"generation.kv_cache_bytes={int(g.kv_cache_bytes)}",
-        _given(plan, "generation.kv_cache_bytes")
-        or f"{g.kv_cache_tokens} tokens; one sequence needs {request.workload.max_length}",
-    )
-    yield Reason(
-        f"generation.max_concurrent={g.max_concurrent}",
-        _given(plan, "generation.max_concurrent") or "all rollouts of an engine at once, up to 1024 (256 on a CPU)",
-    )
+        most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
+        rule = f"It holds all rollouts of an engine at full length, and is at most {most}."
+        yield _reason(plan, "generation.memory_fraction", g.memory_fraction, rule)
+    cache = f"It holds {g.kv_cache_tokens:,} tokens, and one sequence needs {workload.max_length:,}."
+    yield _reason(plan, "generation.kv_cache_bytes", int(g.kv_cache_bytes), cache)
+    every = "All rollouts of an engine run at once, up to 1,024 (256 on a CPU)."
+    yield _reason(plan, "generation.max_concurrent", g.max_concurrent, every)
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from rlctl.config.keys import TRAINING_CHOSEN
 from rlctl.errors import NoPlanError
 from rlctl.planner.cluster import GIB
+from rlctl.planner.make_plan import Plan
 from rlctl.planner.parameters import count
-from rlctl.planner.plan import Plan
 from rlctl.telemetry.phases import Phase
 
-TRAINING_KEYS = (
-    "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
-    "optimizer_offload", "precision", "threads",
-)  # fmt: skip
 GENERATION_KEYS = (
     "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "kv_cache_tokens", "max_concurrent",
     "max_batched_tokens", "threads",
@@ -25,8 +22,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """The object of `rlctl plan --json`; memory in GiB, seconds a step."""
     training, generation = None, None
     if plan.training is not None:
-        training = {"backend": plan.backend} | {key: getattr(plan.training, key) for key in TRAINING_KEYS}
-        training |= {"accumulation": plan.micro_batches, "world_size": plan.training.world_size}
+        training = {"backend": plan.backend} | plan.training.chosen()
+        training |= {"precision": plan.training.precision, "threads": plan.training.threads}
+        training |= {"accumulation": plan.micro_batches, "world_size": plan.training.parallel.world_size}
     if plan.generation is not None:
         generation = {key: getattr(plan.generation, key) for key in GENERATION_KEYS}
         generation["kv_cache_bytes"] = int(plan.generation.kv_cache_bytes)
@@ -87,25 +85,26 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     """The plan as a page of text."""
     lines = [f"{model} ({_billions(plan)}) on {plan.cluster.describe()}", ""]
     if plan.training is not None:
+        number = plan.workload.optimizer_steps
+        steps = "one optimizer step" if number == 1 else f"each of {number:,} optimizer steps"
         lines += [f"  training    {plan.backend}  {plan.training.name()}, {plan.training.precision}"]
         lines += [
-            f"              rows of {plan.training.micro_batch_tokens} tokens, {plan.micro_batches} a rank and "
-            f"optimizer step"
-            f", {plan.workload.optimizer_steps} optimizer step{'s' * (plan.workload.optimizer_steps > 1)}"
+            f"              {plan.micro_batches:,} row{'s' * (plan.micro_batches != 1)} of up to "
+            f"{plan.training.micro_batch_tokens:,} tokens on each rank in {steps}"
         ]
     if plan.generation is not None:
         g = plan.generation
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
         lines += [
             f"  generation  vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = "
-            f"{g.kv_cache_tokens} tokens"
+            f"{g.kv_cache_tokens:,} tokens"
         ]
         where = "on the same devices" if plan.colocated else "on devices of their own"
-        beside = f", {where}; refit by {plan.mover}" if plan.training is not None else ""
-        lines += [f"              at most {g.max_concurrent} sequences a replica{beside}"]
+        placed = f", {where}; refit by {plan.mover}" if plan.training is not None else ""
+        lines += [f"              at most {g.max_concurrent:,} sequences at once in each replica{placed}"]
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
     if not plan.runnable:
-        lines += ["", "  not runnable yet", *(f"    {why}" for why in plan.not_runnable_because)]
+        lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
     if reasons:
         lines += ["", "  why", *_aligned((reason.value, reason.rule) for reason in plan.reasons)]
         others = [f"    {other.plan}: {other.why}" for other in plan.rejected]
@@ -149,7 +148,7 @@ def _seconds_table(plan: Plan) -> list[str]:
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
     return [
         f"  seconds{' a step' * (plan.training is not None)}, predicted   {parts}  total {plan.total_s:.1f}",
-        f"    {plan.tokens_per_s_per_gpu:.0f} tokens/s a {devices}{used}",
+        f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
     ]
 
 
@@ -174,7 +173,10 @@ def _cell(value: Any) -> str:
 def _flat(plan: Plan) -> list[tuple[str, Any]]:
     data = plan_json(plan)
     rows: list[tuple[str, Any]] = [(key, data[key]) for key in ("runnable", "colocated", "mover")]
-    rows += [(f"training.{key}", data["training"][key]) for key in ("backend", *TRAINING_KEYS, "accumulation")]
+    rows += [
+        (f"training.{key}", data["training"][key])
+        for key in ("backend", *TRAINING_CHOSEN, "precision", "threads", "accumulation")
+    ]
     rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in GENERATION_KEYS]
     for phase in ("training", "logprobs", "refit", "generation"):
         rows.append((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total")))

@@ -1,4 +1,4 @@
-"""What a plan is: layouts, memory by phase, predicted seconds, and for every value the rule that chose it."""
+"""The plan: layouts, memory by phase, predicted seconds, and for every value the rule that chose it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import ClusterFacts
 from rlctl.planner.constants import DEFAULTS
 from rlctl.planner.memory import PhaseMemory
-from rlctl.planner.rules import family_problem, not_runnable
+from rlctl.planner.rules import not_runnable
 from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
 
-TRAINING_KEYS = (
-    "tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "micro_batch_tokens", "recompute",
-    "optimizer_offload",
-)  # fmt: skip
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
 
 
@@ -55,21 +52,21 @@ class Plan:
     """None: training alone."""
     colocated: bool
     micro_batches: int
-    """Of one optimizer step on one data-parallel rank; 0 without training."""
+    """Micro-batches of one optimizer step on one data-parallel rank; 0 without training."""
     memory: dict[str, PhaseMemory]
     """By phase, of one device; on a CPU of one process."""
     host_memory: float
-    """Of one node."""
+    """Bytes of one node."""
     seconds: dict[Phase, float]
     mfu: float
     mover: str | None
-    """What carries a refit; None: there is none."""
+    """The mover of a refit; None: there is no refit."""
     reasons: tuple[Reason, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
     pins: Mapping[str, Any] = field(default_factory=dict)
     blocked: tuple[str, ...] = ()
-    """What else keeps it from running: keys of an imported recipe."""
+    """Further reasons why it cannot run: keys of an imported recipe."""
 
     @property
     def total_s(self) -> float:
@@ -83,7 +80,7 @@ class Plan:
 
     @property
     def not_runnable_because(self) -> list[str]:
-        """What of the plan rlctl cannot run yet, each naming its key."""
+        """The parts of the plan that rlctl cannot run yet, each naming its key."""
         family = family_problem(self.facts.family)
         layout = not_runnable(self.training, self.generation, self.colocated, self.backend)
         return [*([family] if family else []), *self.blocked, *layout]
@@ -105,7 +102,7 @@ class Plan:
         training = self.training
         if training is None:
             return {}
-        values = {f"training.{key}": getattr(training, key) for key in TRAINING_KEYS}
+        values = {f"training.{key}": value for key, value in training.chosen().items()}
         values["training.backend"] = self.backend
         return values | ({"training.threads": training.threads} if training.threads else {})
 

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and the layouts of the policy: enumerated, those that are valid and fit kept, and ranked.
+"""The request for a plan, and the search for the policy's layout, which ranks all that are valid and fit.
 
 `engine_search` does the same for engines.
 """
@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rlctl.config.parallel import ParallelSpec
+from rlctl.models.constraints import Problem
 from rlctl.models.facts import ModelFacts
 from rlctl.planner import memory as mem
 from rlctl.planner import time as timing
-from rlctl.planner.choice import Adapters, TrainingChoice
+from rlctl.planner.choice import Adapters, Precision, TrainingChoice
 from rlctl.planner.cluster import GIB, ClusterFacts
 from rlctl.planner.constants import Constants
 from rlctl.planner.rules import training_problems
-from rlctl.planner.stages import stage_layers
 from rlctl.planner.workload import Workload
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
@@ -41,7 +42,7 @@ class Request:
     workload: Workload
     pins: Mapping[str, Any]
     constants: Constants
-    precision: str = "bf16"
+    precision: Precision = "bf16"
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
@@ -74,8 +75,9 @@ class TrainingCandidate:
 
 
 def complexity(choice: TrainingChoice) -> int:
-    """Kinds of parallelism and memory saving that a layout uses beside data parallelism."""
-    sizes = (choice.tp, choice.pp, choice.vpp, choice.cp, choice.ep)
+    """Kinds of parallelism and memory saving that a layout uses in addition to data parallelism."""
+    parallel = choice.parallel
+    sizes = (parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep)
     return sum(size > 1 for size in sizes) + (choice.recompute != "none") + 2 * choice.optimizer_offload
 
 
@@ -90,17 +92,14 @@ def values_to_try(request: Request, key: str, options: list[int]) -> list[int]:
 
 
 def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
-    """Layouts over `devices` ranks, before rules and memory: sizes only. On a CPU any number of ranks up to the
-    cores."""
+    """Sizes over `devices` ranks (on a CPU over any number up to the cores), before rules and memory."""
     if request.cluster.is_cpu:
         yield from _cpu_layouts(request)
         return
     facts, cluster = request.facts, request.cluster
-    tps = values_to_try(
-        request, "training.tp", powers(min(facts.heads, max(cluster.link_domain, cluster.gpus_per_node), 16))
-    )
-    stages_to_try = [1] if request.fsdp else powers(min(facts.layers, devices, 64))
-    pps = values_to_try(request, "training.pp", stages_to_try)
+    joined = max(cluster.link_domain, cluster.gpus_per_node)
+    tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
+    pps = values_to_try(request, "training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
     for tp in tps:
@@ -113,21 +112,25 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
                     etp = request.pin("training.etp", 1)
                     if (tp * cp * dp) % (ep * etp) or (facts.moe and facts.moe.experts % ep):
                         continue
-                    yield TrainingChoice(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp, **_common(request, tp))
+                    yield _layout(request, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
 
 
-def _common(request: Request, tp: int) -> dict[str, Any]:
-    return {
-        "sequence_parallel": request.pin("training.sequence_parallel", tp > 1),
-        "first_stage_layers": request.pin("training.first_stage_layers"),
-        "last_stage_layers": request.pin("training.last_stage_layers"),
-        "adapters": request.adapters,
-        "sharding": "full" if request.fsdp else "optimizer",
-        "reference": request.workload.reference,
-        "precision": request.precision,
-        "float8_copies": 2,  # what TransformerEngine holds for the two products of a backward pass
-        "gradient_bytes": request.gradient_bytes,
-    }
+def _layout(request: Request, **sizes: int) -> TrainingChoice:
+    parallel = ParallelSpec(
+        **sizes,
+        sequence_parallel=request.pin("training.sequence_parallel"),
+        first_stage_layers=request.pin("training.first_stage_layers"),
+        last_stage_layers=request.pin("training.last_stage_layers"),
+    )
+    return TrainingChoice(
+        parallel,
+        adapters=request.adapters,
+        sharding="full" if request.fsdp else "optimizer",
+        reference=request.workload.reference,
+        precision=request.precision,
+        float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass
+        gradient_bytes=request.gradient_bytes,
+    )
 
 
 def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
@@ -141,7 +144,7 @@ def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
         for dp in values_to_try(request, "training.dp", options):
             per_node = max(1, model * dp // nodes)
             threads = request.pin("training.threads", max(1, cores // per_node))
-            yield TrainingChoice(tp=tp, dp=dp, threads=threads, **sizes, **_common(request, tp))
+            yield replace(_layout(request, tp=tp, dp=dp, **sizes), threads=threads)
 
 
 def row_sizes(request: Request, cp: int) -> list[int]:
@@ -159,9 +162,9 @@ def row_sizes(request: Request, cp: int) -> list[int]:
 def virtual_stages(request: Request, choice: TrainingChoice) -> list[int]:
     """Virtual pipeline sizes to try: none, and the finest of at most 4 that divides the layers."""
     pinned = request.pin("training.vpp")
-    if pinned is not None or choice.pp == 1:
+    if pinned is not None or choice.parallel.pp == 1:
         return [pinned or 1]
-    sizes = stage_layers(request.facts.layers, choice.pp, choice.first_stage_layers, choice.last_stage_layers) or [1]
+    sizes = choice.parallel.stage_layers(request.facts.layers) or [1]
     even = [v for v in (4, 3, 2) if all(size % v == 0 for size in sizes)]
     return [1, *even[:1]]
 
@@ -175,9 +178,19 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
 
 
 def asleep_bytes(request: Request, colocated: bool) -> float:
-    """What the sleeping engine keeps on the policy's device."""
+    """Return the bytes that the sleeping engine keeps on the policy's device."""
     shared = colocated and request.workload.rollouts and not request.cluster.is_cpu
     return request.constants.engine_asleep_bytes if shared else 0.0
+
+
+def ruled_layouts(request: Request, devices: int) -> Iterator[tuple[TrainingChoice, list[Problem]]]:
+    """Yield layouts with their micro-batches and virtual stages, and the rules that they break."""
+    for layout in training_layouts(request, devices):
+        for rows in row_sizes(request, layout.parallel.cp):
+            for vpp in virtual_stages(request, layout):
+                choice = replace(layout, micro_batch_tokens=rows, parallel=replace(layout.parallel, vpp=vpp))
+                world = choice.parallel.world_size if request.cluster.is_cpu else devices
+                yield choice, training_problems(request.facts, choice, request.workload, request.cluster, world)
 
 
 def training_candidates(
@@ -188,48 +201,33 @@ def training_candidates(
     States in host memory are a last resort, whatever their predicted speed, which was never measured.
     """
     found: list[TrainingCandidate] = []
-    for layout in training_layouts(request, devices):
-        for rows in row_sizes(request, layout.cp):
-            for vpp in virtual_stages(request, layout):
-                choice = replace(layout, micro_batch_tokens=rows, vpp=vpp)
-                world = choice.world_size if request.cluster.is_cpu else devices
-                problems = training_problems(request.facts, choice, request.workload, request.cluster, world)
-                if problems:
-                    rejected(choice, problems[0].message)
-                    continue
-                candidate = _least_saving(request, choice, colocated, budget, rejected)
-                if candidate is not None:
-                    found.append(candidate)
+    for choice, problems in ruled_layouts(request, devices):
+        if problems:
+            rejected(choice, problems[0].message)
+        elif candidate := _least_saving(request, choice, colocated, budget, rejected):
+            found.append(candidate)
     resident = [c for c in found if not c.choice.optimizer_offload]
     return sorted(resident or found, key=lambda c: c.score)
 
 
 def _least_saving(
-    request: Request,
-    choice: TrainingChoice,
-    colocated: bool,
-    budget: float,
-    rejected: Reject,
+    request: Request, choice: TrainingChoice, colocated: bool, budget: float, rejected: Reject
 ) -> TrainingCandidate | None:
     """`choice` with the least recomputation and offload that fits; None: does not fit in any way."""
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
     asleep = asleep_bytes(request, colocated)
-    limit = budget
-    if request.cluster.is_cpu:
-        limit = budget / max(1, choice.world_size // request.cluster.nodes)
+    facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
+    limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
+    saved, peak = choice, mem.PhaseMemory({})
     for saving in memory_savings(request):
         saved = replace(choice, **saving)
-        peak = mem.training_memory(
-            request.facts, saved, request.workload, request.cluster, asleep, number, request.constants
-        )
+        peak = mem.training_memory(facts, saved, workload, cluster, asleep, number, constants)
         if peak.total <= limit:
-            seconds = timing.training_time(
-                request.facts, saved, request.workload, request.cluster, colocated, request.constants
-            )
-            logprobs = timing.logprobs_time(request.facts, saved, request.workload, request.cluster, request.constants)
+            seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
+            logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
             return TrainingCandidate(saved, peak, seconds.total, logprobs)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
-    why = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f} in training, {peak.parts[part] / GIB:.0f} of it {part}"
-    rejected(saved, why, peak.total / max(limit, 1.0))
+    needs = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f}, {peak.parts[part] / GIB:.0f} of them for {part}"
+    rejected(saved, f"training needs {needs}", peak.total / max(limit, 1.0))
     return None

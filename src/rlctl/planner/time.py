@@ -1,6 +1,7 @@
-"""Predicted seconds of training and log-probs, from operations, bytes and rates.
+"""Predicted seconds of training, log-probs and refits, from operations, bytes and rates.
 
 Communication volumes follow Narayanan et al. 2021 (arXiv:2104.04473) and Korthikanti et al. 2022 (arXiv:2205.05198).
+In a refit trainers send boxes straight to the workers that need them, from the nearest replica.
 """
 
 from __future__ import annotations
@@ -8,20 +9,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.cluster import ClusterFacts
 from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.generation import counted
+from rlctl.planner.generation import weight_bytes
 from rlctl.planner.memory import layer_activation_bytes, master_and_moments
-from rlctl.planner.parameters import score_width
-from rlctl.planner.stages import Stage, layer_sizes, stages, trained_parameters
+from rlctl.planner.parameters import Stage, attended, count, layer_sizes, score_width, stages, trained_parameters
 from rlctl.planner.workload import Workload
 
 CPU_MATMUL_EFFICIENCY = 0.65
-"""Of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2 cores)."""
-
-
+"""Share of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2
+cores)."""
 PASSES = {"none": 3.0, "selective": 3.15, "full": 4.0}
 """Training pass of a micro-batch in forward passes, by recomputation."""
 
@@ -49,7 +49,7 @@ class TrainingTime:
     """Seconds of a step's training."""
 
     micro_batches: int
-    """Of one optimizer step on one data-parallel rank."""
+    """Number for one optimizer step on one data-parallel rank."""
     forward: MicroBatchTime
     compute: float
     """All micro-batches of the step on one stage."""
@@ -69,13 +69,12 @@ def micro_batches(choice: TrainingChoice, workload: Workload, constants: Constan
     """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
     if workload.rollouts and workload.packing:
         tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
-        tokens /= workload.optimizer_steps * choice.dp
+        tokens /= workload.optimizer_steps * choice.parallel.dp
         number = max(1, math.ceil(tokens / (choice.micro_batch_tokens * constants.packing_fill)))
-        return number, min(tokens / number, float(choice.micro_batch_tokens)) / (
-            constants.packing_fill if number > 1 else 1
-        )
+        fill = constants.packing_fill if number > 1 else 1
+        return number, min(tokens / number, float(choice.micro_batch_tokens)) / fill
     rows = max(1, choice.micro_batch_tokens // workload.max_length)
-    sequences = math.ceil(workload.samples / workload.optimizer_steps / choice.dp)
+    sequences = math.ceil(workload.samples / workload.optimizer_steps / choice.parallel.dp)
     return max(1, math.ceil(sequences / rows)), float(rows * workload.max_length)
 
 
@@ -88,7 +87,7 @@ def forward_time(
     constants: Constants = DEFAULTS,
 ) -> MicroBatchTime:
     """Forward pass of one micro-batch of `tokens` on the slowest pipeline stage."""
-    chosen = {stages(facts, choice)[i] for i in (0, min(1, choice.pp - 1), choice.pp - 1)}
+    chosen = {stages(facts, choice)[i] for i in (0, min(1, choice.parallel.pp - 1), choice.parallel.pp - 1)}
     times = [_stage_forward(facts, stage, choice, cluster, tokens, mean_keys, constants) for stage in chosen]
     return max(times, key=lambda time: time.total)
 
@@ -102,7 +101,7 @@ def _stage_forward(
     mean_keys: float,
     constants: Constants,
 ) -> MicroBatchTime:
-    local = tokens / choice.cp
+    local = tokens / choice.parallel.cp
     dense_sizes, moe_sizes = layer_sizes(facts)
     dense_flops = stage.dense_layers * dense_sizes.total
     expert_flops = 0.0
@@ -110,18 +109,16 @@ def _stage_forward(
         dense_flops += stage.moe_layers * moe_sizes.dense
         expert_flops = stage.moe_layers * moe_sizes.experts * facts.moe.experts_per_token / facts.moe.experts
     head_flops = facts.vocab * facts.hidden if stage.head else 0.0
-    seconds = 2 * local * (dense_flops + head_flops) / choice.tp / matmul_rate(facts, choice, cluster, local, constants)
+    rate = matmul_rate(facts, choice, cluster, local, constants)
+    seconds = 2 * local * (dense_flops + head_flops) / choice.parallel.tp / rate
     if expert_flops and facts.moe is not None:
-        rate = expert_rate(facts, choice, cluster, local, constants)
-        routed = local / choice.tp * (constants.expert_imbalance if choice.ep > 1 else 1.0)
-        seconds += 2 * routed * expert_flops / rate
+        routed = local / choice.parallel.tp * (constants.expert_imbalance if choice.parallel.ep > 1 else 1.0)
+        seconds += 2 * routed * expert_flops / expert_rate(facts, choice, cluster, local, constants)
     if choice.adapters is not None:
         narrow = _shaped(choice, cluster, constants, choice.adapters.rank, local) if not cluster.is_cpu else None
-        rate = narrow or matmul_rate(facts, choice, cluster, local, constants)
-        seconds += 2 * local * trained_parameters(facts, stage, choice).total / rate
+        seconds += 2 * local * trained_parameters(facts, stage, choice).total / (narrow or rate)
     matmul = seconds
-    keys = mean_keys if facts.sliding_window is None else _window_mean(facts, mean_keys)
-    attention = 2 * local * stage.layers * score_width(facts) * keys / choice.tp
+    attention = 2 * local * stage.layers * score_width(facts) * attended(facts, mean_keys) / choice.parallel.tp
     seconds += _traffic_seconds(facts, stage, choice, cluster, local, constants)
     efficiency = CPU_MATMUL_EFFICIENCY / 3 if cluster.is_cpu else constants.attention_efficiency
     attention /= _peak(choice, cluster, "bf16") * efficiency
@@ -150,16 +147,11 @@ def _traffic_seconds(
     return constants.traffic * tokens * moved / rate
 
 
-def _window_mean(facts: ModelFacts, keys: float) -> float:
-    full = facts.layers if facts.full_attention_layers is None else len(facts.full_attention_layers)
-    return (full * keys + (facts.layers - full) * min(keys, facts.sliding_window or keys)) / facts.layers
-
-
 def _peak(choice: TrainingChoice, cluster: ClusterFacts, precision: str) -> float:
     """Peak rate of one rank; ranks on a CPU share its cores."""
     if not cluster.is_cpu:
         return cluster.device.flops(precision)
-    cores, ranks = cluster.device.cores, -(-choice.world_size // cluster.nodes)
+    cores, ranks = cluster.device.cores, -(-choice.parallel.world_size // cluster.nodes)
     return cluster.device.flops("float32") * min(choice.threads or cores, cores / ranks, cores) / cores
 
 
@@ -169,7 +161,7 @@ def matmul_rate(
     """Floating-point operations a second of one rank in the dense matrices."""
     if cluster.is_cpu:
         return _peak(choice, cluster, "float32") * CPU_MATMUL_EFFICIENCY
-    width = max(facts.intermediate if facts.moe is None else facts.hidden, 1) / choice.tp
+    width = max(facts.intermediate if facts.moe is None else facts.hidden, 1) / choice.parallel.tp
     return _shaped(choice, cluster, constants, width, tokens)
 
 
@@ -180,14 +172,14 @@ def expert_rate(
     assert facts.moe is not None
     if cluster.is_cpu:
         return _peak(choice, cluster, "float32") * CPU_MATMUL_EFFICIENCY / 2
-    rows = tokens / choice.tp * facts.moe.experts_per_token * choice.ep * choice.etp / facts.moe.experts
-    return _shaped(choice, cluster, constants, facts.moe.expert_intermediate / choice.etp, rows)
+    p, moe = choice.parallel, facts.moe
+    rows = tokens / p.tp * moe.experts_per_token * p.ep * p.etp / moe.experts
+    return _shaped(choice, cluster, constants, moe.expert_intermediate / p.etp, rows)
 
 
 def _shaped(choice: TrainingChoice, cluster: ClusterFacts, constants: Constants, width: float, rows: float) -> float:
-    efficiency = {
-        "fp8": constants.fp8_efficiency, "fp4": constants.fp4_efficiency
-    }.get(choice.precision, constants.matmul_efficiency)  # fmt: skip
+    scaled = {"fp8": constants.fp8_efficiency, "fp4": constants.fp4_efficiency}
+    efficiency = scaled.get(choice.precision, constants.matmul_efficiency)
     shape = width / (width + constants.half_width) * rows / (rows + constants.half_tokens)
     return cluster.device.flops(choice.precision) * efficiency * shape
 
@@ -196,25 +188,25 @@ def _tensor_seconds(
     facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
 ) -> float:
     """Two all-reduces a layer (or the all-gathers and reduce-scatters of sequence parallelism: the same bytes)."""
-    if choice.tp == 1:
+    if choice.parallel.tp == 1:
         return 0.0
     element = 4 if choice.precision == "float32" else 2
-    volume = 4 * (choice.tp - 1) / choice.tp * tokens * facts.hidden * element
-    moe_share = 0.5 if facts.moe is not None and choice.etp == 1 else 1.0
+    volume = 4 * (choice.parallel.tp - 1) / choice.parallel.tp * tokens * facts.hidden * element
+    moe_share = 0.5 if facts.moe is not None and choice.parallel.etp == 1 else 1.0
     layers = stage.dense_layers + stage.moe_layers * moe_share
     latency = 4 * 3e-5 * stage.layers
-    return layers * volume / (cluster.bandwidth(choice.tp) * constants.link_efficiency) + latency
+    return layers * volume / (cluster.bandwidth(choice.parallel.tp) * constants.link_efficiency) + latency
 
 
 def _expert_seconds(
     facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
 ) -> float:
     """Dispatch and combine all-to-all of each layer with experts."""
-    if facts.moe is None or choice.ep == 1:
+    if facts.moe is None or choice.parallel.ep == 1:
         return 0.0
-    span = choice.ep * choice.etp
+    span = choice.parallel.ep * choice.parallel.etp
     element = 1.5 if choice.precision in ("fp8", "fp4") else 2  # FP8 dispatch, BF16 combine
-    one_copy = 2 * tokens / choice.tp * facts.hidden * element * constants.expert_imbalance
+    one_copy = 2 * tokens / choice.parallel.tp * facts.hidden * element * constants.expert_imbalance
     copies = facts.moe.experts_per_token
     inside = max(1, cluster.link_domain)
     if span <= inside:
@@ -232,11 +224,11 @@ def _context_seconds(
     facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts, tokens: float, constants: Constants
 ) -> float:
     """Keys and values travel once around the ring of context-parallel ranks."""
-    if choice.cp == 1:
+    if choice.parallel.cp == 1:
         return 0.0
-    width = 2 * facts.kv_heads * facts.head_dim / choice.tp
-    volume = (choice.cp - 1) / choice.cp * tokens * width * 2 * stage.layers
-    span = choice.tp * choice.cp
+    width = 2 * facts.kv_heads * facts.head_dim / choice.parallel.tp
+    volume = (choice.parallel.cp - 1) / choice.parallel.cp * tokens * width * 2 * stage.layers
+    span = choice.parallel.tp * choice.parallel.cp
     return volume / (cluster.bandwidth(span) * constants.link_efficiency)
 
 
@@ -245,7 +237,7 @@ def _host_seconds(
 ) -> float:
     seconds = stage.layers * constants.layer_host_s
     if facts.moe is not None and not cluster.is_cpu:
-        experts = 0.0 if choice.grouped_experts else facts.moe.experts / choice.ep * constants.expert_host_s
+        experts = 0.0 if choice.grouped_experts else facts.moe.experts / choice.parallel.ep * constants.expert_host_s
         seconds += stage.moe_layers * (constants.moe_layer_host_s + experts)
     return seconds
 
@@ -265,7 +257,7 @@ def training_time(
     spared = forward.matmul if choice.adapters else 0.0
     micro = forward.total * PASSES[choice.recompute] - spared
     compute = number * micro
-    bubble = (choice.pp - 1) / choice.vpp * micro
+    bubble = (choice.parallel.pp - 1) / choice.parallel.vpp * micro
     data, optimizer = _data_seconds(facts, choice, cluster, compute, number, constants)
     steps = workload.optimizer_steps
     onload = offload_seconds(facts, choice, cluster, constants) if colocated and workload.rollouts else 0.0
@@ -277,27 +269,23 @@ def _data_seconds(
 ) -> tuple[float, float]:
     """(exposed gradient and parameter communication, optimizer update) of one optimizer step."""
     params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
-    ranks = choice.dp * choice.cp
-    span = choice.tp * ranks
+    ranks = choice.parallel.dp * choice.parallel.cp
+    span = choice.parallel.tp * ranks
     inside = span <= max(1, cluster.link_domain)
     efficiency = constants.link_efficiency if inside else constants.network_efficiency
     rate = cluster.bandwidth(span) * efficiency
     gradient = 4 if choice.precision == "float32" else choice.gradient_bytes
     element = 4 if choice.precision == "float32" else 2
-    owned = params.dense / ranks + params.experts / choice.expert_dp
+    owned = params.owned(choice.parallel)
     if choice.sharding == "full":
         gathered = (2 * 2 * number + 4) * params.total * (ranks - 1) / ranks
         exposed = max(0.0, gathered / rate - constants.data_overlap * compute)
     else:
-        moved = (params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / choice.expert_dp)) * (
-            gradient + element
-        )
-        exposed = (1 - constants.data_overlap) * moved / rate
+        shared = params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / choice.parallel.expert_dp)
+        exposed = (1 - constants.data_overlap) * (shared * (gradient + element)) / rate
     update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     update += owned * state_traffic(choice) / (cluster.device.host_link * constants.pinned_copy)
-    if cluster.is_cpu:
-        return exposed, update
-    return exposed, update + constants.optimizer_step_s
+    return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
 
 
 def state_traffic(choice: TrainingChoice) -> int:
@@ -310,8 +298,7 @@ def offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterF
     if cluster.is_cpu or choice.optimizer_offload:
         return 0.0
     params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
-    owned = params.dense / (choice.dp * choice.cp) + params.experts / choice.expert_dp
-    return 12 * owned / (cluster.device.host_link * constants.pageable_copy)
+    return 12 * params.owned(choice.parallel) / (cluster.device.host_link * constants.pageable_copy)
 
 
 def logprobs_time(
@@ -328,15 +315,65 @@ def logprobs_time(
     number, tokens = micro_batches(choice, workload, constants)
     forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
     fixed = 0.0 if cluster.is_cpu else 1.0
-    return passes * (number * workload.optimizer_steps + choice.pp - 1) * forward.total + fixed
+    return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * forward.total + fixed
 
 
 def model_flops(
     facts: ModelFacts, workload: Workload, constants: Constants = DEFAULTS, *, frozen: bool = False
 ) -> float:
-    """Floating-point operations that the model needs in a step's training (no recomputation): for MFU. `frozen`:
-    adapters alone are trained."""
-    keys = workload.mean_keys(constants.length_sigma)
-    keys = keys if facts.sliding_window is None else _window_mean(facts, keys)
-    per_token = (4 if frozen else 6) * counted(facts).active + 6 * facts.layers * score_width(facts) * keys
+    """Operations that a step's training needs (no recomputation): for MFU. `frozen`: adapters alone are trained."""
+    keys = attended(facts, workload.mean_keys(constants.length_sigma))
+    per_token = (4 if frozen else 6) * count(facts).active + 6 * facts.layers * score_width(facts) * keys
     return per_token * workload.trained_tokens(constants.length_sigma)
+
+
+def tensor_count(facts: ModelFacts) -> int:
+    """Tensors of the published checkpoint, about."""
+    dense, moe = 9 + 3 * facts.qkv_bias + 2 * facts.qk_norm, 3 * facts.moe.experts + 1 if facts.moe else 0
+    moe_layers = sum(facts.is_moe_layer(layer) for layer in range(facts.layers))
+    return facts.layers * dense + moe_layers * moe + 3
+
+
+def remote_share(parallel: ParallelSpec, cluster: ClusterFacts, colocated: bool) -> float:
+    """Share of what a worker needs that no device of its node holds."""
+    node = max(cluster.link_domain, cluster.gpus_per_node)
+    if cluster.gpus <= node:
+        return 0.0
+    if not colocated:
+        return 1.0
+    spread = parallel.pp * max(parallel.tp, parallel.expert_size)  # devices that hold the model once
+    return max(0.0, 1 - node / spread)
+
+
+def refit_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    generation: GenerationChoice,
+    cluster: ClusterFacts,
+    colocated: bool,
+    constants: Constants = DEFAULTS,
+    *,
+    mover: str | None = None,
+) -> float:
+    """Seconds to refit the engines, offloading before and waking after included. `mover` None: the fastest there is."""
+    payload = count(facts).total * (4 if choice.precision == "float32" else 2)
+    detour = _detour_seconds(payload, cluster, mover, constants)
+    if cluster.is_cpu:
+        return detour + 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
+    received = weight_bytes(facts, generation)
+    far = remote_share(choice.parallel, cluster, colocated) * received
+    near = received - far
+    moved = far / (cluster.device.network * constants.refit_link_efficiency)
+    moved += near / (cluster.device.link * constants.refit_link_efficiency)
+    pieces = constants.refit_handshake_s + tensor_count(facts) * constants.refit_piece_s
+    around = constants.refit_fixed_s + offload_seconds(facts, choice, cluster, constants) if colocated else 0.0
+    return detour + moved + pieces + around
+
+
+def _detour_seconds(payload: float, cluster: ClusterFacts, mover: str | None, constants: Constants) -> float:
+    """Seconds of a mover that goes around the devices' memory: one copy written and read."""
+    if mover == "disk":
+        return 2 * payload / constants.disk_bytes_per_s
+    if mover == "shared-memory" and not cluster.is_cpu:
+        return 2 * payload / (cluster.device.host_link * constants.pageable_copy)
+    return 0.0

@@ -1,4 +1,4 @@
-"""What a step has to do: prompts, rollouts, their lengths, and how many optimizer steps they are trained in."""
+"""The work of a step: prompts, rollouts, their lengths, and how many optimizer steps they are trained in."""
 
 from __future__ import annotations
 

@@ -1,31 +1,31 @@
-"""The driver's plan of a session: which engine workers read from one stream, who writes into it, and by which mover."""
+"""The driver's plan of a session: who reads each channel, who writes into it, and by which mover."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlctl.backends.vllm.channel import Connection, Need, buffer_bytes, cut_rounds
 from rlctl.errors import ConfigError
-from rlctl.refit.records import Channel, Share, SourcePlace, TableRow
+from rlctl.refit.records import Share, SourcePlace, TableRow
+from rlctl.transport.rounds import Channel, Connection, Need, buffer_bytes, cut_rounds
 from rlctl.weights.layout import Layout
 
 MIB = 1 << 20
 CPU_STAGING = 16 * MIB
 """Two buffers that stay in a processor's cache (benchmarks/RESULTS.md)."""
 GPU_STAGING = 256 * MIB
-"""On a GPU a round costs the hand-over, some tens of microseconds, and hardly anything by the byte. What the planner
-counts; never measured."""
+"""On a GPU a round costs the hand-over, some tens of microseconds, and hardly anything by the byte. The planner counts
+with this size; it was never measured."""
 
 
 def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
-    """Of one engine worker: as asked, or by where the engines compute."""
+    """Bytes of the two buffers of one engine worker: as asked, or by where the engines compute."""
     if staging_mb is not None:
         return staging_mb * MIB
     return GPU_STAGING if any(need.device.startswith("cuda") for need in needs) else CPU_STAGING
 
 
 def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace], directory: str | None) -> str:
-    """`asked`, or with `auto` what fits where the engines are. Raises ConfigError where it cannot work."""
+    """The mover asked for, or with `auto` one that fits the engines' places. Raises ConfigError if it cannot work."""
     nodes = {place.node for place in places}
     away = [need for need in needs if need.node not in nodes]
     devices = {place.device for place in places}
@@ -46,7 +46,7 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace
     if asked == "disk" and directory is None:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",
-            "Name one of all nodes: --set refit.directory=DIR.",
+            "Name a directory that all nodes see: --set refit.directory=DIR.",
         )
     return asked
 
@@ -54,11 +54,8 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace
 def plan_channels(
     mover: str, needs: Sequence[Need], places: Sequence[SourcePlace], *, staging_bytes: int, timeout_s: float
 ) -> tuple[Channel, ...]:
-    """One channel for all workers that need the same bytes, and can read it from the same memory.
-
-    The workers of a channel are in the order of their nodes, so that what one passes on to the next crosses from node
-    to node as seldom as it can.
-    """
+    """Plan one channel for all workers that need the same bytes and can read them from the same memory, ordered by node
+    so that few rounds cross between nodes when one passes them on to the next."""
     groups: dict[tuple, list[Need]] = {}
     for need in needs:
         place = place_of(mover, need)
@@ -81,12 +78,12 @@ def plan_channels(
 
 
 def place_of(mover: str, party: Need | SourcePlace) -> str | None:
-    """What two parties must have in common to use the same staging memory."""
+    """The place that two parties must share to use the same staging memory; None: there is none to share."""
     return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
 
 
 def meeting_host(needs: Sequence[Need], places: Sequence[SourcePlace]) -> str:
-    """Address at which the members of a collective group meet: of policy rank 0."""
+    """The address at which the members of a collective group meet, which is that of policy rank 0."""
     return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
 
 
@@ -109,7 +106,7 @@ def shares_of(table: Sequence[TableRow], taken: dict[str, tuple[tuple[str, str],
 
 
 def _capacity(layout: Layout, staging_bytes: int) -> int:
-    """Bytes of one of two buffers; no more than what there is to send."""
+    """Bytes of one of two buffers: no more than there is to send, in whole pages."""
     half = max(1, staging_bytes // 2)
     need = buffer_bytes(cut_rounds(layout, half))
     return -(-need // 4096) * 4096

@@ -1,21 +1,92 @@
-"""The policy worker that can refit: Megatron's worker with the source side of a refit."""
+"""The policy's side of a refit: what the driver may ask of a rank, and how any policy worker becomes one that sends."""
 
 from __future__ import annotations
 
-from rlctl.backends.megatron.weights import policy_world
-from rlctl.backends.megatron.worker import MegatronWorker
-from rlctl.refit.records import SourceSetup
-from rlctl.refit.source import RefitSource
-from rlctl.weights.plan import World
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from rlctl.backends.base import PolicyWorker
+from rlctl.cluster.workers import imported
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlctl.refit.records import Made, Sent, SourcePlace, SourceSetup
+    from rlctl.transport.rounds import Changes, Channel, Lengths
 
 
-class RefitPolicyWorker(MegatronWorker, RefitSource):
-    """One rank of a Megatron policy that can send its weights."""
+class WeightSender(Protocol):
+    """The sending side of a refit, on one policy rank. Every method is called on all ranks of the policy."""
 
-    def refit_world(self, setup: SourceSetup) -> World:
-        return policy_world(self.spec, self.layer_spec)
+    def refit_place(self) -> SourcePlace:
+        """Where this rank runs."""
+        ...
 
-    def close(self) -> None:
-        """Lets go of staging memory and leaves the process group."""
-        self.refit_close()
-        super().close()
+    def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
+        """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect."""
+        ...
+
+    def refit_open(self, setup: SourceSetup) -> tuple[str, ...]:
+        """Open this rank's ends; return what keeps the plans of the channels from writing each element exactly once."""
+        ...
+
+    def refit_unlink(self) -> None:
+        """Take away the name of the staging memory once all sides have it mapped."""
+
+    def refit_send(self, version: int, epoch: int) -> Sent:
+        """Send this rank's boxes as `version`, from the live parameters; `epoch` numbers the session's attempts."""
+        ...
+
+    def refit_compare(self) -> list[Changes]:
+        """Find what has changed since the last refit, by channel; it is kept for `refit_send_changes`."""
+        ...
+
+    def refit_send_changes(self, version: int, epoch: int, lengths: tuple[Lengths, ...]) -> Sent:
+        """Send what `refit_compare` found; `lengths`: by channel, the bytes of each sender in each round."""
+        ...
+
+    def refit_publish(self, version: int) -> None:
+        """With the disk mover: make `version` visible once every rank has written."""
+
+    def refit_retire(self, version: int | None) -> None:
+        """With the disk mover: remove the other versions (None: all) once every engine has loaded."""
+
+    def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
+        """Fingerprints of this rank's share of each tensor (None: all) in the engine's dtype; the shares add up."""
+        ...
+
+    def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
+        """Change a share of the elements by noise that replicas share. For tests of a refit, never in a run."""
+
+    def refit_values(self, tensor: str) -> list[tuple[list[tuple[int, int, int]], np.ndarray]]:
+        """This rank's boxes of one tensor: (start, count, step) of each dimension, and the values as float32."""
+        ...
+
+    def refit_copy_gb_per_s(self, size: int) -> float | None:
+        """Speed of copying `size` bytes within the memory of rank 0's weights; None on other ranks."""
+        ...
+
+    def refit_close(self) -> None:
+        """Let go of the staging memory and of every connection."""
+
+
+class SendingPolicy(PolicyWorker, WeightSender, Protocol):
+    """One rank of a policy that can refit engines."""
+
+
+def policy_worker(worker: str, **kwargs: Any) -> SendingPolicy:
+    """One rank of a policy: the worker of a backend (`PolicyBackend.worker`) with the sending side of refits."""
+    from rlctl.refit.source import RefitSource
+
+    class Sending(imported(worker), RefitSource):
+        def close(self) -> None:
+            """Let go of staging memory and leave the process group."""
+            self.refit_close()
+            super().close()
+
+    return cast(Any, Sending)(**kwargs)  # the worker has what RefitSource leaves abstract
+
+
+if TYPE_CHECKING:
+    from rlctl.refit.source import RefitSource
+
+    SENDER: type[WeightSender] = RefitSource

@@ -1,7 +1,7 @@
 """A refit session: what is exchanged once, each transfer, and its end.
 
-The driver's part only; the policy's ranks write (`source`), the engines load (`backends.vllm.transfer`), and no weight
-passes through here. In a transfer both sides make one long call each and hand rounds over among themselves; the
+This is the driver's part only. The policy's ranks write (`source`), the engines load (`backends.vllm.weights`), and no
+weight passes through here. In a transfer each side makes one long call, and the two hand rounds over between them; the
 driver watches both.
 """
 
@@ -15,42 +15,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from rlctl.backends.vllm.channel import EMPTY_BYTES, Connection, Lengths, Need, Rendezvous, buffer_bytes, cut_rounds
-from rlctl.backends.vllm.messages import Received
-from rlctl.cluster.workers import WorkerGroup, wait_together
+from rlctl.backends.base import WeightReceiver
+from rlctl.cluster.workers import PendingCall, WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.channels import (
-    choose_mover,
-    meeting_host,
-    place_of,
-    plan_channels,
-    shares_of,
-    staging_bytes,
-    ways_of,
-)
-from rlctl.refit.records import (
-    Changes,
-    Channel,
-    Made,
-    Opened,
-    RefitReport,
-    Sent,
-    Share,
-    SourcePlace,
-    SourceSetup,
-    TableRow,
-)
+from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, shares_of, staging_bytes, ways_of
+from rlctl.refit.policy import WeightSender
+from rlctl.refit.records import RefitReport, Sent, Share, SourcePlace, SourceSetup, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.telemetry.phases import RefitPhase
-
-if TYPE_CHECKING:
-    from rlctl.weights.megatron import MegatronParallel
+from rlctl.transport.base import Received
+from rlctl.transport.rounds import (
+    EMPTY_BYTES,
+    Changes,
+    Channel,
+    Connection,
+    Lengths,
+    Need,
+    Rendezvous,
+    buffer_bytes,
+    cut_rounds,
+)
 
 T = TypeVar("T")
+W = TypeVar("W")
+P = ParamSpec("P")
 Receive = Literal["loader", "direct", "auto"]
 # The driver waits a little longer than the two sides wait for each other, so that their error, which knows more, comes
 # first.
@@ -64,11 +56,10 @@ class RefitSession:
 
     def __init__(
         self,
-        policy: WorkerGroup,
-        engines: WorkerGroup,
+        policy: WorkerGroup[WeightSender],
+        engines: WorkerGroup[WeightReceiver],
         facts: ModelFacts,
         *,
-        parallel: MegatronParallel,
         settings: RefitConfig,
         dtype: str,
         shapes: dict[str, tuple[int, ...]] | None = None,
@@ -77,21 +68,17 @@ class RefitSession:
         converted: Mapping[str, int] | None = None,
         converted_at: Path | None = None,
     ) -> None:
-        """`shapes` are those of the published tensors; by default what the model's family says.
-
-        `converted`: fingerprints, in `dtype`, that tensors have if the policy holds what a conversion wrote; compared
-        when the first refit is. `converted_at`: where that conversion is, for the error's sake.
-
-        `members`: how many of `engines` hold one model together (1, but for processes without an engine around them).
-        """
+        """`shapes` are those of the published tensors (default: the family's); `converted` the fingerprints, in
+        `dtype`, of a policy that holds what the conversion at `converted_at` wrote, compared in the first refit;
+        `members` how many of `engines` hold one model together (more than 1 without an engine)."""
         self.members = members
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
         table = _published(facts, dtype) if shapes is None else tuple(TableRow(n, dtype, s) for n, s in shapes.items())
-        self.setup = SourceSetup(facts, parallel, table)
+        self.setup = SourceSetup(table)
         self.mover = settings.mover
         self.refits = self.attempts = 0
         self._base: int | None = None
-        """Version that every engine holds whole."""
+        """Version of which every engine holds all weights."""
         self._since_full = 0
         self.opened = self.broken = False
         self.taken: dict[str, tuple[tuple[str, str], ...]] = {}
@@ -114,10 +101,11 @@ class RefitSession:
 
     def open(self) -> None:
         """Make the staging memory, and tell both sides what stays the same over all refits."""
-        table = tuple((row.name, row.dtype, row.shape) for row in self.setup.table)
-        places = tuple(self._wait("open", self.policy, "refit_place"))
-        self._wait("open", self.engines, "refit_open", {"table": table, "receive": self.receive})
-        needs: list[list[Need]] = self._wait("open", self.engines, "refit_needs")
+        places = tuple(self._wait("open", self.policy, WeightSender.refit_place))
+        self._wait(
+            "open", self.engines, WeightReceiver.refit_open, {"table": self.setup.table, "receive": self.receive}
+        )
+        needs = self._wait("open", self.engines, WeightReceiver.refit_needs)
         flat = [need for of_engine in needs for need in of_engine]
         self.setup = replace(self.setup, table=_as_held(self.setup.table, flat))
         self.taken = ways_of(self.setup.table, flat)
@@ -140,21 +128,18 @@ class RefitSession:
             channels=self._prepared(channels, names, meeting_host(flat, places)),
         )
         self._connect([tuple(self._connection(need) for need in of_engine) for of_engine in needs])
-        self._wait("open", self.policy, "refit_unlink")
+        self._wait("open", self.policy, WeightSender.refit_unlink)
         self.opened = True
 
-    def reform(self, engines: WorkerGroup) -> None:
-        """Go on with other engines (some left, some joined); the policy's processes stay as they are.
-
-        Engines that joined hold these weights after the next refit.
-        """
+    def reform(self, engines: WorkerGroup[WeightReceiver]) -> None:
+        """Go on with other engines, which hold these weights after the next refit; the policy's processes stay."""
         self.close()
         self.engines = engines
         self.open()
 
     def _prepared(self, channels: tuple[Channel, ...], names: tuple[str, ...], host: str) -> tuple[Channel, ...]:
-        """The channels with all that the two sides need to find each other."""
-        made: list[Made] = self._wait("open", self.policy, "refit_make", channels, host)
+        """Complete the channels with what the two sides need to find each other."""
+        made = self._wait("open", self.policy, WeightSender.refit_make, channels, host)
         addresses = {index: address for one in made for index, address in one.addresses.items()}
         handles = {index: own for one in made for index, own in one.handles.items()}
         port = next((one.store_port for one in made if one.store_port is not None), None)
@@ -175,43 +160,43 @@ class RefitSession:
         return tuple(replace(c, connection=link) for c, link in zip(channels, links, strict=True))
 
     def _connect(self, connections: list[tuple[Connection, ...]]) -> None:
-        """Both sides open their ends, at once: a collective group is there when all its members are."""
-        waits = [
-            (self.policy, "refit_open", self.policy.submit("refit_open", self.setup)),
-            (self.engines, "refit_connect", self.engines.submit_each("refit_connect", [(one,) for one in connections])),
-        ]
-        opened: list[Opened] = self._guard("open", lambda: wait_together(waits, self.settings.timeout_s + MARGIN_S))[0]
-        if problems := [line for one in opened for line in one.problems]:
+        """Have both sides open their ends at once: a collective group is complete when all its members have joined."""
+        opening = self.policy.submit(WeightSender.refit_open, self.setup)
+        connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
+        limit = self.settings.timeout_s + MARGIN_S
+        by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
+        if problems := [line for of_rank in by_rank for line in of_rank]:
             raise VerificationError(f"Refit: the transfer plan does not hold: {'; '.join(problems[:8])}.")
 
     def _connection(self, need: Need) -> Connection:
         return next(c.connection for c in self.setup.channels if need.name in c.connection.receivers)
 
     def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
-        """Bring the policy's weights into every engine as `version`; `verify` None: as the settings say.
+        """Bring the policy's weights into every engine as `version`. With `verify` None the settings decide.
 
-        Raises VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase; after any of
+        Raises VerificationError naming tensors, WaitTimeoutError and WorkerError naming rank and phase. After any of
         them the engines refuse to generate until a full refit has succeeded.
         """
         if self.broken:  # a group that a member left cannot be used again
             self.reform(self.engines)
         if not self.opened:
-            raise WorkerError("RefitSession.refit before open().")
+            raise WorkerError("RefitSession.refit was called before open().")
         self.attempts += 1
         begun = time.perf_counter()
-        self._wait("begin", self.engines, "refit_begin", version)
+        self._wait("begin", self.engines, WeightReceiver.refit_begin, version)
         moving = time.perf_counter()
         self.broken = self.mover == "collective"
-        lengths, said = self._changes() if self.settings.sparse else (None, None)
+        lengths, sparse = self._changes() if self.settings.sparse else (None, None)
         compared_s = time.perf_counter() - moving
         base, self._base = self._base, None  # whatever fails from here on, the next refit sends everything
         sent, wrote_s = self._move(version) if lengths is None else self._move_changes(version, base, lengths)
         self.broken = False
         moved = time.perf_counter()
-        finished = self._wait("load", self.engines, "refit_finish", version)
+        finished = self._wait("load", self.engines, WeightReceiver.refit_finish, version)
         ended = time.perf_counter()
         self.refits += 1
-        received: list[Received] = [one for of in self._wait("load", self.engines, "received") for one in of]
+        told = self._wait("load", self.engines, WeightReceiver.received)
+        received: list[Received] = [one for of_engine in told for one in of_engine]
         waited = min(max(one.waited_s for one in received) + wrote_s + compared_s, moved - moving)
         reset = max(one["cache_reset"] for one in finished)
         exchanged = min(max(one.exchange_s for one in sent), waited)
@@ -222,7 +207,7 @@ class RefitSession:
             RefitPhase.LOAD: ended - moving - waited - reset,
             RefitPhase.CACHE_RESET: reset,
         }
-        verified, verify_s = self._verified(version, verify)
+        verified = self._verified(version, verify)
         self._base, self._since_full = version, 0 if lengths is None else self._since_full + 1
         return RefitReport(
             version=version,
@@ -231,17 +216,16 @@ class RefitSession:
             staging_bytes=self.staging_bytes,
             verified=verified,
             unread=len(self.last_comparison.unread) if verified and self.last_comparison else 0,
-            verify_s=verify_s,
             mover=self.mover,
             receive=received[0].path,
             shares=self.shares,
-            sparse=said,
+            sparse=sparse,
             sent_bytes=sum(one.bytes for one in sent),
             packing_s=max(one.packing_s for one in sent),
         )
 
     def _why_whole(self, needs: list[Need], places: tuple[SourcePlace, ...]) -> str:
-        """Why changed elements alone can never be sent in this session; empty: they can."""
+        """The reason why this session can never send only changed elements; empty: it can."""
         if self.mover == "disk":
             return "the disk mover sends whole boxes"
         if len({place_of(self.mover, place) for place in places}) > 1:
@@ -249,14 +233,15 @@ class RefitSession:
         return next((need.whole_only for need in needs if need.whole_only), "")
 
     def _changes(self) -> tuple[tuple[Lengths, ...] | None, str]:
-        """(by channel, bytes of each sender in each round; what is sent), or None and why everything is."""
+        """Find the changed elements. Returns (by channel, the bytes of each sender in each round; None: everything is
+        sent), and why."""
         if self._whole_only:
             return None, f"everything: {self._whole_only}"
         if self._base is None:
             return None, "everything: no version before to compare with"
         if self._since_full + 1 >= self.settings.full_every:
             return None, f"everything: every {self.settings.full_every} refits"
-        by_rank: list[list[Changes]] = self._wait("compare", self.policy, "refit_compare")
+        by_rank: list[list[Changes]] = self._wait("compare", self.policy, WeightSender.refit_compare)
         found = [one for of in by_rank for one in of]
         size, changed = sum(one.bytes for one in found), sum(one.changed for one in found)
         share = f"{changed / max(1, sum(one.elements for one in found)):.1%} of the elements have changed"
@@ -270,74 +255,64 @@ class RefitSession:
         return tuple(lengths), share
 
     def _move_changes(self, version: int, base: int | None, lengths: tuple[Lengths, ...]) -> tuple[list[Sent], float]:
-        """Changed elements alone, over the version that the engines hold."""
+        """Send only changed elements, over the version `base` that the engines hold."""
         update = {"version": version, "epoch": self.attempts, "base": base, "lengths": lengths}
-        waits = [
-            (
-                self.policy,
-                "refit_send_changes",
-                self.policy.submit("refit_send_changes", version, self.attempts, lengths),
-            ),
-            (self.engines, "refit_receive", self.engines.submit("refit_receive", update)),
-        ]
-        return self._guard("transfer", lambda: wait_together(waits, self.settings.timeout_s + MARGIN_S))[0], 0.0
+        sending = self.policy.submit(WeightSender.refit_send_changes, version, self.attempts, lengths)
+        return self._transfer(sending, update), 0.0
+
+    def _transfer(self, sending: PendingCall[Sent], update: dict[str, Any]) -> list[Sent]:
+        receiving = self.engines.submit(WeightReceiver.refit_receive, update)
+        limit = self.settings.timeout_s + MARGIN_S
+        return self._guard("transfer", lambda: wait_together(sending, receiving, limit))[0]
 
     def _move(self, version: int) -> tuple[list[Sent], float]:
-        """Both sides at once; the first failure of either ends it. Also the seconds before loading could begin."""
+        """Send everything, until a side fails. Returns what ranks sent, and the seconds before loading could begin."""
         update = {"version": version, "epoch": self.attempts}
         if self.mover == "disk":  # a version is read once it is complete
             begun = time.perf_counter()
-            sent: list[Sent] = self._wait("transfer", self.policy, "refit_send", version, self.attempts)
-            self._wait("transfer", self.policy, "refit_publish", version)
+            sent = self._wait("transfer", self.policy, WeightSender.refit_send, version, self.attempts)
+            self._wait("transfer", self.policy, WeightSender.refit_publish, version)
             wrote_s = time.perf_counter() - begun
-            self._wait("load", self.engines, "refit_receive", update)
-            self._wait("load", self.policy, "refit_retire", version)
+            self._wait("load", self.engines, WeightReceiver.refit_receive, update)
+            self._wait("load", self.policy, WeightSender.refit_retire, version)
             return sent, wrote_s
-        waits = [
-            (self.policy, "refit_send", self.policy.submit("refit_send", version, self.attempts)),
-            (self.engines, "refit_receive", self.engines.submit("refit_receive", update)),
-        ]
-        return self._guard("transfer", lambda: wait_together(waits, self.settings.timeout_s + MARGIN_S))[0], 0.0
+        return self._transfer(self.policy.submit(WeightSender.refit_send, version, self.attempts), update), 0.0
 
-    def _verified(self, version: int, wanted: bool | None) -> tuple[int, float]:
-        """(tensors compared, seconds): all of them on the first refit and every few after it, else a sample."""
+    def _verified(self, version: int, wanted: bool | None) -> int:
+        """Compare all tensors on the first refit and every few after it, else a sample; return how many."""
         every = self.settings.verify_every
         due = self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0)
         if wanted is not None:
             due = wanted
         sample = None if due else [] if wanted is False else self._sample(version)
         if sample == []:
-            return 0, 0.0
-        begun = time.perf_counter()
+            return 0
+        compared = 0
         try:
             for index, comparison in enumerate(self.compare(sample)):
-                self.last_comparison = comparison
+                self.last_comparison, compared = comparison, comparison.tensors
                 require_equal(comparison, version, f"engine {index}")
         except RlctlError:
-            self._wait("verify", self.engines, "refit_reject", version)
+            self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
             raise
-        return comparison.tensors, time.perf_counter() - begun
+        return compared
 
     def _as_converted(self) -> dict[str, int]:
-        """What tensors of the precision of the conversion must be in the first refit."""
+        """Fingerprints that tensors in the precision of the conversion must have in the first refit."""
         rows = [row.name for row in self.setup.table if row.dtype == self._dtype]
         return {name: self._converted[name] for name in rows if name in self._converted}
 
     def _sample(self, version: int) -> list[str]:
-        """Some tensors, others with every version, the same for the same version."""
+        """Names of some tensors: others with every version, the same for the same version."""
         names = [row.name for row in self.setup.table]
         return sorted(names, key=lambda name: zlib.crc32(f"{version}{name}".encode()))[: self.settings.verify_sample]
 
     def compare(self, tensors: list[str] | None = None) -> list[Comparison]:
-        """The policy's tensors (None: all) against what each engine computes with now.
-
-        Raises VerificationError where those of the first refit are not what their conversion wrote.
-        """
-        waits = [
-            (self.policy, "refit_fingerprints", self.policy.submit("refit_fingerprints", tensors)),
-            (self.engines, "readings", self.engines.submit("readings", tensors)),
-        ]
-        found, readings = self._guard("verify", lambda: wait_together(waits, self.settings.timeout_s))
+        """Compare the policy's tensors (None: all) with what each engine computes with now. Raises VerificationError if
+        those of the first refit are not what their conversion wrote."""
+        sums = self.policy.submit(WeightSender.refit_fingerprints, tensors)
+        reading = self.engines.submit(WeightReceiver.readings, tensors)
+        found, readings = self._guard("verify", lambda: wait_together(sums, reading, self.settings.timeout_s))
         source = source_sums(found)
         if self.refits == 1:
             require_as_converted(source, self._as_converted(), self._converted_at)
@@ -346,28 +321,37 @@ class RefitSession:
         return [compare(source, of_one, tensors) for of_one in models]
 
     def close(self) -> None:
-        """Let go of the staging memory on both sides; tolerant of workers that are gone."""
+        """Let go of the staging memory on both sides. Workers that are gone are passed over."""
         self.opened = self.broken = False
         if self.mover == "disk" and self.setup.channels:
-            self._tolerantly(self.policy, "refit_retire", None)
-        for group, method in ((self.policy, "refit_close"), (self.engines, "refit_close")):
-            self._tolerantly(group, method)
+            self._tolerantly(self.policy, WeightSender.refit_retire, None)
+        self._tolerantly(self.policy, WeightSender.refit_close)
+        self._tolerantly(self.engines, WeightReceiver.refit_close)
 
-    def _tolerantly(self, group: WorkerGroup, method: str, *args: Any) -> None:
+    def _tolerantly(
+        self, group: WorkerGroup[W], method: Callable[Concatenate[W, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         # A worker that is gone holds nothing, and its death was reported where it mattered.
         with contextlib.suppress(WorkerError, WaitTimeoutError):
-            group.call(method, *args, timeout_s=min(30.0, self.settings.timeout_s))
+            group.within(min(30.0, self.settings.timeout_s)).call(method, *args, **kwargs)
 
-    def _wait(self, phase: str, group: WorkerGroup, method: str, *args: Any) -> list[Any]:
-        return self._guard(phase, lambda: group.call(method, *args, timeout_s=self.settings.timeout_s))
+    def _wait(
+        self,
+        phase: str,
+        group: WorkerGroup[W],
+        method: Callable[Concatenate[W, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        return self._guard(phase, lambda: group.within(self.settings.timeout_s).call(method, *args, **kwargs))
 
     def _guard(self, phase: str, wait: Callable[[], T]) -> T:
-        """Name the phase in whatever goes wrong."""
+        """Wait, and name the phase in whatever error that raises."""
         try:
             return wait()
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
-                f"Refit, phase {phase}: {error.message}", "Raise refit.timeout_s if it is just slow."
+                f"Refit, phase {phase}: {error.message}", "Raise refit.timeout_s if it is only slow."
             ) from None
         except WorkerError as error:
             raise WorkerError(f"Refit, phase {phase}: {error.message}", error.hint) from None
@@ -379,12 +363,12 @@ def _staging(channel: Channel) -> int:
 
 
 def _as_held(table: tuple[TableRow, ...], needs: list[Need]) -> tuple[TableRow, ...]:
-    """`table` with the dtype in which the engines ask for each tensor."""
+    """Return `table` with the dtype in which the engines ask for each tensor."""
     held: dict[str, str] = {}
     for need in needs:
-        if len(held) < len(table):  # replicas and slices of the same tensors say the same
+        if len(held) < len(table):  # replicas and slices of the same tensors have the same dtype
             held |= {piece.tensor: need.layout.params[piece.param].dtype for piece in need.layout.pieces}
-    return tuple(replace(row, dtype=held.get(row.name, row.dtype)) for row in table)
+    return tuple(row._replace(dtype=held.get(row.name, row.dtype)) for row in table)
 
 
 def _published(facts: ModelFacts, dtype: str) -> tuple[TableRow, ...]:

@@ -1,7 +1,6 @@
 """The policy's side of a refit, on one rank: which boxes this rank sends, sending them, and their fingerprints.
 
-Every rank works out its own part of the transfer plan; of several ranks that hold the same box, the plan lets one
-send it, the nearest first.
+Every rank works out its own part of the transfer plan. A box that several ranks hold is sent by the nearest one.
 """
 
 from __future__ import annotations
@@ -12,29 +11,27 @@ import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlctl.backends.vllm import weight_files
-from rlctl.backends.vllm.channel import Lengths, chunk_world, cut_rounds, whole_tensors
-from rlctl.backends.vllm.cuda_buffers import device_name
-from rlctl.backends.vllm.group import Group, serve_store
-from rlctl.backends.vllm.segment import Segment, this_node
-from rlctl.checkpoints.fingerprints import fingerprint
-from rlctl.checkpoints.tensors import transformed
+from rlctl.checkpoints.plan_execution import transformed
+from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
 from rlctl.errors import WorkerError
-from rlctl.refit import cuda_ipc, shared_memory
-from rlctl.refit.collective import CollectiveOutlet
 from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exchange
-from rlctl.refit.mover import Outlet, open_outlet, sends_messages
-from rlctl.refit.packing import Packer, source_view
-from rlctl.refit.records import Changes, Channel, Made, Opened, Sent, SourcePlace, SourceSetup, TableRow
-from rlctl.refit.sparse import SparsePacker
+from rlctl.refit.records import Made, Sent, SourcePlace, SourceSetup, TableRow
+from rlctl.transport import disk
+from rlctl.transport.base import Sender, make_staging, open_sender, sends_messages
+from rlctl.transport.changes import ChangePacker
+from rlctl.transport.collective import CollectiveSender, Group, serve_store
+from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.packing import Packer, source_view
+from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_world, cut_rounds, whole_tensors
+from rlctl.transport.shared_memory import Staging, this_node
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.plan import (
     Copy,
@@ -51,30 +48,28 @@ from rlctl.weights.plan import (
 
 @dataclass
 class SourceState:
-    """What a rank keeps between refits."""
+    """Everything that a rank keeps between refits."""
 
     setup: SourceSetup
     world: World
     rows: dict[str, TableRow]
-    outlets: dict[int, Outlet] = field(default_factory=dict)
-    """By channel, where this rank is beside the staging memory."""
+    senders: dict[int, Sender] = field(default_factory=dict)
+    """By channel, where this rank reaches the staging memory."""
     exchange: Exchange | None = None
-    """Where some rank is not: what those send to the others."""
-    sparse: dict[int, SparsePacker] = field(default_factory=dict)
-    """By channel, what was sent last, where changed elements alone may be sent."""
+    """Takes boxes of ranks that do not reach it to those that do; None: all ranks reach it."""
+    changes: dict[int, ChangePacker] = field(default_factory=dict)
+    """By channel, what was sent last, where only changed elements may be sent."""
     rounds: int = 0
     """Most rounds of a channel."""
     group: Group | None = None
     """With the collective mover: the group of policy ranks and engine workers."""
-    sent: Sent | None = None
     _copies: tuple[Copy, ...] | None = None
 
     def whole_copies(self, rank: int) -> tuple[Copy, ...]:
-        """This rank's share of each published tensor: what it answers for in a comparison."""
+        """This rank's share of each published tensor, which it compares with the engines'."""
         if self._copies is None:
-            rows = [(row.name, row.dtype, row.shape) for row in self.setup.table]
             with many_objects():
-                self._copies = send_plan(self.world, SingleWorld(whole_tensors(rows)), rank)
+                self._copies = send_plan(self.world, SingleWorld(whole_tensors(self.setup.table)), rank)
         return self._copies
 
 
@@ -83,54 +78,47 @@ class RefitSource(ABC):
 
     rank: int
     _refit: SourceState | None = None
-    _refit_made: dict[int, Segment] | None = None
+    _refit_made: dict[int, Staging] | None = None
     """Staging memory that this rank made, by channel."""
-    _refit_buffers: dict[int, list[torch.Tensor]] | None = None
     _refit_store: Any = None
     _refit_device: torch.device | None = None
 
     @abstractmethod
-    def parameters(self) -> dict[str, torch.Tensor]:
+    def parameters(self) -> Mapping[str, torch.Tensor]:
         """This rank's parameters by name; views of the live weights."""
 
     @abstractmethod
-    def refit_world(self, setup: SourceSetup) -> World:
+    def layouts(self) -> World:
         """The layouts of all ranks of the policy."""
 
     def refit_place(self) -> SourcePlace:
-        """Where this rank runs."""
         return SourcePlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), _address())
 
     def _device(self) -> torch.device:
-        """Of the weights. Looked up once, by all ranks in `refit_place`: for `parameters` they may have to gather them
-        together, and not every rank comes by here equally often."""
+        """The device of the weights. All ranks look it up once, in `refit_place`: `parameters` may be collective, and
+        later calls of this method do not come equally often on all ranks."""
         if self._refit_device is None:
             self._refit_device = next(iter(self.parameters().values())).device
         return self._refit_device
 
     def refit_make(self, channels: tuple[Channel, ...], host: str) -> Made:
-        """Make what others connect to: staging memory (the first sender of a channel), a store at `host` (rank 0)."""
         self.refit_close()
-        self._refit_made, self._refit_buffers = {}, {}
+        self._refit_made = {}
         for channel in channels:
-            rounds = len(cut_rounds(channel.layout, channel.connection.capacity))
-            if channel.connection.mover == "shared-memory" and channel.senders[0] == self.rank:
-                self._refit_made[channel.index] = shared_memory.make(channel, rounds)
-            if channel.connection.mover == "cuda-ipc" and channel.senders[0] == self.rank:
-                made, buffers = cuda_ipc.make(channel, rounds, self._device())
-                self._refit_made[channel.index], self._refit_buffers[channel.index] = made, buffers
+            if channel.senders[0] == self.rank and (made := make_staging(channel, self._device())):
+                self._refit_made[channel.index] = made
         link = channels[0].connection
         if link.mover == "collective" and self.rank == 0:
             self._refit_store = serve_store(host, link.timeout_s)
         port = self._refit_store.port if self._refit_store is not None else None
-        handles = {index: cuda_ipc.handles(buffers) for index, buffers in self._refit_buffers.items()}
-        return Made({index: segment.address for index, segment in self._refit_made.items()}, handles, port)
+        addresses = {index: made.segment.address for index, made in self._refit_made.items()}
+        handles = {index: made.handles for index, made in self._refit_made.items()}
+        return Made(addresses, handles, port)
 
-    def refit_open(self, setup: SourceSetup) -> Opened:
-        """Work out what this rank sends, and open its ends of the channels."""
-        world = RememberingWorld(self.refit_world(setup))
+    def refit_open(self, setup: SourceSetup) -> tuple[str, ...]:
+        world = RememberingWorld(self.layouts())
         state = SourceState(setup, world, {row.name: row for row in setup.table})
-        self._refit, problems, copies = state, [], 0
+        self._refit, problems = state, []
         link = setup.channels[0].connection
         if link.group is not None:
             state.group = Group(link.group, self.rank, self._device(), link.timeout_s)
@@ -139,37 +127,30 @@ class RefitSource(ABC):
             state.exchange = Exchange(names, self.rank, self._device(), link.timeout_s)
         with many_objects():
             for channel in setup.channels:
-                copies += self._open_channel(state, channel, problems)
-        for outlet in state.outlets.values():
-            if isinstance(outlet, CollectiveOutlet):
-                outlet.introduce()
-        return Opened(self.rank, copies, tuple(problems[:8]))
+                problems += self._open_channel(state, channel)
+        for sender in state.senders.values():
+            if isinstance(sender, CollectiveSender):
+                sender.introduce()
+        return tuple(problems[:8])
 
-    def _open_channel(self, state: SourceState, channel: Channel, problems: list[str]) -> int:
-        """This rank's ends of one channel; returns the number of its copies."""
+    def _open_channel(self, state: SourceState, channel: Channel) -> list[str]:
+        """Open this rank's ends of one channel; return the problems of its plan."""
         setup, link = state.setup, channel.connection
         rounds = cut_rounds(channel.layout, link.capacity)
         places = tuple(Place(node=place.node, device=place.device) for place in setup.places)
         topology = Topology(places, (Place(node=channel.node, device=channel.device),))
         plan = receive_plan(state.world, chunk_world(channel.layout, rounds), 0, topology)
-        problems += plan.problems()
         own, inside = plan.from_rank(self.rank), self.rank in channel.senders
         if not own and not inside:
-            return 0
+            return plan.problems()
         message = not inside or sends_messages(link.mover)
         packer = Packer(rounds, own, message=message, who=f"policy rank {self.rank}")
         state.rounds = max(state.rounds, len(rounds))
         if inside:
-            state.outlets[channel.index] = open_outlet(
-                channel,
-                self.rank,
-                packer,
-                made=(self._refit_made or {}).get(channel.index),
-                buffers=(self._refit_buffers or {}).get(channel.index, []),
-                group=state.group,
-            )
+            made = (self._refit_made or {}).get(channel.index)
+            state.senders[channel.index] = open_sender(channel, self.rank, packer, made=made, group=state.group)
             if setup.sparse:
-                state.sparse[channel.index] = SparsePacker(
+                state.changes[channel.index] = ChangePacker(
                     packer, channel.layout, link.capacity, len(channel.senders), channel.index
                 )
             away = [rank for rank in plan.sources if agent(channel.senders, rank) == self.rank]
@@ -178,22 +159,21 @@ class RefitSource(ABC):
         elif state.exchange:
             to = agent(channel.senders, self.rank)
             state.exchange.outgoing[channel.index] = Outgoing(packer, to, self._device())
-        return len(own)
+        return plan.problems()
 
     def refit_unlink(self) -> None:
-        """All sides have the staging memory mapped: take its name away, so that nothing outlives the processes."""
-        for segment in (self._refit_made or {}).values():
-            segment.unlink()
+        for made in (self._refit_made or {}).values():
+            made.segment.unlink()
 
     def refit_send(self, version: int, epoch: int) -> Sent:
-        """Send this rank's boxes as `version`, from the live parameters; `epoch` numbers the session's attempts."""
-        begun, state, parameters = time.perf_counter(), self._state(), self.parameters()
-        packing = exchanging = count = 0
+        state, parameters = self._state(), self.parameters()
+        packing = exchanging = 0.0
+        count = 0
         incoming = state.exchange.incoming if state.exchange else {}
         with contextlib.ExitStack() as stack, torch.no_grad():
-            for outlet in state.outlets.values():
-                stack.enter_context(outlet.begin(version, epoch))
-                outlet.packer.look(parameters)
+            for sender in state.senders.values():
+                stack.enter_context(sender.begin(version, epoch))
+                sender.packer.look(parameters)
             if state.exchange:
                 state.exchange.start(epoch, parameters)
             for index in range(state.rounds):
@@ -202,76 +182,64 @@ class RefitSource(ABC):
                     waiting = time.perf_counter()
                     state.exchange.round(index)
                     exchanging += time.perf_counter() - waiting
-                for channel, outlet in sorted(state.outlets.items()):
-                    if index < len(outlet.packer.rounds):
-                        packing += self._send_round(outlet, index, incoming.get(channel))
-                        count += outlet.packer.bytes[index]
-            for packer in state.sparse.values():
+                for channel, sender in sorted(state.senders.items()):
+                    if index < len(sender.packer.rounds):
+                        packing += self._send_round(sender, index, incoming.get(channel))
+                        count += sender.packer.bytes[index]
+            for packer in state.changes.values():
                 packer.remember()
         exchanged = state.exchange.bytes if state.exchange else 0
-        state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count + exchanged, exchanged, exchanging)
-        return state.sent
+        return Sent(packing, count + exchanged, exchanging)
 
-    def _send_round(self, outlet: Outlet, index: int, incoming: Incoming | None) -> float:
-        """Seconds of copying."""
-        buffer = outlet.wait(index)
+    def _send_round(self, sender: Sender, index: int, incoming: Incoming | None) -> float:
+        """Send one round of a channel; return the seconds of copying."""
+        buffer = sender.wait(index)
         begun = time.perf_counter()
-        outlet.packer.pack(index, buffer)
+        sender.packer.pack(index, buffer)
         seconds = time.perf_counter() - begun
         if incoming is not None:
             incoming.put(index, buffer)
-        outlet.done(index)
+        sender.done(index)
         return seconds
 
     def refit_compare(self) -> list[Changes]:
-        """What has changed since the last refit, by channel; kept for `refit_send_changes`."""
         state, parameters = self._state(), self.parameters()
         with torch.no_grad():
-            for packer in state.sparse.values():
+            for packer in state.changes.values():
                 packer.packer.look(parameters)
-            return [packer.compare() for packer in state.sparse.values()]
+            return [packer.compare() for packer in state.changes.values()]
 
     def refit_send_changes(self, version: int, epoch: int, lengths: tuple[Lengths, ...]) -> Sent:
-        """Send what `refit_compare` found: by channel, what each sender sends in each round."""
-        begun, state, packing = time.perf_counter(), self._state(), 0.0
+        state, packing = self._state(), 0.0
         with contextlib.ExitStack() as stack:
-            for outlet in state.outlets.values():
-                stack.enter_context(outlet.begin(version, epoch))
+            for sender in state.senders.values():
+                stack.enter_context(sender.begin(version, epoch))
             for index in range(max(map(len, lengths), default=0)):
-                for channel, outlet in state.outlets.items():
+                for channel, sender in state.senders.items():
                     if index < len(lengths[channel]):
-                        packing += self._send_changes(channel, outlet, index, lengths[channel][index])
-        count = sum(packer.size for packer in state.sparse.values())
-        for packer in state.sparse.values():
+                        packing += self._send_changes(channel, sender, index, lengths[channel][index])
+        count = sum(packer.size for packer in state.changes.values())
+        for packer in state.changes.values():
             packer.forget()
-        state.sent = Sent(self.rank, time.perf_counter() - begun, packing, count)
-        return state.sent
+        return Sent(packing, count)
 
-    def _send_changes(self, channel: int, outlet: Outlet, index: int, lengths: tuple[int, ...]) -> float:
-        """Seconds of copying."""
-        memory = outlet.wait_changes(index)
+    def _send_changes(self, channel: int, sender: Sender, index: int, lengths: tuple[int, ...]) -> float:
+        memory = sender.wait_changes(index)
         begun = time.perf_counter()
-        self._state().sparse[channel].pack(index, memory)
+        self._state().changes[channel].pack(index, memory)
         seconds = time.perf_counter() - begun
-        outlet.done_changes(index, lengths[self._state().setup.channels[channel].senders.index(self.rank)])
+        sender.done_changes(index, lengths[self._state().setup.channels[channel].senders.index(self.rank)])
         return seconds
 
-    def refit_sent(self) -> Sent | None:
-        """What the last refit was on this rank."""
-        return self._state().sent
-
     def refit_publish(self, version: int) -> None:
-        """With the disk mover, once every rank has sent: make the version visible (rank 0)."""
         if self.rank == 0:
-            weight_files.publish(self._state().setup.channels[0].connection.directory, version)
+            disk.publish(self._state().setup.channels[0].connection.directory, version)
 
     def refit_retire(self, version: int | None) -> None:
-        """With the disk mover, once every engine has loaded: remove the other versions (rank 0; None: all)."""
         if self.rank == 0:
-            weight_files.remove_others(self._state().setup.channels[0].connection.directory, version)
+            disk.remove_others(self._state().setup.channels[0].connection.directory, version)
 
     def refit_fingerprints(self, tensors: list[str] | None = None) -> dict[str, int]:
-        """Fingerprints of this rank's share of each tensor (None: all), in the engine's dtype; shares add up."""
         state, wanted = self._state(), None if tensors is None else set(tensors)
         sums: dict[str, int] = {}
         for copy, values in self._boxes(wanted):
@@ -283,7 +251,6 @@ class RefitSource(ABC):
         return sums
 
     def refit_perturb(self, seed: int, scale: float, share: float = 1.0) -> None:
-        """Change elements by noise that replicas share (`share` of them): for tests of a refit, never in a run."""
         self._perturb(self._state().world, seed, scale, share)
 
     def _perturb(self, world: World, seed: int, scale: float, share: float) -> None:
@@ -297,18 +264,13 @@ class RefitSource(ABC):
                 parameter.add_(noise.to(parameter))
 
     def refit_values(self, tensor: str) -> list[tuple[list[tuple[int, int, int]], np.ndarray]]:
-        """This rank's boxes of one tensor: (start, count, step) of each dimension, and the values as float32."""
         return [
-            ([tuple(span) for span in copy.tensor_box], transformed(values, copy).float().cpu().numpy())
+            ([(s.start, s.count, s.step) for s in copy.tensor_box], transformed(values, copy).float().cpu().numpy())
             for copy, values in self._boxes({tensor})
         ]
 
     def refit_copy_gb_per_s(self, size: int) -> float | None:
-        """Speed of copying `size` bytes within the memory of this rank's weights: what a colocated refit can at most
-        reach.
-
-        Best of three, into pages that exist; None on ranks other than 0.
-        """
+        """The best of three, into pages that exist: the most that a refit on one device can reach."""
         if self.rank != 0:
             return None
         device = self._device()
@@ -323,17 +285,16 @@ class RefitSource(ABC):
         return size / 1e9 / best
 
     def refit_close(self) -> None:
-        """Let go of the staging memory and of every connection."""
-        for outlet in self._refit.outlets.values() if self._refit else ():
-            outlet.close()
-        for segment in (self._refit_made or {}).values():
-            segment.close()
+        for sender in self._refit.senders.values() if self._refit else ():
+            sender.close()
+        for made in (self._refit_made or {}).values():
+            made.segment.close()
         if self._refit and self._refit.group:
             self._refit.group.close()
-        self._refit = self._refit_made = self._refit_buffers = self._refit_store = None
+        self._refit = self._refit_made = self._refit_store = None
 
     def _boxes(self, tensors: set[str] | None) -> Iterator[tuple[Copy, torch.Tensor]]:
-        """This rank's share of published tensors (None: all), and the live memory of each box."""
+        """Yield this rank's share of published tensors (None: all), with the live memory of each box."""
         parameters, who = self.parameters(), f"policy rank {self.rank}"
         for copy in self._state().whole_copies(self.rank):
             if tensors is None or copy.tensor in tensors:
@@ -351,13 +312,12 @@ def _finish_copies(device: torch.device) -> None:
 
 
 def _address() -> str:
-    """An address of this node that other nodes can reach: as the user says, else Ray's, else that of the way out of
-    this network (no packet is sent)."""
+    """An address of this node that others can reach: the user's, Ray's, or that of the route out of this network."""
     if name := os.environ.get("RLCTL_ADDRESS") or node_address():
         return name
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
             return str(probe.getsockname()[0])
-        except OSError:  # no route out of this network: members of it know the name
+        except OSError:  # there is no route out of this network, and its members know the name
             return socket.gethostname()

@@ -1,37 +1,30 @@
-"""Refits without engines: parameters in the layouts of a Megatron policy and of vLLM, at reduced width.
+"""Refits without engines: parameters in the layouts of a policy backend and of vLLM, at reduced width.
 
-All tensors of a published model exist under their own names, with small shapes, so that what a refit costs a tensor
-shows at the full count. Sessions, plans, movers, rounds and fingerprints are those of a run; only the models around
-the parameters are missing: nothing is generated, nothing is repacked.
+All tensors of a published model exist under their own names, with small shapes, so that the cost of a refit for each
+tensor shows at the full count. Layouts, sessions, plans, movers, rounds and fingerprints are those of a run. Only the
+models around the parameters are missing: nothing is generated, and nothing is repacked.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rlctl.backends.vllm.channel import Connection, Need, cut_rounds, payload_bytes
-from rlctl.backends.vllm.cuda_buffers import device_name
-from rlctl.backends.vllm.direct import Target
-from rlctl.backends.vllm.inlets import open_inlet
-from rlctl.backends.vllm.messages import Reading, Received, Taken
-from rlctl.backends.vllm.receiver import DirectReceiver, Inlet, Timed
-from rlctl.backends.vllm.segment import this_node
-from rlctl.backends.vllm.sparse import SparseReceiver, require_base
-from rlctl.checkpoints.fingerprints import fingerprint
-from rlctl.checkpoints.tensors import dtype_of
+from rlctl.backends.vllm.weights.write import DirectWriter, SparseWriter, Target, require_base
+from rlctl.checkpoints.plan_execution import dtype_of
+from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import weights_of
-from rlctl.refit.records import SourceSetup
 from rlctl.refit.source import RefitSource
+from rlctl.transport.base import Received, Receiver, TimedReceiver, open_receiver
+from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.rounds import Connection, Need, Taken, cut_rounds
+from rlctl.transport.shared_memory import this_node
+from rlctl.weights.fingerprints import Reading
 from rlctl.weights.layout import Layout
-from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.megatron_parallel import MegatronParallel
 from rlctl.weights.plan import World
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 
@@ -68,21 +61,12 @@ def reduced(facts: ModelFacts, hidden: int = 64) -> ModelFacts:
 
 
 class SyntheticSource(RefitSource):
-    """One rank's parameters in Megatron's layout."""
+    """One rank's parameters in the layout of a policy backend."""
 
-    def __init__(
-        self,
-        rank: int,
-        facts: ModelFacts,
-        parallel: MegatronParallel,
-        dtype: str,
-        threads: int | None = None,
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, rank: int, world: World, threads: int | None = None, device: str = "cpu") -> None:
         if threads:
             torch.set_num_threads(threads)
-        self.rank, self._dtype = rank, dtype
-        self._world = MegatronWorld(facts, parallel, "local", dtype)
+        self.rank, self._world = rank, world
         self._params = _zeros(self._world.layout(rank), torch.device(device))
 
     def setup(self) -> int:
@@ -93,7 +77,7 @@ class SyntheticSource(RefitSource):
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._params
 
-    def refit_world(self, setup: SourceSetup) -> World:
+    def layouts(self) -> World:
         return self._world
 
     def close(self) -> None:
@@ -116,57 +100,52 @@ class SyntheticEngine:
         if threads:
             torch.set_num_threads(threads)
         self.index, self.name = index, f"engine {index} worker 0"
-        whole = VllmWorld(facts, parallel, dtype).layout(index % parallel.world_size)
+        self.layout = VllmWorld(facts, parallel, dtype).layout(index % parallel.world_size)
         self.device = torch.device(device)
-        self.params = _zeros(whole, self.device)
-        self.layout = _without_padding(whole)
+        self.params = _zeros(self.layout, self.device)
         self._shapes = dict(weights_of(facts).tensors)
-        self.receiver = DirectReceiver(self._targets)
-        self.inlet: Inlet | None = None
+        self.writer = DirectWriter(self._targets)
+        self.receiver: Receiver | None = None
         self._version, self._updating = 0, False
         self._applied: int | None = None
 
     def _targets(self) -> dict[str, Target]:
-        rows = {name: spec.shape[0] for name, spec in self.layout.params.items()}
-        return {name: Target(value[: rows[name]], rows[name]) for name, value in self.params.items()}
+        return {name: Target(value, value.shape[0]) for name, value in self.params.items()}
 
     def refit_open(self, init_info: dict[str, Any]) -> None:
         self.refit_close()
 
     def refit_needs(self) -> list[Need]:
         taken = Taken("direct", "parameters without an engine", tuple(self.layout.by_tensor))
-        return [Need(self.name, this_node(), device_name(self.device), os.getpid(), (taken,), self.layout)]
+        return [Need(self.name, this_node(), device_name(self.device), (taken,), self.layout)]
 
     def refit_connect(self, connections: tuple[Connection, ...]) -> None:
         self._link = connections[0]
         self.rounds = cut_rounds(self.layout, self._link.capacity)
-        self.inlet = open_inlet(connections[0], self.rounds, self.name, self.device)
+        self.receiver = open_receiver(connections[0], self.rounds, self.name, self.device)
 
     def refit_begin(self, version: int) -> None:
         self._updating = True
 
-    def refit_receive(self, update: dict[str, Any]) -> None:
-        if self.inlet is None:
+    def refit_receive(self, update_info: dict[str, Any]) -> None:
+        if self.receiver is None:
             raise WorkerError("A refit before this end was connected.")
-        begun, timed = time.perf_counter(), Timed(self.inlet)
+        timed = TimedReceiver(self.receiver)
         held, self._applied = self._applied, None
-        changes = update["lengths"][self._link.channel] if update.get("base") is not None else None
-        with torch.no_grad(), self.inlet.begin(update["version"], update["epoch"], changes):
+        changes = update_info["lengths"][self._link.channel] if update_info.get("base") is not None else None
+        with torch.no_grad(), self.receiver.begin(update_info["version"], update_info["epoch"], changes):
             if changes is None:
-                self.receiver.receive(self.rounds, timed)
+                self.writer.write_rounds(self.rounds, timed)
             else:
-                require_base(held, update["base"])
+                require_base(held, update_info["base"])
                 self._receive_changes(timed, len(changes))
-        self._applied = update["version"]
-        seconds = time.perf_counter() - begun
-        self._received = Received(
-            seconds, timed.waited_s, len(self.layout.by_tensor), payload_bytes(self.rounds), "direct"
-        )
+        self._applied = update_info["version"]
+        self._received = Received("direct", timed.waited_s)
 
-    def _receive_changes(self, inlet: Timed, rounds: int) -> None:
+    def _receive_changes(self, receiver: TimedReceiver, rounds: int) -> None:
         link = self._link
-        receiver = SparseReceiver(self._targets(), list(self.layout.params), len(link.senders), link.capacity)
-        receiver.receive(rounds, inlet)
+        writer = SparseWriter(self._targets(), list(self.layout.params), len(link.senders), link.capacity)
+        writer.write_rounds(rounds, receiver)
 
     def refit_finish(self, version: int) -> dict[str, float]:
         self._version, self._updating = version, False
@@ -184,13 +163,11 @@ class SyntheticEngine:
         return [self._received]
 
     def poison(self) -> None:
-        """NaN everywhere: what a refit leaves out shows."""
         self._applied = None
         for value in self.params.values():
             value.fill_(float("nan"))
 
     def readings(self, tensors: list[str] | None = None) -> list[Reading]:
-        """Fingerprints of what is in the parameters now."""
         found = []
         for piece in self.layout.pieces:
             if tensors is not None and piece.tensor not in tensors:
@@ -204,9 +181,9 @@ class SyntheticEngine:
         return found
 
     def refit_close(self) -> None:
-        if self.inlet is not None:
-            self.inlet.close()
-            self.inlet = None
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
 
     def close(self) -> None:
         self.refit_close()
@@ -215,12 +192,3 @@ class SyntheticEngine:
 def _zeros(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
     specs = layout.params.items()
     return {name: torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=device) for name, spec in specs}
-
-
-def _without_padding(layout: Layout) -> Layout:
-    """The layout without the rows at the end of embeddings that no tensor determines: they are not transferred."""
-    params = dict(layout.params)
-    for fill in layout.fills:
-        spec = params[fill.param]
-        params[fill.param] = replace(spec, shape=(fill.box[0].start, *spec.shape[1:]))
-    return Layout(layout.rank, params, layout.pieces)

@@ -1,4 +1,7 @@
-"""Whether what the engines compute with is what the policy holds, tensor by tensor, and a guess where it is not."""
+"""Comparing the weights that the engines compute with with those that the policy holds, and why they differ.
+
+Suffix letters: R rows, C columns.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,26 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from rlctl.backends.vllm.messages import Reading
+import numpy as np
+
 from rlctl.errors import VerificationError, listed
-from rlctl.weights.fingerprints import combine
+from rlctl.weights.fingerprints import Reading, combine
+
+RELATIVE = 1e-6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outcome of one comparison."""
+    """Outcome of comparing one engine with the policy."""
 
     tensors: int
     mismatched: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """The policy holds it, the engine does not."""
+    """Tensors that the policy holds and the engine does not."""
     extra: tuple[str, ...] = ()
-    """The engine holds it, the policy does not."""
+    """Tensors that the engine holds and the policy does not."""
     unread: tuple[tuple[str, str], ...] = ()
-    """(tensor of the policy, why the engine's copy cannot be read back); says nothing about whether it is equal."""
+    """(tensor of the policy, why the engine's copy cannot be read back). Such tensors are not compared."""
     buffers: int = 0
     """Buffers of the engine that were compared with what they must hold."""
 
@@ -42,13 +48,8 @@ def source_sums(by_rank: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def compare(source: dict[str, int], readings: Sequence[Reading], sample: Sequence[str] | None = None) -> Comparison:
-    """The policy's fingerprints against everything that one engine's workers read back; with `sample` those tensors
-    alone, whatever else was read with them.
-
-    A tensor that the engine holds several times (replicas, a repacked copy beside a looked-up one) must be equal
-    everywhere; boxes that its workers divide among themselves must add up to it. Buffers, which no refit changes, must
-    hold what they did.
-    """
+    """Compare the policy's fingerprints with all that one engine's workers read back; with `sample` only those tensors.
+    Copies of a tensor must be equal, boxes that workers divide must add up to it, and buffers must be as before."""
     if sample is not None:
         wanted = set(sample)
         readings = [reading for reading in readings if reading.unreadable or reading.tensor in wanted]
@@ -72,7 +73,7 @@ def compare(source: dict[str, int], readings: Sequence[Reading], sample: Sequenc
 
 
 def _why_unread(tensor: str, unreadable: dict[str, str]) -> str:
-    """The reason given for `tensor`, or that of a parameter that may hold it, by their names; empty: there is none."""
+    """The reason given for `tensor`, or for a parameter that may hold it by its name; empty: there is none."""
     if tensor in unreadable:
         return unreadable[tensor]
     for parameter, why in unreadable.items():
@@ -97,15 +98,14 @@ def _site_agrees(value: int, shape: tuple[int, ...], boxes: dict[tuple, set[int]
 
 
 def require_as_converted(source: dict[str, int], converted: Mapping[str, int], where: Path | None = None) -> None:
-    """Raise VerificationError where tensors that the policy has loaded are not what their conversion, in the directory
-    `where`, wrote."""
+    """Raise VerificationError if tensors that the policy has loaded are not what their conversion in `where` wrote."""
     changed = sorted(name for name, value in source.items() if converted.get(name, value) != value)
     if changed:
         raise VerificationError(
             f"{len(changed)} of {len(source)} tensors that the policy has loaded are not those that were converted: "
             f"{listed(changed, 5)}.",
-            f"{where or 'The checkpoint'} was damaged since: remove it. What a run converted, the next one converts "
-            "again; for another checkpoint, `rlctl convert`.",
+            f"{where or 'The checkpoint'} was damaged since: remove it. The next run converts again what a run has "
+            "converted; for another checkpoint use `rlctl convert`.",
         )
 
 
@@ -126,3 +126,80 @@ def require_equal(comparison: Comparison, version: int, where: str) -> None:
         f"Refit to version {version}: of {comparison.tensors} tensors in {where}, {'; '.join(parts)}.",
         "The engine refuses to generate. `rlctl refit-test` says more.",
     )
+
+
+def assemble(shape: Sequence[int], boxes: Sequence[tuple[list[tuple[int, int, int]], np.ndarray]]) -> np.ndarray:
+    """Put a tensor together from boxes given as (start, count, step) of each dimension; NaN where there is no box."""
+    whole = np.full(shape, np.nan, np.float32)
+    for box, values in boxes:
+        whole[tuple(slice(first, first + count * step, step) for first, count, step in box)] = values
+    return whole
+
+
+def guess(expected: np.ndarray, found: np.ndarray, before: np.ndarray | None = None) -> str:
+    """Guess in a few words why `found` is not `expected`; `before` is what the engine held before the refit."""
+    if np.isnan(found).all():
+        return "missing: never written"
+    if not found.any() and expected.any():
+        return "missing: all zeros"
+    if before is not None and np.array_equal(found, before):
+        return "stale: still the weights from before the refit"
+    if np.isnan(found).any():
+        return f"missing in part: {np.isnan(found).mean():.0%} of the elements never written"
+    return _reordered(expected, found) or _scaled(expected, found) or _partial(expected, found)
+
+
+def _reordered(expected: np.ndarray, found: np.ndarray) -> str | None:
+    if expected.ndim == 2:
+        square = expected.shape[0] == expected.shape[1]
+        if square and np.array_equal(found, expected.T):
+            return "transposed"
+        if np.array_equal(found.ravel(), expected.T.ravel()):
+            return "transposed (the memory is that of the transpose)"
+        if cause := _rows(expected, found):
+            return cause
+        if cause := _rows(expected.T, found.T):
+            return cause.replace("rows", "columns")
+    if np.array_equal(np.sort(found, axis=None), np.sort(expected, axis=None)):
+        return "the right elements in another order"
+    return None
+
+
+def _rows(expected_RC: np.ndarray, found_RC: np.ndarray) -> str | None:
+    """The order in which `found` has the rows of `expected`, in words; None: it has others."""
+    place = {row.tobytes(): index for index, row in enumerate(np.ascontiguousarray(expected_RC))}
+    order = np.array([place.get(row.tobytes(), -1) for row in np.ascontiguousarray(found_RC)])
+    if (order < 0).any() or len(set(order.tolist())) != len(order):
+        return None
+    rows = len(order)
+    for groups in (2, 3, *range(4, 65)):
+        if rows % groups:
+            continue
+        dealt = np.arange(rows).reshape(groups, -1).T.ravel()
+        if np.array_equal(order, dealt) or np.array_equal(order, np.argsort(dealt)):
+            return f"rows interleaved in {groups} groups (QKV or gate/up taken apart wrongly, or rotary order)"
+    shift = int(order[0])
+    if np.array_equal(order, np.roll(np.arange(rows), -shift)):
+        return f"rows shifted by {shift} (a shard in another's place)"
+    return f"rows permuted ({int((order != np.arange(rows)).sum())} of {rows} out of place)"
+
+
+def _scaled(expected: np.ndarray, found: np.ndarray) -> str | None:
+    solid = np.abs(expected) > 1e-12
+    if not solid.any():
+        return None
+    ratios = found[solid].astype(np.float64) / expected[solid]
+    ratio = float(np.median(ratios))
+    if np.allclose(ratios, ratio, rtol=RELATIVE, atol=0) and abs(ratio - 1) > RELATIVE:
+        return f"scaled by {ratio:.6g}"
+    offset = (found.astype(np.float64) - expected).ravel()
+    if np.allclose(offset, offset[0], rtol=0, atol=1e-6) and abs(offset[0]) > 1e-6:
+        return f"offset by {offset[0]:.6g} (a norm stored as its distance from one)"
+    return None
+
+
+def _partial(expected: np.ndarray, found: np.ndarray) -> str:
+    wrong = float((expected != found).mean())
+    largest = float(np.abs(expected.astype(np.float64) - found).max())
+    rounded = largest <= 2**-8 * float(np.abs(expected).max() or 1.0)
+    return f"{wrong:.1%} of the elements differ by at most {largest:.3g}" + (" (rounding?)" if rounded else "")

@@ -1,4 +1,4 @@
-"""Whether the engine and the trainer agree on the log-probs of what was sampled, and what is done when they do not."""
+"""Limits for the difference between the log-probs of engine and trainer, and what exceeding them leads to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.config.schema import GenerationConfig, GrpoConfig, RlctlConfig
+from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
@@ -20,7 +20,7 @@ LIMITS = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 0.5), "float8": (0.2, 0.5)
 
 
 def precision_of(config: RlctlConfig, dtype: str) -> str:
-    """The key of `LIMITS` for a policy with weights in `dtype`: what its linear layers multiply in."""
+    """Return the key of `LIMITS` for a policy with weights in `dtype`: the precision of its matrix products."""
     return "float8" if config.megatron.passed.get("fp8") else dtype
 
 
@@ -33,42 +33,44 @@ class Agreement:
     warning: float
     error: float
     note: str = ""
-    """What there is to say of them before the first step."""
+    """Note about them for the user before the first step."""
 
     @classmethod
-    def from_config(cls, grpo: GrpoConfig, generation: GenerationConfig, precision: str) -> Agreement:
-        """The limits set, those of the precision where none is.
+    def from_config(cls, checks: ChecksConfig, generation: GenerationConfig, precision: str) -> Agreement:
+        """Return the limits that are set, and those of the precision where none is.
 
-        None by itself where top-p or top-k cut the distribution that is sampled: the engine's log-probs are of what is
-        left of it and the trainer's of all of it, which differ by more than rounding (the importance correction is for
-        such a difference).
+        Where top-p or top-k cut the distribution that is sampled, only limits that are set hold: the engine's log-probs
+        are of what is left of it and the trainer's of all of it, which differ by more than rounding (the importance
+        correction is for such a difference).
         """
         cut = generation.top_p < 1 or generation.top_k > 0
         warning, error = (math.inf, math.inf) if cut else LIMITS[precision]
-        error = grpo.logprob_diff_error or error
+        error = checks.logprob_diff_error or error
         note = (
             "generation.top_p or top_k cut what is sampled: log-probs of engine and trainer differ by that, and are "
-            "held to no limit but grpo.logprob_diff_error"
+            "held to no limit but checks.logprob_diff_error"
         )
-        return cls(precision, grpo.logprob_diff_warning or min(warning, error), error, note if cut else "")
+        return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if cut else "")
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """What to warn of after `step` (counted from 0); None: nothing.
+        """Return what to warn about after `step` (counted from 0); None: nothing, or the step trained on nothing.
 
         Raises DivergenceError above the error limit, and where the difference is not a number.
         """
-        found = metrics["logprob_diff"]
-        if found["mean"] <= self.warning:  # also False where it is not a number
+        found = metrics.get("logprob_diff")
+        if found is None or found["mean"] <= self.warning:  # also False where it is not a number
             return None
         what = (
             f"step {step + 1}: the engine's log-probs differ from the trainer's by {found['mean']:.2g} on average, "
             f"{found['max']:.2g} at most (KL {found['kl']:.2g}, probability error {found['prob_error']:.4g})"
         )
         if found["mean"] <= self.error:
-            return f"Warning, {what}; below {self.warning:g} is usual in {self.precision} (grpo.logprob_diff_warning)."
+            return (
+                f"Warning, {what}; below {self.warning:g} is usual in {self.precision} (checks.logprob_diff_warning)."
+            )
         raise DivergenceError(
-            f"Stopped after {what}: more than grpo.logprob_diff_error = {self.error:g}, and not what rounding in "
+            f"Stopped after {what}: more than checks.logprob_diff_error = {self.error:g}, and not what rounding in "
             f"{self.precision} explains.",
             "`rlctl refit-test` with the same model tells whether weights or arithmetic differ; "
-            "--set grpo.logprob_diff_error=... goes on regardless.",
+            "--set checks.logprob_diff_error=... goes on regardless.",
         )

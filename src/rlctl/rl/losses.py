@@ -1,158 +1,146 @@
-"""The policy-gradient loss of PPO and GRPO over sampled tokens, and the metrics that come with it.
+"""Losses over sampled tokens, penalties and importance weights as plain functions, each with its paper.
 
-Suffix T: one element for each token that the policy chose.
+Suffix R: response tokens.
+
+KL divergence: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html. For tokens
+x ~ q and the log-ratio d = log p(x) - log q(x), the estimators of KL(q || p) are
+
+| name | formula        | value    | gradient of its sum over sampled tokens with respect to q                      |
+|------|----------------|----------|--------------------------------------------------------------------------------|
+| k1   | -d             | unbiased | as a plain loss its expectation is 0; here: unbiased for KL(q || p), see below |
+| k2   | d^2 / 2        | biased   | -d * grad log q: unbiased for KL(q || p)                                       |
+| k3   | exp(d) - 1 - d | unbiased | (1 - exp(d)) * grad log q: biased; unbiased for KL(p || q), the other way  |
+
+k1 and k3 are unbiased in value, k1 with the larger variance. The gradient of the KL is E[-d * grad log q], plus
+E[grad log q] = 0. Differentiating k1 itself gives only that last term, noise without a mean. k1 is therefore used as
+the classical RLHF penalty in the reward: its value k1, its gradient k1 * grad log q, which is also that of k2.
+k3 is differentiated as it stands, as in GRPO (arXiv 2402.03300, equation 4): low variance, never negative, and near
+p = q the same gradient to first order.
+
+All statements hold for tokens sampled from q itself, that is for the first optimizer step after sampling.
+
+Importance weights: engine and trainer hold the same weights but compute with other kernels and precisions, so the
+engine's distribution mu differs a little from the trainer's pi_old. A loss over tokens of mu is unbiased for pi_old
+when each is weighted by w = pi_old / mu; the weight's variance is kept in bounds at the price of some bias.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from rlctl.backends.base import LossOutput, TokenBatch
-from rlctl.config.schema import GrpoConfig
-from rlctl.rl.corrections import ImportanceCorrection, importance_weights
-from rlctl.rl.kl import LOG_RATIO_LIMIT, KlEstimator, k3, kl_penalty
+from rlctl.backends.batch import TokenBatch
+
+KlEstimator = Literal["k1", "k2", "k3"]
+ImportanceCorrection = Literal["off", "truncated", "masked"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to this before exp(): float32 overflows at 88, and beyond e^20 a token says nothing more."""
 
 
 def clipped_surrogate(
-    ratio_T: torch.Tensor,
-    advantages_T: torch.Tensor,
+    ratio_R: torch.Tensor,
+    advantages_R: torch.Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
 ) -> torch.Tensor:
-    """Loss of each token [T]: the negative clipped surrogate objective of PPO.
+    """Return the loss of each token [R]: the negative clipped surrogate objective of PPO.
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, equation 7) with separate bounds (DAPO's
     clip-higher, arXiv 2503.14476, section 3.1). `dual_clip` c > 1 bounds the loss of a token with A < 0 at -c A
     (dual-clip PPO, arXiv 1912.09729, equation 5), since r A has no bound there.
     """
-    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+    clipped_R = ratio_R.clamp(1 - clip_low, 1 + clip_high)
+    objective_R = torch.minimum(ratio_R * advantages_R, clipped_R * advantages_R)
     if dual_clip is not None:
-        bounded_T = torch.maximum(objective_T, dual_clip * advantages_T)
-        objective_T = torch.where(advantages_T < 0, bounded_T, objective_T)
-    return -objective_T
+        bounded_R = torch.maximum(objective_R, dual_clip * advantages_R)
+        objective_R = torch.where(advantages_R < 0, bounded_R, objective_R)
+    return -objective_R
 
 
 def is_clipped(
-    ratio_T: torch.Tensor,
-    advantages_T: torch.Tensor,
+    ratio_R: torch.Tensor,
+    advantages_R: torch.Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
 ) -> torch.Tensor:
-    """Which tokens a bound keeps from moving the policy, bool [T]: those whose surrogate has no gradient for it."""
-    above_T = (advantages_T > 0) & (ratio_T > 1 + clip_high)
-    below_T = (advantages_T < 0) & (ratio_T < 1 - clip_low)
-    clipped_T = above_T | below_T
+    """Return which tokens a bound keeps from moving the policy, bool [R]: their surrogate has no gradient."""
+    above_R = (advantages_R > 0) & (ratio_R > 1 + clip_high)
+    below_R = (advantages_R < 0) & (ratio_R < 1 - clip_low)
+    clipped_R = above_R | below_R
     if dual_clip is not None:
-        clipped_T = clipped_T | ((advantages_T < 0) & (ratio_T > dual_clip))
-    return clipped_T
+        clipped_R = clipped_R | ((advantages_R < 0) & (ratio_R > dual_clip))
+    return clipped_R
 
 
-def policy_ratio(logprobs_T: torch.Tensor, old_logprobs_T: torch.Tensor) -> torch.Tensor:
-    """pi / pi_old of each token [T], with gradient; the log-ratio is clamped to +-`LOG_RATIO_LIMIT`."""
-    return (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def policy_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor) -> torch.Tensor:
+    """Return pi / pi_old of each token [R], with gradient; the log-ratio is clamped to +-`LOG_RATIO_LIMIT`."""
+    return (logprobs_R - old_logprobs_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-@dataclass(frozen=True)
-class GrpoLoss:
-    """A `TokenLoss`: sum over tokens of weight * (w * clipped surrogate + kl_coefficient * KL penalty).
+def old_logprobs(batch: TokenBatch) -> torch.Tensor:
+    """Return the log-probs of the policy that sampled [R], as the trainer computes them, without gradient.
 
-    w corrects for the engine's sampling distribution (`corrections`). It does not weigh the KL penalty, which is to
-    hold the policy also on tokens that the correction masks. All normalisation is in the token weights.
+    Where they were not recomputed the current policy is taken as the old one: a ratio to it is 1 and has the gradient
+    of the log-prob, which is exact for the first optimizer step after sampling.
     """
+    return batch.logprobs_R.detach() if batch.old_logprobs_R is None else batch.old_logprobs_R
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    kl_coefficient: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    importance_correction: ImportanceCorrection = "truncated"
-    importance_cap: float = 2.0
 
-    @classmethod
-    def from_config(cls, grpo: GrpoConfig) -> GrpoLoss:
-        """The loss that the `grpo` section describes."""
-        return cls(
-            clip_low=grpo.clip_low,
-            clip_high=grpo.clip_high,
-            dual_clip=grpo.dual_clip,
-            kl_coefficient=grpo.kl_coefficient,
-            kl_estimator=grpo.kl_estimator,
-            importance_correction=grpo.importance_correction,
-            importance_cap=grpo.importance_cap,
-        )
+def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
+    """Return exp(d) - 1 - d: unbiased, never negative. d is clamped to +-`LOG_RATIO_LIMIT`."""
+    clamped_R = log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(clamped_R) - clamped_R
 
-    def __call__(self, batch: TokenBatch) -> LossOutput:
-        """Loss and metrics of one micro-batch; `run_loss.loss_metrics` turns the sums of a mini-batch into means.
 
-        Without `old_logprobs_T` the current policy is taken as the old one: the ratio is 1 and its gradient that of the
-        log-prob, which is exact for the first optimizer step after sampling.
-        """
-        old_T = batch.logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
-        ratio_T = policy_ratio(batch.logprobs_T, old_T)
-        surrogate_T = clipped_surrogate(ratio_T, batch.advantages_T, self.clip_low, self.clip_high, self.dual_clip)
-        weights_T = importance_weights(old_T, batch.rollout_logprobs_T, self.importance_correction, self.importance_cap)
-        loss_T = weights_T * surrogate_T
-        if self.kl_coefficient:
-            if batch.reference_logprobs_T is None:
-                raise ValueError("grpo.kl_coefficient needs the reference policy's log-probs, and the batch has none")
-            loss_T = loss_T + self.kl_coefficient * kl_penalty(
-                batch.logprobs_T, batch.reference_logprobs_T, self.kl_estimator
-            )
-        # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
-        loss = torch.where(batch.loss_mask_T, batch.token_weights_T * loss_T, 0.0).sum()
-        return self._with_metrics(loss, batch, old_T.detach(), ratio_T.detach(), weights_T)
+def kl_penalty(logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+    """Return the penalty of each token towards the reference [R]; differentiable in `logprobs_R`, see the table above.
 
-    @torch.no_grad()
-    def _with_metrics(
-        self,
-        loss: torch.Tensor,
-        batch: TokenBatch,
-        old_T: torch.Tensor,
-        ratio_T: torch.Tensor,
-        weights_T: torch.Tensor,
-    ) -> LossOutput:
-        """The loss with its sums (over tokens) and maxima."""
-        logprobs_T = batch.logprobs_T.detach()
-        mask_T = batch.loss_mask_T
-        # Trainer against engine under the weights that sampled: what differs is arithmetic, not training.
-        log_ratio_T = torch.where(mask_T, old_T - batch.rollout_logprobs_T, 0.0)
-        difference_T = log_ratio_T.abs()
-        clipped_T = is_clipped(ratio_T, batch.advantages_T, self.clip_low, self.clip_high, self.dual_clip)
-        columns_T = {
-            "tokens": torch.ones_like(logprobs_T),
-            "kl": self._kl_metric(batch, logprobs_T),
-            "entropy": batch.entropy_T,
-            "clip_fraction": clipped_T.to(logprobs_T.dtype),
-            "ratio": ratio_T,
-            "logprob_diff": difference_T,
-            "engine_kl": k3(log_ratio_T),
-            "prob_error": difference_T.clamp(max=LOG_RATIO_LIMIT).exp(),
-            "importance_weight": weights_T,
-            "importance_limited": self._is_limited(weights_T).to(logprobs_T.dtype),
-        }
-        sums = {name: torch.where(mask_T, column_T, 0.0).sum() for name, column_T in columns_T.items()}
-        maxima = {"ratio": torch.where(mask_T, ratio_T, 0.0).max(), "logprob_diff": difference_T.max()}
-        return LossOutput(loss=loss, sums=sums, maxima=maxima)
+    `logprobs_R` are the current policy's (q), with gradient; `reference_logprobs_R` the reference's (p), without.
+    """
+    log_ratio_R = reference_logprobs_R.detach() - logprobs_R
+    match estimator:
+        case "k1":
+            value_R = -log_ratio_R.detach()
+            return value_R + value_R * (logprobs_R - logprobs_R.detach())
+        case "k2":
+            return 0.5 * log_ratio_R.square()
+        case "k3":
+            return k3(log_ratio_R)
+    raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
 
-    def _is_limited(self, weights_T: torch.Tensor) -> torch.Tensor:
-        """Which tokens the correction truncates or masks, bool [T]."""
-        match self.importance_correction:
-            case "truncated":
-                return weights_T >= self.importance_cap
-            case "masked":
-                return weights_T == 0
-        return torch.zeros_like(weights_T, dtype=torch.bool)
 
-    def _kl_metric(self, batch: TokenBatch, logprobs_T: torch.Tensor) -> torch.Tensor:
-        """Estimate of each token [T]: KL(policy || reference) with a reference, else KL(engine || policy).
+def importance_weights(
+    old_logprobs_R: torch.Tensor, rollout_logprobs_R: torch.Tensor, correction: ImportanceCorrection, cap: float
+) -> torch.Tensor:
+    """Return the weight of each token [R], without gradient, from the trainer's and the engine's log-probs.
 
-        The former by the penalty's estimator, the latter by k3 with the engine as the sampling distribution.
-        """
-        if batch.reference_logprobs_T is not None:
-            return kl_penalty(logprobs_T, batch.reference_logprobs_T, self.kl_estimator)
-        return k3(logprobs_T - batch.rollout_logprobs_T)
+    - `off`: 1.
+    - `truncated`: min(w, cap). Truncated importance sampling (Ionides 2008); for engines and trainers of RL:
+      Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
+    - `masked`: w inside [1 / cap, cap], else 0, so that a token the two disagree on does not count at all (IcePop, in
+      "Every step evolves", arXiv 2510.18855).
+    """
+    log_ratio_R = (old_logprobs_R - rollout_logprobs_R).detach()
+    weights_R = log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    match correction:
+        case "off":
+            return torch.ones_like(weights_R)
+        case "truncated":
+            return weights_R.clamp(max=cap)
+        case "masked":
+            return torch.where((weights_R >= 1 / cap) & (weights_R <= cap), weights_R, 0.0)
+    raise ValueError(f"unknown importance correction {correction!r}: off, truncated or masked")
+
+
+def is_limited(weights_R: torch.Tensor, correction: ImportanceCorrection, cap: float) -> torch.Tensor:
+    """Return which tokens the correction truncates or masks, bool [R], from their weights."""
+    match correction:
+        case "truncated":
+            return weights_R >= cap
+        case "masked":
+            return weights_R == 0
+    return torch.zeros_like(weights_R, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""When a run saves, and what it goes on from: writing while training goes on, passing over what is damaged."""
+"""When a run saves, and which checkpoint it goes on from: written while training goes on, damaged ones passed over."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlctl.backends.clients import PolicyClient
 from rlctl.config.schema import RunConfig
 from rlctl.errors import InputError
-from rlctl.rl.policy import Policy
-from rlctl.runs.checkpoints import Checkpoint, NewCheckpoint
-from rlctl.runs.directory import RunDirectory
+from rlctl.runs.directory import Checkpoint, NewCheckpoint, RunDirectory
 
 
 class Saver:
     """Saves of one run; at most one is under way."""
 
-    def __init__(self, run: RunDirectory, policy: Policy, config: RunConfig) -> None:
+    def __init__(self, run: RunDirectory, policy: PolicyClient, config: RunConfig) -> None:
         self.run, self.policy, self.config = run, policy, config
         self._under_way: tuple[NewCheckpoint, dict[str, Any]] | None = None
 
     def due(self, step: int, ending: bool) -> bool:
-        """Whether to save after `step` (counted from 0)."""
+        """Return whether to save after `step` (counted from 0)."""
         every = self.config.checkpoint_every
         return (ending and self.config.save_final) or (every > 0 and (step + 1) % every == 0)
 
-    def begin(self, step: int, metrics: dict[str, Any]) -> None:
+    def begin(self, step: int, state: dict[str, Any]) -> None:
         """Take a snapshot after `step` and start writing it, once the save before it is complete.
 
-        `metrics` go into the checkpoint: a run killed before its metrics line is written finds them there.
+        `state` goes into the checkpoint: `version`, `source`, and `metrics`, which a run that is killed before it wrote
+        its metrics line finds there.
         """
         self.finish()
         new = self.run.new_checkpoint(step + 1)
         with new.writing():
             new.begin()
             self.policy.save_begin(new.policy)
-        self._under_way = new, {"metrics": metrics}
+        self._under_way = new, state
 
     def finish_if_written(self) -> None:
         """Complete the save under way unless that would have to wait."""
@@ -59,8 +59,10 @@ class Saver:
                 self._under_way[0].discard()
 
 
-def newest_intact(checkpoints: Sequence[Checkpoint], policy: Policy, tell: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint whose files are what was written; `tell` hears which ones were passed over, and why.
+def newest_intact(
+    checkpoints: Sequence[Checkpoint], policy: PolicyClient, tell: Callable[[str], None]
+) -> Checkpoint | None:
+    """Return the newest checkpoint whose files are as they were written; `tell` hears which were passed over, and why.
 
     Raises InputError when there are checkpoints and all of them are damaged.
     """
@@ -78,7 +80,7 @@ def newest_intact(checkpoints: Sequence[Checkpoint], policy: Policy, tell: Calla
     return None
 
 
-def _damage(checkpoint: Checkpoint, policy: Policy) -> list[str]:
+def _damage(checkpoint: Checkpoint, policy: PolicyClient) -> list[str]:
     try:
         digests = checkpoint.digests
     except InputError as error:

@@ -11,7 +11,7 @@ from rlctl.config.schema import SchedulerConfig
 
 
 def learning_rate(step: int, total_steps: int, peak: float, scheduler: SchedulerConfig) -> float:
-    """Learning rate of step `step` (from 0) of `total_steps`.
+    """Return the learning rate of step `step` (from 0) of `total_steps`.
 
     Warm-up: from `init_lr` by (step + 1) / warmup_steps of the way to the peak, so that no step is spent at 0. Then the
     decay runs from `peak` at the first step after the warm-up towards `min_lr`, which would be reached at step
@@ -27,19 +27,15 @@ def learning_rate(step: int, total_steps: int, peak: float, scheduler: Scheduler
     if scheduler.decay == "inverse-square-root":
         return max(scheduler.min_lr, peak * math.sqrt(max(warmup, 1) / max(step, 1)))
     if scheduler.decay == "wsd":
-        part, shape = max(0.0, 1.0 - (end - step) / _wsd_steps(scheduler, end)), scheduler.wsd_decay
+        final = scheduler.wsd_steps or max(1, end // 5)
+        part, shape = max(0.0, 1.0 - (end - step) / final), scheduler.wsd_decay
     else:
         part, shape = (step - warmup) / max(end - warmup, 1), scheduler.decay
     return scheduler.min_lr + (peak - scheduler.min_lr) * _remaining(part, shape)
 
 
-def _wsd_steps(scheduler: SchedulerConfig, end: int) -> int:
-    """Steps of the final decay of warm-up, stable, decay; unset: the last fifth."""
-    return scheduler.wsd_steps or max(1, end // 5)
-
-
 def _remaining(progress: float, decay: str) -> float:
-    """Part of the way from `min_lr` to the peak that is left, from 1 at `progress` 0 to 0 at 1."""
+    """Return part of the way from `min_lr` to the peak that is left, from 1 at `progress` 0 to 0 at 1."""
     match decay:
         case "linear":
             return 1.0 - progress
@@ -53,8 +49,8 @@ def _remaining(progress: float, decay: str) -> float:
 
 
 def weight_decay(step: int, total_steps: int, constant: float, scheduler: SchedulerConfig) -> float:
-    """Weight decay of step `step`: `constant`, or on the way from `start_weight_decay` to `end_weight_decay` over
-    `weight_decay_steps` (by default the run)."""
+    """Return the weight decay of step `step`: `constant`, or on the way from `start_weight_decay` to `end_weight_decay`
+    over `weight_decay_steps` (by default the run)."""
     start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
     if start is None or end is None:
         return constant

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.checkpoints.staging import is_full
 from rlctl.errors import InputError, RlctlError
-from rlctl.runs.checkpoints import (
-    DISK_ERRORS,
-    Checkpoint,
-    NewCheckpoint,
-    checkpoints_in,
-    clear_partial,
-    superfluous,
-    write_json,
-)
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
+CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 LOCK = ".lock"
 LOGS = "logs"
+STATE = "state.json"
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
 
 
 class RunDirectory:
@@ -33,28 +32,13 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
-        self._lock: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / LOGS
-
-    @property
-    def memory(self) -> Path:
+        self.name = self.path.name
+        self.metrics = self.path / "metrics.jsonl"
+        self.logs = self.path / LOGS
+        self.report = self.path / "report.html"
+        self.memory = self.path / "memory.json"
         """Most bytes that each process held."""
-        return self.path / "memory.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
+        self._lock: int | None = None
 
     def require_place(self) -> None:
         """Raises InputError where `create` cannot make the directory, without making anything."""
@@ -137,7 +121,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """What the block cannot write for want of space or permission is an error that names the run."""
+        """Turn errors of the block for want of space or permission into one that names the run."""
         try:
             yield
         except OSError as error:
@@ -146,7 +130,7 @@ class RunDirectory:
             if not self.path.exists():
                 raise RlctlError(
                     f"The run directory {self.path} is gone: it was removed or renamed while the run wrote to it.",
-                    "What was not saved elsewhere is lost; start again with another --run-dir.",
+                    "Everything that was not saved elsewhere is lost; start again with another --run-dir.",
                 ) from error
             if error.errno not in DISK_ERRORS:
                 raise
@@ -160,7 +144,7 @@ class RunDirectory:
         write_json(self.path / MANIFEST, manifest)
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest. Raises InputError when it is unreadable."""
+        """Return the manifest. Raises InputError when it is unreadable."""
         path = self.path / MANIFEST
         try:
             found = json.loads(path.read_text())
@@ -171,7 +155,11 @@ class RunDirectory:
         if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
             raise InputError(f"{path} is not the manifest of a run: it has no `config`.", "Start a new run.")
         odd = [part for part in ("plan", "model", "data") if not isinstance(found.get(part, {}), dict)]
-        odd += [key for key, value in found["config"].items() if not {"value", "origin"} <= set(_keys(value))]
+        odd += [
+            key
+            for key, value in found["config"].items()
+            if not isinstance(value, dict) or not {"value", "origin"} <= value.keys()
+        ]
         if odd:
             raise InputError(
                 f"{path} is not the manifest of a run: its `{odd[0]}` is no such thing.", "Start a new run."
@@ -187,34 +175,147 @@ class RunDirectory:
         )
 
     def new_checkpoint(self, step: int) -> NewCheckpoint:
-        """A checkpoint to be written after `step` finished steps."""
+        """Return a checkpoint to be written after `step` finished steps."""
         return NewCheckpoint(self.path / CHECKPOINTS, step)
 
     def has_steps(self) -> bool:
-        """Whether the run finished a step: there is something to look at or to go on from."""
+        """Return whether the run finished a step: there is something to look at or to go on from."""
         return bool(self.checkpoints()) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Complete checkpoints, oldest first."""
-        return checkpoints_in(self.path / CHECKPOINTS)
+        """Return complete checkpoints, oldest first."""
+        directory = self.path / CHECKPOINTS
+        found = directory.iterdir() if directory.is_dir() else ()
+        steps = [(CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in found]
+        return sorted((Checkpoint(int(m[1]), entry) for m, entry in steps if m), key=lambda checkpoint: checkpoint.step)
 
     def prune(self, keep_last: int | None, keep_best: int | None = None) -> None:
-        """Remove checkpoints that are neither among the newest nor among the best; by default none."""
-        for checkpoint in superfluous(self.checkpoints(), keep_last, keep_best):
-            shutil.rmtree(checkpoint.path)
+        """Remove checkpoints that are neither among the newest nor among the best by reward; without limits none."""
+        if keep_last is None and keep_best is None:
+            return
+        found = self.checkpoints()
+        newest = found[-(keep_last or 1) :]  # the newest is what a resume needs
+        best = sorted(found, key=lambda checkpoint: (-checkpoint.reward, -checkpoint.step))[: keep_best or 0]
+        for checkpoint in found:
+            if checkpoint not in (*newest, *best):
+                shutil.rmtree(checkpoint.path)
 
     def clear_partial(self) -> None:
         """Remove what killed saves left behind."""
-        clear_partial(self.path / CHECKPOINTS)
-
-
-def _keys(value: Any) -> tuple[str, ...]:
-    return tuple(value) if isinstance(value, dict) else ()
+        for partial in (self.path / CHECKPOINTS).glob(".step_*.partial"):
+            shutil.rmtree(partial)
 
 
 def newest_run(root: Path) -> Path:
-    """The run below `root` that was written to last. Raises InputError when there is none."""
+    """Return the run below `root` that was written to last. Raises InputError when there is none."""
     manifests = sorted(root.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
     if not manifests:
         raise InputError(f"--resume: there is no run below {root.absolute()}.", "Name one with --run-dir.")
     return manifests[-1].parent
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: the state after `step` finished steps."""
+
+    step: int
+    path: Path
+
+    @property
+    def policy(self) -> Path:
+        """Where the policy backend wrote its part."""
+        return self.path / "policy"
+
+    def state(self) -> dict[str, Any]:
+        """Return what the loop saved in addition to the policy."""
+        try:
+            found = json.loads((self.path / STATE).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before."
+            ) from error
+        if not isinstance(found, dict):
+            raise InputError(f"{self.path / STATE} is not the state of a run.", "Remove the checkpoint.")
+        return found
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of each file of the policy. Raises InputError where `state` does."""
+        return self.state().get("files", {})
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the step it was saved after; -inf where that is unknown."""
+        with contextlib.suppress(InputError, KeyError, TypeError):
+            return float(self.state()["metrics"]["reward_mean"])
+        return -math.inf
+
+
+class NewCheckpoint:
+    """A checkpoint being written, aside of its place."""
+
+    def __init__(self, parent: Path, step: int) -> None:
+        self.step = step
+        self._final = parent / f"step_{step}"
+        self._aside = parent / f".step_{step}.partial"
+        self.policy = self._aside / "policy"
+        """Where the policy backend writes."""
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Guard everything that writes: an exception leaves no checkpoint and removes what was written."""
+        try:
+            yield
+        except BaseException as error:
+            full = isinstance(error, Exception) and self._is_full(error)
+            self.discard()
+            # Some of our own errors are OSErrors too.
+            if not full and (isinstance(error, RlctlError) or not isinstance(error, OSError)):
+                raise
+            reason = os.strerror(errno.ENOSPC) if full else error
+            raise RlctlError(
+                f"Checkpoint of step {self.step} could not be written to {self._final}: {reason}.",
+                "Free space on that disk.",
+            ) from error
+
+    def _is_full(self, error: Exception) -> bool:
+        """Return whether space was lacking. The error of a worker arrives here as text."""
+        return os.strerror(errno.ENOSPC) in str(error) or is_full(self._final.parents[1], error)
+
+    def begin(self) -> None:
+        """Make the empty place."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+        self.policy.mkdir(parents=True)
+
+    def commit(self, state: Mapping[str, Any]) -> Checkpoint:
+        """Write `state`, flush everything to the disk, and put it in its place."""
+        write_json(self._aside / STATE, {**state, "step": self.step})
+        for directory, _, files in os.walk(self._aside):
+            for name in (*files, "."):
+                _flush(Path(directory, name))
+        if self._final.exists():
+            shutil.rmtree(self._final)
+        self._aside.rename(self._final)
+        _flush(self._final.parent)
+        return Checkpoint(self.step, self._final)
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON: a reader sees the old or the new file, never a part."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    _flush(aside)
+    aside.replace(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
+from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -21,16 +21,14 @@ class StopRequest:
         self.requested = False
         self._say = say
         self._deferring = self._raised = False
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         self.install()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -45,7 +43,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """The block looks at `requested` after each step. Raises as `install` does."""
+        """Let signals set `requested` only, which the block looks at after each step. Raises as `install` does."""
         self._raise_lost()
         self._deferring = True
         try:

@@ -1,17 +1,40 @@
-"""What a run says while it trains: a table that grows in a terminal, one plain line a step in a log file."""
+"""The lines of a run while it trains: a table that grows in a terminal, one plain line a step in a log file."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any, Self, TextIO
+from collections.abc import Sequence
+from typing import NamedTuple, Self, TextIO
 
 from rich.console import Console
 from rich.status import Status
 
-from rlctl.telemetry.metrics import Metrics
+from rlctl.telemetry.metrics import Metric, Metrics, flatten
 from rlctl.telemetry.phases import Phase
 
-HEADINGS = ("step", "reward", "acc", "length", "kl", "diff", "entropy", "clip", "grad", "tok/s", "total")
+
+class Column(NamedTuple):
+    """A value in the line of a step."""
+
+    heading: str
+    name: str
+    """Its name in metrics.jsonl, nested names joined by a slash."""
+    form: str
+    width: int
+
+
+COLUMNS = (
+    Column("step", "", "", 7),
+    Column("reward", "reward_mean", ".3f", 7),
+    Column("acc", "accuracy", ".2f", 6),
+    Column("length", "response_tokens_mean", ".1f", 7),
+)
+LAST_COLUMNS = (
+    Column("grad", "grad_norm", ".3f", 8),
+    Column("tok/s", "tokens_per_s", ".0f", 7),
+    Column("total", "seconds/total", ".1f", 7),
+)
+DECLARED_WIDTH = 9
 PHASE_LABELS = {
     Phase.GENERATION: "gen",
     Phase.REWARD: "rew",
@@ -30,15 +53,17 @@ class Display:
         # soft_wrap: a line of a log file is one line, however narrow the terminal it is read in.
         self.console = Console(file=stream or sys.stderr, soft_wrap=True, highlight=False, quiet=quiet)
         self.steps = steps
+        self.metrics: Sequence[Metric] = ()
+        """Further metrics that may have a column: those of the framework and of the run's algorithm."""
         self._status: Status | None = None
         self._lines = 0
 
     def say(self, text: str) -> None:
-        """A message that stays."""
+        """Show a message that stays."""
         self.console.print(text, markup=False)
 
     def doing(self, what: str) -> None:
-        """What the run is busy with: a spinner in a terminal, nothing in a log."""
+        """Show what the run is busy with: a spinner in a terminal, nothing in a log."""
         if not self.console.is_terminal:
             return
         if self._status is None:
@@ -47,11 +72,14 @@ class Display:
         self._status.update(what)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """The line of a finished step."""
+        """Show the line of a finished step."""
+        columns = _columns(self.metrics)
         if self._lines % 20 == 0 and self.console.is_terminal:
-            self.console.print("  ".join(f"{name:>{width}}" for name, width in _columns()), style="bold")
+            headings = [*((column.heading, column.width) for column in columns), ("phases (s)", 10)]
+            self.console.print("  ".join(f"{name:>{width}}" for name, width in headings), style="bold")
         self._lines += 1
-        self.console.print(step_line(step, self.steps, metrics, plain=not self.console.is_terminal), markup=False)
+        plain = not self.console.is_terminal
+        self.console.print(step_line(step, self.steps, metrics, self.metrics, plain=plain), markup=False)
 
     def __enter__(self) -> Self:
         return self
@@ -66,35 +94,27 @@ class Display:
             self._status = None
 
 
-def _columns() -> list[tuple[str, int]]:
-    return [*zip(HEADINGS, (7, 7, 6, 7, 9, 8, 8, 6, 8, 7, 7), strict=True), ("phases (s)", 10)]
+def _columns(declared: Sequence[Metric]) -> list[Column]:
+    shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
+    return [*COLUMNS, *shown, *LAST_COLUMNS]
 
 
-def step_line(step: int, steps: int, metrics: Metrics, *, plain: bool) -> str:
-    """One step in one line; `plain` names each value, for logs where no heading is near."""
-    values = _values(step, steps, metrics)
+def step_line(step: int, steps: int, metrics: Metrics, declared: Sequence[Metric] = (), *, plain: bool) -> str:
+    """Return one step in one line; `plain` names each value, for logs where no heading is near."""
+    found = dict(flatten(metrics))
     phases = " ".join(
         f"{PHASE_LABELS[Phase(name)]} {value:.1f}"
         for name, value in metrics["seconds"].items()
         if name != "total" and value >= 0.05
     )
+    shown = [(column, _shown(column, found, step, steps)) for column in _columns(declared)]
     if plain:
-        return " ".join(f"{name} {value}" for name, value in zip(HEADINGS, values, strict=True)) + f" | {phases}"
-    return "  ".join(f"{value:>{width}}" for value, (_, width) in zip(values, _columns(), strict=False)) + "  " + phases
+        return " ".join(f"{column.heading} {value}" for column, value in shown) + f" | {phases}"
+    return "  ".join(f"{value:>{column.width}}" for column, value in shown) + "  " + phases
 
 
-def _values(step: int, steps: int, metrics: Metrics) -> list[str]:
-    accuracy: Any = metrics.get("accuracy")
-    return [
-        f"{step + 1}/{steps}",
-        f"{metrics['reward_mean']:.3f}",
-        "-" if accuracy is None else f"{accuracy:.2f}",
-        f"{metrics['response_tokens_mean']:.1f}",
-        f"{metrics['kl']:.2e}",
-        f"{metrics['logprob_diff']['mean']:.1e}",
-        f"{metrics['entropy']:.3f}",
-        f"{metrics['clip_fraction']:.3f}",
-        f"{metrics['grad_norm']:.3f}",
-        f"{metrics['tokens_per_s']:.0f}",
-        f"{metrics['seconds']['total']:.1f}s",
-    ]
+def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:
+    if column.heading == "step":
+        return f"{step + 1}/{steps}"
+    value = found.get(column.name)
+    return "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")

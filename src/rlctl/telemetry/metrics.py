@@ -1,4 +1,4 @@
-"""One line a step: what `metrics.jsonl` holds, and the loggers that repeat it elsewhere."""
+"""One line a step: what `metrics.jsonl` holds, how a metric is declared, and the loggers that repeat it elsewhere."""
 
 from __future__ import annotations
 
@@ -7,14 +7,29 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlctl.errors import InputError, RlctlError
 
 Metrics = Mapping[str, Any]
-# What differs between two runs that compute the same: times and what is derived from them.
-TIMING_KEYS = frozenset({"seconds", "refit_seconds", "tokens_per_s", "refit_gb_per_s", "time"})
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A value that is computed while a step trains: how its parts become one number, and where it is shown."""
+
+    name: str
+    """Name in metrics.jsonl; a slash makes it part of a nested value."""
+    reduce: Literal["mean", "sum", "max"]
+    """Over the response tokens of the step. A maximum is at least 0."""
+    curve: str = ""
+    """Title of its curve in the report; empty: it has none."""
+    column: str = ""
+    """Heading of its column in the terminal; empty: it has none."""
+    form: str = ".3f"
+    """How the terminal formats it."""
 
 
 class Logger(Protocol):
@@ -56,7 +71,8 @@ class TensorBoardLogger:
 
     def __init__(self, directory: Path, *, keep_before: int) -> None:
         # TensorBoard's own writer: torch's wrapper around it would bring torch into the driver.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        # Types: generated modules of tensorboard name their classes only while they run.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory))
@@ -65,8 +81,8 @@ class TensorBoardLogger:
         self._writer.add_event(Event(wall_time=time.time(), step=keep_before, session_log=start))
 
     def log(self, step: int, metrics: Metrics) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(metrics)]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
@@ -81,7 +97,7 @@ class WandbLogger:
 
     def __init__(self, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]  # it need not be installed
         except ImportError as error:
             raise InputError(
                 "Logging to Weights & Biases needs the package `wandb`, which is not installed.",
@@ -104,7 +120,7 @@ class WandbLogger:
 
 
 def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, value) of every number in `metrics`, nested names joined by a slash."""
+    """Yield (name, value) of every number in `metrics`, nested names joined by a slash."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}/")
@@ -112,8 +128,20 @@ def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
             yield prefix + name, float(value)
 
 
+def nested(values: Mapping[str, float]) -> dict[str, Any]:
+    """Undo `flatten`: values whose names have slashes become parts of nested values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *outer, last = name.split("/")
+        place = found
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return found
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line cut off by a killed process is left out.
+    """Return the lines of a `metrics.jsonl`; a last line cut off by a killed process is left out.
 
     Raises InputError when a line other than the last is not JSON.
     """
@@ -130,17 +158,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def without_timing(line: Metrics) -> dict[str, Any]:
-    """The part of a metrics line that the seed, the data and the weights determine."""
-    return {name: value for name, value in line.items() if name not in TIMING_KEYS}
-
-
 def _to_line(metrics: Metrics) -> str:
     return json.dumps(_finite(metrics), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities as text: JSON has no word for them, and dropping them would hide a failure."""
+    """Turn NaN and infinities into text: JSON has no word for them, and dropping them would hide a failure."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

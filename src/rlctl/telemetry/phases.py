@@ -1,7 +1,10 @@
-"""The phases of a step: the one enumeration that the terminal, the metrics, the report and the planner share."""
+"""The phases of a step, which the terminal, the metrics, the report and the planner share, and the timer of them."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from enum import StrEnum
 
 
@@ -32,3 +35,37 @@ class RefitPhase(StrEnum):
     """The same with movers that send messages or files."""
     LOAD = "load"
     CACHE_RESET = "cache_reset"
+
+
+class StepTimer:
+    """Times one step after another. A phase entered inside another one is counted to the inner one only."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new step."""
+        self._start = self._mark = time.perf_counter()
+        self._open: list[Phase] = [Phase.OTHER]
+        self._seconds = dict.fromkeys(Phase, 0.0)
+
+    @contextlib.contextmanager
+    def __call__(self, phase: Phase) -> Iterator[None]:
+        """Count the block to `phase`."""
+        self._count()
+        self._open.append(phase)
+        try:
+            yield
+        finally:
+            self._count()
+            self._open.pop()
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._open[-1]] += now - self._mark
+        self._mark = now
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of the step so far by phase, and their sum as `total`."""
+        self._count()
+        return {**{phase.value: value for phase, value in self._seconds.items()}, "total": self._mark - self._start}

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.telemetry.metrics import flatten
+from rlctl.telemetry.metrics import Metric, flatten
 from rlctl.telemetry.phases import Phase
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CURVES = (
-    ("reward_mean", "reward"),
-    ("accuracy", "accuracy"),
-    ("response_tokens_mean", "response tokens"),
-    ("entropy", "entropy (nats)"),
-    ("kl", "KL"),
-    ("grad_norm", "gradient norm"),
-    ("logprob_diff/mean", "log-prob difference of engine and trainer, mean"),
-    ("logprob_diff/max", "log-prob difference, max"),
-    ("logprob_diff/kl", "KL(engine || trainer)"),
-    ("logprob_diff/prob_error", "multiplicative probability error"),
-    ("skipped_steps", "optimizer steps skipped"),
-    ("tokens_per_s", "tokens/s"),
-)
+CURVES = {
+    "reward_mean": "reward",
+    "accuracy": "accuracy",
+    "response_tokens_mean": "response tokens",
+    "grad_norm": "gradient norm",
+    "skipped_steps": "optimizer steps skipped",
+    "tokens_per_s": "tokens/s",
+}
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -36,9 +30,13 @@ svg { max-width: 100%; height: auto }
 """
 
 
-def write_report(path: Path, name: str, lines: Sequence[dict[str, Any]]) -> None:
-    """Write the report of the metrics `lines` (one a step, in order) to `path`; needs at least one line."""
-    body = [f"<h1>{html.escape(name)}</h1>", _summary(lines), "<h2>Curves</h2>", _svg(_curves(lines))]
+def write_report(path: Path, name: str, lines: Sequence[dict[str, Any]], declared: Sequence[Metric] = ()) -> None:
+    """Write the report of the metrics `lines` (one a step, in order) to `path`; needs at least one line.
+
+    `declared` metrics that name a curve have one, in addition to those that every run has.
+    """
+    titles = CURVES | {metric.name: metric.curve for metric in declared if metric.curve}
+    body = [f"<h1>{html.escape(name)}</h1>", _summary(lines), "<h2>Curves</h2>", _svg(_curves(lines, titles))]
     body += ["<h2>Where the time went</h2>", _svg(_times(lines)), _time_table(lines)]
     path.write_text(
         f"<!doctype html><meta charset=utf-8><title>{html.escape(name)}</title><style>{STYLE}</style>{''.join(body)}"
@@ -46,24 +44,26 @@ def write_report(path: Path, name: str, lines: Sequence[dict[str, Any]]) -> None
 
 
 def _summary(lines: Sequence[dict[str, Any]]) -> str:
-    first, last = lines[0], lines[-1]
     seconds = sum(line["seconds"]["total"] for line in lines)
-    reward = [f"{line['reward_mean']:.3f} at step {line['step'] + 1}" for line in (first, last)]
-    return f"<p>{len(lines)} steps in {seconds:.0f} s. Mean reward {', '.join(reward)}.</p>"
+    known = [line for line in (lines[0], lines[-1]) if "reward_mean" in line]
+    reward = [f"{line['reward_mean']:.3f} at step {line['step'] + 1}" for line in known]
+    rewards = f" Mean reward {', '.join(reward)}." if reward else ""
+    return f"<p>{len(lines)} steps in {seconds:.0f} s.{rewards}</p>"
 
 
-def _curves(lines: Sequence[dict[str, Any]]) -> Figure:
+def _curves(lines: Sequence[dict[str, Any]], titles: Mapping[str, str]) -> Figure:
     from matplotlib.figure import Figure
 
-    series = {name: [dict(flatten(line)).get(name) for line in lines] for name, _ in CURVES}
-    shown = [(name, label) for name, label in CURVES if any(value is not None for value in series[name])]
+    values = [dict(flatten(line)) for line in lines]
+    series = {name: [found.get(name) for found in values] for name in titles}
+    shown = [(name, title) for name, title in titles.items() if any(value is not None for value in series[name])]
     figure = Figure(figsize=(11, 2.6 * ((len(shown) + 1) // 2)), layout="constrained")
     steps = [line["step"] + 1 for line in lines]
-    for index, (name, label) in enumerate(shown, 1):
+    for index, (name, title) in enumerate(shown, 1):
         axes = figure.add_subplot((len(shown) + 1) // 2, 2, index)
         points = [(step, value) for step, value in zip(steps, series[name], strict=True) if value is not None]
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 60 else None)
-        axes.set_title(label, fontsize=10)
+        axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
     return figure
 

@@ -1,8 +1,9 @@
-"""Adding up fingerprints of boxes (see `checkpoints.fingerprints`), for those who only compare them. Torch-free."""
+"""Fingerprints of boxes as read back, and adding them up (see `checkpoints.tensor_fingerprints`). Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MASK = (1 << 64) - 1
 
@@ -10,3 +11,21 @@ MASK = (1 << 64) - 1
 def combine(parts: Sequence[int]) -> int:
     """Fingerprint of the union of disjoint boxes."""
     return sum(parts) & MASK
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Fingerprint of one box as an engine holds it."""
+
+    tensor: str
+    """Published name; for a buffer or a parameter that cannot be read, the engine's own."""
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    value: int
+    site: str
+    """The parameter that holds the box."""
+    expected: int | None = None
+    """The value that a buffer must have, because no refit changes it."""
+    unreadable: str = ""
+    """Why there is no value; empty: there is one."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import Any, NamedTuple
 
+from rlctl.errors import ConfigError
 from rlctl.weights.transforms import Transform
 
 Shape = tuple[int, ...]
@@ -35,7 +36,7 @@ class Span(NamedTuple):
     """The indices start, start + step, ... (`count` of them) of one axis."""
 
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - a tuple's own `count` is of no use here
     step: int = 1
 
     @property
@@ -65,15 +66,12 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
     return prod(span.count for span in box)
 
 
 def meet(a: Span, b: Span) -> tuple[int, int, int, int, int] | None:
-    """What two spans share: (first index in a, stride in a, first index in b, stride in b, count); None: nothing.
-
-    Two arithmetic progressions meet in one whose step is the least common multiple of theirs (Chinese remainder).
-    """
+    """Return what two spans share: (first index in a, stride in a, first index in b, stride in b, count), or None. Two
+    arithmetic progressions meet in one whose step is the least common multiple of theirs (Chinese remainder)."""
     if a.step == 1 and b.step == 1:
         low, high = max(a.start, b.start), min(a.start + a.count, b.start + b.count)
         return (low - a.start, 1, low - b.start, 1, high - low) if high > low else None
@@ -98,6 +96,13 @@ def _first_common(a: Span, b: Span, common: int, step: int) -> int:
     return first if first >= low else first + -(-(low - first) // step) * step
 
 
+def share(total: int, parts: int, index: int, what: str, flag: str) -> Span:
+    """The `index`-th of `parts` equal shares; ConfigError names what does not divide."""
+    if total % parts:
+        raise ConfigError(f"{what} = {total} does not divide by {flag} = {parts}.", f"Choose another {flag}.")
+    return Span(index * (total // parts), total // parts)
+
+
 def overlap(a: Box, b: Box) -> bool:
     """Whether two boxes of one array share an element."""
     return all(meet(x, y) is not None for x, y in zip(a, b, strict=True))
@@ -105,17 +110,10 @@ def overlap(a: Box, b: Box) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One param of a rank: the shape under which pieces address it, and its dtype.
-
-    `memory_shape` is the shape that the engine declares where it differs (the same contiguous memory read
-    otherwise). `buffer` and `offset_bytes` place the param in a larger block, such as a flat buffer or a file.
-    """
+    """One param of a rank: the shape under which pieces address it, and its dtype."""
 
     shape: Shape
     dtype: str
-    memory_shape: Shape | None = None
-    buffer: str | None = None
-    offset_bytes: int = 0
 
     @property
     def size(self) -> int:
@@ -205,7 +203,7 @@ class Layout:
         return sum(spec.bytes for spec in self.params.values())
 
     def problems(self) -> list[str]:
-        """What is wrong with the layout itself: params not covered exactly once by pieces and fills. Empty: nothing."""
+        """Return which params pieces and fills do not cover exactly once; empty: none."""
         boxes: dict[str, list[Box]] = {name: [] for name in self.params}
         for name, box in [(p.param, p.param_box) for p in self.pieces] + [(f.param, f.box) for f in self.fills]:
             boxes.setdefault(name, []).append(box)
@@ -213,7 +211,7 @@ class Layout:
 
 
 def _unpickled(rank: int, specs: dict[str, int], rows: list[tuple], kinds: tuple, fills: tuple[Fill, ...]) -> Layout:
-    """What `Layout.__reduce__` took apart; equal boxes are one object."""
+    """Rebuild what `Layout.__reduce__` took apart; equal boxes are one object."""
     pieces = []
     for tensor, param, kind in rows:
         tensor_box, param_box, *more = kinds[kind]

@@ -1,40 +1,54 @@
-"""The layout of every rank of a Megatron-Core policy, as plain data."""
+"""The layout of every rank of a Megatron-Core policy, as plain data.
+
+Sources: megatron/core/parallel_state.py (rank order tp-cp-ep-dp-pp), transformer_block.py and transformer_layer.py
+(layers of a stage); the same in versions 0.16 to 0.19.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
+from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
-from rlctl.models.matrices import Matrix, ModelWeights, Role
+from rlctl.models.matrices import FLOAT32_ROLES, Matrix, ModelWeights, Role
 from rlctl.models.registry import weights_of
-from rlctl.weights.layout import Fill, Layout, ParamSpec, Piece
-from rlctl.weights.megatron_names import MTP_OUTER, Kind, Slot, slot
-from rlctl.weights.megatron_parallel import (
-    Coordinates,
-    Experts,
-    MegatronParallel,
-    MegatronSetting,
-    Spec,
-    chunk_layers,
-    coordinates,
-    first_layers,
-    stage_of_layer,
-)
-from rlctl.weights.megatron_shards import Place, place
-from rlctl.weights.pieces import share
+from rlctl.weights.layout import Box, Fill, Layout, ParamSpec, Piece, Shape, Span, meet, share, whole
+from rlctl.weights.megatron_names import MTP_OUTER, Experts, Kind, Slot, Spec, slot
 from rlctl.weights.plan import Shard
+from rlctl.weights.transforms import Add, Transform
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """The coordinates of a rank that decide which weights it holds."""
+
+    pp: int
+    tp: int
+    ep: int
+    etp: int
 
 
 @dataclass(frozen=True)
-class MegatronWorld(MegatronSetting):
+class MegatronWorld:
     """All ranks of one Megatron policy.
 
     Names are those of `GPTModel.named_parameters()` and its persistent buffers: layers are counted within the stage.
     With vpp > 1 a rank has several models, so layers have their global number there.
     """
+
+    facts: ModelFacts
+    parallel: ParallelSpec
+    spec: Spec = "local"
+    """The layer spec: its own modules, or TransformerEngine's, which fuse norms into linear layers."""
+    dtype: str = "float32"
+    experts: Experts = "sequential"
+    """Megatron's SequentialMLP or TEGroupedMLP; both have one weight an expert."""
+    zero_centered_norms: bool = False
+    """The engine adds one to norm gains (`layernorm_zero_centered_gamma`)."""
 
     @property
     def size(self) -> int:
@@ -49,11 +63,13 @@ class MegatronWorld(MegatronSetting):
         """One place of each kind: layers and experts repeat it under other names."""
         return {}
 
+    def __post_init__(self) -> None:
+        require_policy_sizes(self.facts, self.parallel)
+
     def layout(self, rank: int) -> Layout:
-        """Everything that `rank` holds."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"Rank {rank} is outside of a world of {self.size}.")
-        at = coordinates(self.parallel, rank)
+        at = _coordinates(self.parallel, rank)
         params: dict[str, ParamSpec] = {}
         pieces: list[Piece] = []
         fills: dict[str, tuple[Fill, ...]] = {}
@@ -66,7 +82,7 @@ class MegatronWorld(MegatronSetting):
         return Layout(rank, params, tuple(pieces), tuple(fill for own in fills.values() for fill in own))
 
     def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        """Who holds which part of `tensor`; the ranks of a shard differ in dp and cp (and tp where replicated)."""
+        """The ranks of a shard differ in dp and cp (and tp where replicated)."""
         shards: list[Shard] = []
         for matrix in self.weights.by_tensor.get(tensor, ()):
             for stage in self._stages(matrix):
@@ -79,8 +95,8 @@ class MegatronWorld(MegatronSetting):
 
     def layers_of(self, stage: int) -> list[int]:
         """Layers (from 0) of all chunks of a stage; multi-token-prediction layers are on the last."""
-        chunks, layers = range(self.parallel.chunks), self.facts.layers
-        own = [i for chunk in chunks for i in chunk_layers(layers, self.parallel, stage, chunk)]
+        chunks, layers = range(self.parallel.vpp), self.facts.layers
+        own = [i for chunk in chunks for i in _chunk_layers(layers, self.parallel, stage, chunk)]
         return own + (list(range(layers, layers + self.facts.mtp_layers)) if stage == self.parallel.pp - 1 else [])
 
     def local_experts(self, ep_rank: int) -> range:
@@ -91,7 +107,6 @@ class MegatronWorld(MegatronSetting):
         return range(own.start, own.start + own.count)
 
     def param_name(self, matrix: Matrix, target: Slot) -> str:
-        """Name of the parameter on the rank that has it."""
         name = target.name
         if matrix.expert is not None:
             name = name.format(expert=matrix.expert % len(self.local_experts(0)))
@@ -101,19 +116,18 @@ class MegatronWorld(MegatronSetting):
         if matrix.layer >= layers:
             inside = "" if matrix.role in MTP_OUTER else "transformer_layer."
             return f"mtp.layers.{matrix.layer - layers}.{inside}{name}"
-        if self.parallel.chunks > 1:
+        if self.parallel.vpp > 1:
             return f"decoder.layers.{matrix.layer}.{name}"
-        first = first_layers(layers, self.parallel)[self._stage_of(matrix.layer)]
+        first = _first_layers(layers, self.parallel)[self._stage_of(matrix.layer)]
         return f"decoder.layers.{matrix.layer - first}.{name}"
 
     def _held(self, at: Coordinates) -> Iterator[Matrix]:
-        """Matrices of which the rank holds a part, in the order of the model."""
         yield from self.weights.outer
         for layer in self.layers_of(at.pp):
             yield from self.weights.layer(layer, self.local_experts(at.ep))
 
     def _places(self, matrix: Matrix, at: Coordinates) -> Iterator[Place]:
-        """Where `matrix` lies on a rank; nothing where the rank has no part of it."""
+        """Yield the places of `matrix` on a rank; nothing where the rank has no part of it."""
         last, first = at.pp == self.parallel.pp - 1, at.pp == 0
         if matrix.role is Role.EMBEDDING:
             if first or (self.facts.mtp_layers and last):
@@ -129,19 +143,20 @@ class MegatronWorld(MegatronSetting):
     def _place(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> Place:
         target = self._slot(matrix, role)
         name = self.param_name(matrix, target)
-        expert = matrix.expert if self.experts == "legacy_grouped" else matrix.expert is not None
+        expert = matrix.expert is not None
         kind = (target, matrix.role, matrix.shape, matrix.tensor_starts, matrix.tensor_steps, matrix.axes)
         key = (*kind, matrix.offset, expert, at, primary)
         found = self._alike.get(key)
         if found is None:
-            found = self._alike[key] = place(self, matrix, target, name, at, primary)
+            found = self._alike[key] = _place(self, matrix, target, name, at, primary)
         return found.renamed(matrix.tensor, name)
 
     def _slot(self, matrix: Matrix, role: Role) -> Slot:
-        return slot(role, self, matrix.layer is not None and self.facts.is_moe_layer(matrix.layer))
+        moe_layer = matrix.layer is not None and self.facts.is_moe_layer(matrix.layer)
+        return slot(role, self.spec, self.experts, mla=self.facts.mla is not None, moe_layer=moe_layer)
 
     def _stage_of(self, layer: int) -> int:
-        return stage_of_layer(self.facts.layers, self.facts.mtp_layers, self.parallel)[layer]
+        return _stage_of_layer(self.facts.layers, self.facts.mtp_layers, self.parallel)[layer]
 
     def _stages(self, matrix: Matrix) -> list[int]:
         last = self.parallel.pp - 1
@@ -155,7 +170,7 @@ class MegatronWorld(MegatronSetting):
         end = base + parallel.stage_size
         replicated = self._slot(matrix, matrix.role).kind is Kind.REPLICATED
         if matrix.expert is not None:
-            etp, block = parallel.expert_tp, parallel.expert_tp * parallel.ep
+            etp, block = parallel.etp, parallel.expert_size
             ep = matrix.expert // len(self.local_experts(0))
             if replicated:
                 ranks = [r for r in range(base, end) if (r - base) // etp % parallel.ep == ep]
@@ -170,13 +185,143 @@ class MegatronWorld(MegatronSetting):
                 yield range(base + t, end, parallel.tp), Coordinates(stage, t, 0, 0)
 
 
-def layout(
-    facts: ModelFacts,
-    parallel: MegatronParallel,
-    rank: int,
-    spec: Spec = "local",
-    dtype: str = "float32",
-    experts: Experts = "sequential",
-) -> Layout:
-    """Layout of one rank; see `MegatronWorld`."""
-    return MegatronWorld(facts, parallel, spec, dtype, experts).layout(rank)
+def _coordinates(parallel: ParallelSpec, rank: int) -> Coordinates:
+    """Coordinates of `rank`: tp is fastest, then cp, dp, pp; for experts etp, ep, expert dp, pp."""
+    stage, inside = divmod(rank, parallel.stage_size)
+    return Coordinates(stage, inside % parallel.tp, inside // parallel.etp % parallel.ep, inside % parallel.etp)
+
+
+def _chunk_layers(layers: int, parallel: ParallelSpec, stage: int, chunk: int) -> range:
+    """Layers (from 0) of one model chunk of a stage, uneven first and last stages included."""
+    counts = parallel.stage_layers(layers)
+    assert counts is not None, "MegatronWorld checks its sizes"
+    per_chunk = [count // parallel.vpp for count in counts]
+    start = chunk * sum(per_chunk) + sum(per_chunk[:stage])
+    return range(start, start + per_chunk[stage])
+
+
+@lru_cache(maxsize=64)
+def _stage_of_layer(layers: int, mtp_layers: int, parallel: ParallelSpec) -> dict[int, int]:
+    """Layer -> its stage; multi-token-prediction layers are on the last."""
+    stages = {
+        layer: stage
+        for stage in range(parallel.pp)
+        for chunk in range(parallel.vpp)
+        for layer in _chunk_layers(layers, parallel, stage, chunk)
+    }
+    return stages | dict.fromkeys(range(layers, layers + mtp_layers), parallel.pp - 1)
+
+
+@lru_cache(maxsize=64)
+def _first_layers(layers: int, parallel: ParallelSpec) -> list[int]:
+    """First layer of each stage's first chunk."""
+    return [_chunk_layers(layers, parallel, stage, 0).start for stage in range(parallel.pp)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One param of a rank and the parts of one matrix in it."""
+
+    param: str
+    spec: ParamSpec
+    pieces: tuple[Piece, ...]
+    fills: tuple[Fill, ...] = ()
+
+    def renamed(self, tensor: str, param: str) -> Place:
+        """The same part of a matrix of the same kind: its boxes are shared, not made again."""
+        if param == self.param and all(p.tensor == tensor for p in self.pieces):
+            return self
+        return Place(
+            param,
+            self.spec,
+            tuple(p.renamed(tensor, param) for p in self.pieces),
+            tuple(Fill(param, fill.box, fill.value) for fill in self.fills),
+        )
+
+
+def _place(world: MegatronWorld, matrix: Matrix, target: Slot, name: str, at: Coordinates, primary: bool) -> Place:
+    """Return where the rank at `at` holds its part of `matrix` in the param `name`."""
+    parallel = world.parallel
+    parts, index = (parallel.etp, at.etp) if matrix.expert is not None else (parallel.tp, at.tp)
+    dtype = "float32" if matrix.role in FLOAT32_ROLES else world.dtype
+    gain = float(world.zero_centered_norms) if target.norm else 0.0
+    if target.kind is Kind.VOCAB:
+        return _vocab(world, matrix, name, dtype, index, primary)
+    if target.kind is Kind.QKV:
+        return _qkv(world, matrix, target.part, name, dtype, index)
+    flag = "etp" if matrix.expert is not None else "tp"
+    if target.kind is Kind.REPLICATED:
+        own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), primary, gain=gain)
+        return Place(name, ParamSpec(matrix.shape, dtype), (own,))
+    axis, span = _share_of(matrix, target, parts, index, flag)
+    shape = list(matrix.shape)
+    starts = [0] * len(shape)
+    shape[axis] = span.count * (2 if target.kind is Kind.GATED else 1)
+    starts[axis] = span.count * target.part if target.kind is Kind.GATED else 0
+    own = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary)
+    return Place(name, ParamSpec(tuple(shape), dtype), (own,))
+
+
+def _share_of(matrix: Matrix, target: Slot, parts: int, index: int, flag: str) -> tuple[int, Span]:
+    """The divided axis of a matrix and the rank's share of it."""
+    axis = 1 if target.kind is Kind.ROW else 0
+    return axis, share(matrix.shape[axis], parts, index, f"Axis {axis} of {matrix.tensor}", flag)
+
+
+def _vocab(world: MegatronWorld, matrix: Matrix, name: str, dtype: str, index: int, primary: bool) -> Place:
+    vocab, hidden = matrix.shape
+    rows = -(-vocab // world.parallel.tp)  # the last ranks' are padded
+    start = index * rows
+    held = max(0, min(rows, vocab - start))
+    spec = ParamSpec((rows, hidden), dtype)
+    own = (piece(matrix, (Span(start, held), Span(0, hidden)), name, (0, 0), primary),) if held else ()
+    fills = (Fill(name, (Span(held, rows - held), Span(0, hidden))),) if held < rows else ()
+    return Place(name, spec, own, fills)
+
+
+def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str, index: int) -> Place:
+    """Rows of a group: its queries, its key, its value; groups follow one another, ranks take equal shares of rows."""
+    facts = world.facts
+    own_rows = facts.heads // facts.kv_heads * facts.head_dim
+    group_rows = own_rows + 2 * facts.head_dim
+    size, lead = ((own_rows, 0), (facts.head_dim, own_rows), (facts.head_dim, own_rows + facts.head_dim))[part]
+    mine = share(facts.kv_heads * group_rows, world.parallel.tp, index, "Rows of the fused QKV matrix", "tp")
+    pieces = []
+    for group in range(mine.start // group_rows, -(-(mine.start + mine.count) // group_rows)):
+        hit = meet(Span(group * group_rows + lead, size), mine)
+        if hit:
+            first, _, to, _, count = hit
+            box = on_axis(matrix, 0, Span(group * size + first, count))
+            pieces.append(piece(matrix, box, name, (to,) + (0,) * (len(matrix.shape) - 1)))
+    shape: Shape = (mine.count, *matrix.shape[1:])
+    return Place(name, ParamSpec(shape, dtype), tuple(pieces))
+
+
+def piece(matrix: Matrix, box: Box, param: str, starts: tuple[int, ...], primary: bool = True, **more: object) -> Piece:
+    """`box` of the matrix at `starts` of the param; leading param axes that the matrix lacks have length one.
+
+    `axes` (keyword) maps each param axis to a matrix axis or None where the order differs, `gain` (keyword) is the
+    number that the engine itself adds to the stored value (Megatron's zero-centred norm: 1).
+    """
+    lead = len(starts) - len(box)
+    default = (None,) * lead + tuple(range(len(box)))
+    axes: tuple[int | None, ...] = more.get("axes", default)  # type: ignore[assignment]
+    shift = matrix.offset - float(more.get("gain", 0.0))  # type: ignore[arg-type]
+    transforms: tuple[Transform, ...] = (Add(shift),) if shift else ()
+    param_box = tuple(Span(s, 1 if a is None else box[a].count) for s, a in zip(starts, axes, strict=True))
+    tensor_axes = tuple(None if a is None else matrix.axes[a] for a in axes)
+    return Piece(matrix.tensor, tensor_box(matrix, box), param, param_box, tensor_axes, transforms, primary)
+
+
+def tensor_box(matrix: Matrix, box: Box) -> Box:
+    """Return where `box` of the matrix lies in its tensor."""
+    spans = [Span(start, 1) for start in matrix.tensor_starts]
+    for span, axis in zip(box, matrix.axes, strict=True):
+        step = matrix.tensor_steps[axis]
+        spans[axis] = Span(matrix.tensor_starts[axis] + span.start * step, span.count, span.step * step)
+    return tuple(spans)
+
+
+def on_axis(matrix: Matrix, axis: int, span: Span) -> Box:
+    """The whole matrix but for `axis`, where it is `span`."""
+    return tuple(span if i == axis else Span(0, n) for i, n in enumerate(matrix.shape))

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from rlctl.models.matrices import Role
-from rlctl.weights.megatron_parallel import MegatronSetting
+
+Spec = Literal["local", "te"]
+Experts = Literal["sequential", "grouped"]
 
 
 class Kind(Enum):
@@ -93,26 +96,21 @@ _EXPERT = {
     Role.EXPERT_DOWN_BIAS: ("linear_fc2", "bias", REPLICATED, 0),
 }
 MTP_OUTER = frozenset({Role.MTP_EMBEDDING_NORM, Role.MTP_HIDDEN_NORM, Role.MTP_PROJECTION, Role.MTP_FINAL_NORM})
-"""Roles beside, not inside, the transformer layer of a multi-token-prediction layer."""
+"""Roles next to, and not inside, the transformer layer of a multi-token-prediction layer."""
 
 
-def slot(role: Role, setting: MegatronSetting, moe_layer: bool = False) -> Slot:
+def slot(role: Role, spec: Spec, experts: Experts, *, mla: bool, moe_layer: bool) -> Slot:
     """The parameter that holds `role`; names of experts have `{expert}` (the number on the rank)."""
     if role in _EXPERT:
-        return _expert(role, setting)
-    mla = setting.facts.mla is not None
+        return _expert(role, experts)
     unfused = (role is Role.ATTENTION_NORM and mla) or (role is Role.MLP_NORM and moe_layer)
-    if setting.spec == "te" and role in _TE_NORMS and not unfused:
+    if spec == "te" and role in _TE_NORMS and not unfused:
         return _TE_NORMS[role]
-    if role in (Role.MLA_Q_DOWN, Role.MLA_KV_DOWN) and setting.mla_down == "column":
-        return Slot(_COMMON[role].name, COLUMN)
     return _COMMON[role]
 
 
-def _expert(role: Role, setting: MegatronSetting) -> Slot:
+def _expert(role: Role, experts: Experts) -> Slot:
     layer, what, kind, part = _EXPERT[role]
-    if setting.experts == "sequential":
+    if experts == "sequential":
         return Slot(f"mlp.experts.local_experts.{{expert}}.{layer}.{what}", kind, part)
-    if setting.experts == "grouped":
-        return Slot(f"mlp.experts.{layer}.{what}{{expert}}", kind, part)
-    return Slot(f"mlp.experts.{'weight1' if layer == 'linear_fc1' else 'weight2'}", kind, part)
+    return Slot(f"mlp.experts.{layer}.{what}{{expert}}", kind, part)

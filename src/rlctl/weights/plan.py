@@ -1,7 +1,7 @@
 """Transfer plans: the intersection of a source's layouts with one destination rank's layout, and its proof.
 
-Each side computes its own part alone: `receive_plan` for a destination rank, `send_plan` for a source rank. Which
-replica sends is a function of (copy, destination rank, topology) that both compute with the same answer.
+Each side computes its own part alone: `receive_plan` for a destination rank, `send_plan` for a source rank. Both find
+the replica that sends with the same function of (copy, destination rank, topology).
 """
 
 from __future__ import annotations
@@ -15,18 +15,7 @@ from typing import Protocol
 from zlib import crc32
 
 from rlctl.errors import InputError, VerificationError
-from rlctl.weights.layout import (
-    Box,
-    Fill,
-    Layout,
-    ParamSpec,
-    Piece,
-    View,
-    coverage,
-    meet,
-    show,
-    view_of,
-)
+from rlctl.weights.layout import Box, Fill, Layout, ParamSpec, Piece, View, coverage, meet, view_of
 from rlctl.weights.transforms import Cast, Transform
 
 
@@ -51,7 +40,7 @@ class World(Protocol):
         ...
 
     def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        """Who holds which part of `tensor`, each part once; () where nobody holds it.
+        """Return the holders of each part of `tensor`, each part once; () where nobody holds it.
 
         `every` adds the pieces that are written but not read from (second copies of tied embeddings).
         """
@@ -99,11 +88,8 @@ class RememberingWorld:
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """Keep the garbage collector away while a plan is made.
-
-    A plan is a few hundred thousand small objects that all stay; looking through them again and again takes longer
-    than making them.
-    """
+    """Keep the garbage collector away while a plan is made: looking through its many lasting objects again and again
+    takes longer than making them."""
     if not gc.isenabled():
         yield
         return
@@ -116,7 +102,7 @@ def many_objects() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs. Ranks with equal places share a process; None is unknown and equal to nothing."""
+    """The place that a rank runs at. Ranks with equal places share a process; None is unknown and equal to nothing."""
 
     node: str | None = None
     device: str | None = None
@@ -166,7 +152,6 @@ class Copy:
     destination_box: Box
     destination_view: View
     transforms: tuple[Transform, ...]
-    source_dtype: str
     destination_dtype: str
     primary: bool = True
     """False where the destination piece is a second copy (see `Piece`)."""
@@ -177,17 +162,8 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Messages:
-    """How many ranks one rank exchanges with, in how many strided copies, and how many elements."""
-
-    peers: int
-    copies: int
-    elements: int
-
-
-@dataclass(frozen=True)
 class TransferPlan:
-    """What one destination rank receives: each element of each of its params exactly once."""
+    """The copies that one destination rank receives: each element of each of its params exactly once."""
 
     layout: Layout
     copies: tuple[Copy, ...]
@@ -219,13 +195,8 @@ class TransferPlan:
         """Ranks that send, rising."""
         return sorted(self._by_source)
 
-    @property
-    def messages(self) -> Messages:
-        """One message a source rank: all its copies packed behind one another."""
-        return Messages(len(self._by_source), len(self.copies), sum(copy.elements for copy in self.copies))
-
     def problems(self) -> list[str]:
-        """What keeps the plan from writing each element exactly once; empty is the proof."""
+        """Return what keeps the plan from writing each element exactly once; empty is the proof."""
         boxes: dict[str, list[Box]] = {name: [] for name in self.layout.params}
         for copy in self.copies:
             boxes.setdefault(copy.destination_param, []).append(copy.destination_box)
@@ -243,13 +214,9 @@ class TransferPlan:
             raise VerificationError(f"The transfer plan of rank {self.rank} does not hold: {shown}.")
         return self
 
-    def digest(self) -> int:
-        """A number that destination ranks add up: equal sums on two hosts mean that they planned the same copies."""
-        return sum(crc32(f"{c.tensor}{c.tensor_box}{c.source_rank}>{c.destination_rank}".encode()) for c in self.copies)
-
 
 def receive_plan(source: World, destination: World, rank: int, topology: Topology | None = None) -> TransferPlan:
-    """What destination `rank` receives, and from which source ranks."""
+    """Return what destination `rank` receives, and from which source ranks."""
     topology = topology or Topology()
     layout = destination.layout(rank)
     copies: list[Copy] = []
@@ -266,7 +233,7 @@ def receive_plan(source: World, destination: World, rank: int, topology: Topolog
 
 
 def send_plan(source: World, destination: World, rank: int, topology: Topology | None = None) -> tuple[Copy, ...]:
-    """What source `rank` sends, grouped by destination rank: the copies that those ranks expect, in `message_order`."""
+    """Return what source `rank` sends, by destination rank, in `message_order`: the copies that those ranks expect."""
     topology = topology or Topology()
     by_destination: dict[int, list[Copy]] = {}
     for tensor in source.layout(rank).by_tensor:
@@ -307,7 +274,6 @@ def _copies(
             destination_box,
             _tensor_view(spec, piece, destination_box),
             _chain(held, held_spec, piece, spec),
-            held_spec.dtype,
             spec.dtype,
             piece.primary,
         )
@@ -362,9 +328,3 @@ def _chain(source: Piece, source_spec: ParamSpec, piece: Piece, spec: ParamSpec)
 def _cancelling(steps: list[Transform]) -> int | None:
     """Index of a step that the next one undoes exactly."""
     return next((i for i in range(len(steps) - 1) if steps[i].inverse() == steps[i + 1]), None)
-
-
-def describe(copy: Copy) -> str:
-    """A copy in words, for messages."""
-    source = f"rank {copy.source_rank} {copy.source_param}"
-    return f"{copy.tensor}{show(copy.tensor_box)}: {source} -> rank {copy.destination_rank} {copy.destination_param}"

@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.registry import weights_of
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
-from rlctl.weights.megatron import MegatronParallel, MegatronWorld
+from rlctl.weights.megatron import MegatronWorld
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*mlp\.experts\.)local_experts\.(\d+)\.(.+)$")
@@ -52,7 +53,7 @@ class _Address:
 
 
 def default_style(facts: ModelFacts) -> KeyStyle:
-    """What Megatron writes for such a model: layers that differ are not stacked."""
+    """Return the style that Megatron writes for such a model: layers that differ are not stacked."""
     return KeyStyle(stacked=facts.moe is None or not facts.moe.dense_layers)
 
 
@@ -79,7 +80,7 @@ def layout(
     style = style or default_style(facts)
     if style.stacked and not default_style(facts).stacked:
         raise ValueError("layers with and without experts cannot be stacked")
-    world = MegatronWorld(facts, MegatronParallel(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)
+    world = MegatronWorld(facts, ParallelSpec(), "te", dtype, "sequential", weights_of(facts).zero_centered_norms)
     rank = world.layout(0)
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
@@ -93,9 +94,9 @@ def layout(
 
 
 def extra_state_keys(facts: ModelFacts, style: KeyStyle | None = None) -> list[str]:
-    """Keys of the `_extra_state` objects (empty without FP8) that a model asks for beside its linear layers."""
+    """Keys of the `_extra_state` objects (empty without FP8) that a model asks for next to its linear layers."""
     style = style or default_style(facts)
-    rank = MegatronWorld(facts, MegatronParallel(), "te", "bfloat16").layout(0)
+    rank = MegatronWorld(facts, ParallelSpec(), "te", "bfloat16").layout(0)
     keys = []
     for name in rank.params:
         found = _LINEAR.search(name)

@@ -1,4 +1,4 @@
-"""Named changes of value between a tensor and the param that holds it; `checkpoints.tensors` executes them.
+"""Named changes of value between a tensor and the param that holds it; `checkpoints.plan_execution` executes them.
 
 Each declares which other tensors it reads, to which blocks a box must be aligned, and its inverse where it has one.
 """
@@ -27,7 +27,7 @@ class Transform:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the params that reading the tensor back takes besides the data."""
+        """Names of the params that reading the tensor back takes in addition to the data."""
         back = self.inverse()
         return back.inputs if back is not None else ()
 

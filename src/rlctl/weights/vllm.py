@@ -1,34 +1,241 @@
-"""Where vLLM's models keep each matrix: fused qkv and gate_up, KV heads repeated, experts stacked as w13 and w2.
+"""The layout of vLLM's ranks: fused qkv and gate_up, repeated KV heads, experts stacked as w13 and w2.
+
+The functions below say which parts of published tensors the matrices of each kind of layer hold on one rank.
+`backends/vllm/weights/locate.py` applies them to the modules of a running model, and `VllmWorld` to the sizes of a
+model that does not run, which is what tests and benchmarks refit. Copies that a module makes of another one's weights
+(tied output embeddings, the halves of latent attention's kv_b) exist in running models alone.
 
 Sources (vLLM 0.32): model_executor/layers/linear.py (QKVParallelLinear), vocab_parallel_embedding.py (padding to 64),
-fused_moe/expert_map_manager.py (linear placement of experts) and fused_moe/config.py (experts under data-parallel
-attention). Rank r of engine d is d x tp + r. Weights that a kernel has repacked are vLLM's own business: a refit goes
-through its loader.
+attention/mla_attention.py, fused_moe/routed_experts.py, fused_moe/expert_map_manager.py (linear placement of experts),
+fused_moe/config.py (experts under data-parallel attention) and models/gpt_oss.py.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
-from rlctl.errors import ConfigError, InputError
+from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import FLOAT32_ROLES, Matrix, ModelWeights, Role
 from rlctl.models.registry import weights_of
-from rlctl.weights.layout import Fill, Layout, ParamSpec, Piece, Span, whole
-from rlctl.weights.pieces import on_axis, piece, share
+from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, share
 from rlctl.weights.plan import Shard
 
 VOCAB_PADDING = 64
-REFUSED = frozenset({"gpt_oss"})
+# The published modules that each fused module consists of, in the order of its rows.
+FUSED = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "fused_qkv_a_proj": ["q_a_proj", "kv_a_proj_with_mqa"],
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one published tensor inside a matrix or vector."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Shape of the whole published tensor."""
+    start: tuple[int, ...]
+    """Where the box begins in it."""
+    row: int
+    """First row of the matrix (or element of the vector) that holds the box."""
+    rows: int
+
+
+@dataclass(frozen=True)
+class LocalMatrix:
+    """One matrix or vector that a rank holds, and the parts of published tensors in it."""
+
+    path: str
+    """The module's name in vLLM's model."""
+    parameter: str
+    parts: tuple[Part, ...]
+    columns: int = 0
+    """Width of the matrix; 0 for a vector."""
+    index: int | None = None
+    """Number of the matrix in a stack of experts or heads."""
+    transposed: bool = False
+    """The parameter has rows and columns exchanged against the published tensor."""
+
+    @property
+    def full_name(self) -> str:
+        """The parameter's name in vLLM's model."""
+        return f"{self.path}.{self.parameter}"
+
+    @property
+    def param(self) -> str:
+        """Name in the layout that a worker asks for."""
+        return self.full_name + ("" if self.index is None else f"[{self.index}]")
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of all parts one below the other."""
+        return (self.rows, self.columns) if self.columns else (self.rows,)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The parts one below the other. A published tensor of all experts has one axis more in front."""
+        row, width = 0, self.shape[1:]
+        for part in self.parts:
+            inner = (part.rows, *width)
+            lead = len(part.shape) - len(inner)
+            box = tuple(Span(start, count) for start, count in zip(part.start, (*(1,) * lead, *inner), strict=True))
+            at = (Span(row, part.rows), *(Span(0, columns) for columns in width))
+            yield Piece(part.tensor, box, self.param, at, tuple(range(lead, len(box))))
+            row += part.rows
+
+
+def layout_of(rank: int, held: Iterable[tuple[LocalMatrix, str]]) -> Layout:
+    """The layout of matrices and their dtypes, each a param of its own."""
+    params: dict[str, ParamSpec] = {}
+    pieces: list[Piece] = []
+    for matrix, dtype in held:
+        params[matrix.param] = ParamSpec(matrix.shape, dtype)
+        pieces += matrix.pieces()
+    return Layout(rank, params, tuple(pieces))
+
+
+# The matrices of each kind of layer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a published matrix that one rank holds."""
+
+    total: int
+    first: int
+    count: int
+
+
+def all_rows(total: int) -> Rows:
+    """A replicated matrix."""
+    return Rows(total, 0, total)
+
+
+def equal_rows(total: int, tp: int, rank: int, what: str = "Output size") -> Rows:
+    """The share of a column-parallel matrix. Raises ConfigError if `tp` does not divide it."""
+    span = share(total, tp, rank, what, "generation tp")
+    return Rows(total, span.start, span.count)
+
+
+def vocab_rows(vocab: int, tp: int, rank: int) -> Rows:
+    """The share of an embedding: of the padded vocabulary, without its padding."""
+    padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
+    span = share(padded, tp, rank, "Padded vocabulary", "generation tp")
+    first = min(span.start, vocab)
+    return Rows(vocab, first, min(span.count, vocab - first))
+
+
+def qkv_rows(heads: int, kv_heads: int, head_dim: int, v_head_dim: int, tp: int, rank: int) -> list[Rows]:
+    """Queries, keys and values of one rank; ranks share a KV head where there are more ranks than KV heads."""
+    own = share(heads, tp, rank, "Number of attention heads", "generation tp")
+    if tp >= kv_heads:
+        share(tp, kv_heads, 0, "generation tp", "number of KV heads")
+        kv = Span(rank // (tp // kv_heads), 1)
+    else:
+        kv = share(kv_heads, tp, rank, "Number of KV heads", "generation tp")
+    found = ((heads, own, head_dim), (kv_heads, kv, head_dim), (kv_heads, kv, v_head_dim))
+    return [Rows(total * dim, span.start * dim, span.count * dim) for total, span, dim in found]
+
+
+def stacked_rows(
+    path: str, parameter: str, tensors: Sequence[str], rows: Sequence[Rows], columns: int = 0, index: int | None = None
+) -> LocalMatrix:
+    """Rows of one or more published tensors, one below the other: every layer but those that follow."""
+    parts, row = [], 0
+    for tensor, own in zip(tensors, rows, strict=True):
+        shape, start = ((own.total, columns), (own.first, 0)) if columns else ((own.total,), (own.first,))
+        parts.append(Part(tensor, shape, start, row, own.count))
+        row += own.count
+    return LocalMatrix(path, parameter, tuple(parts), columns, index)
+
+
+def row_parallel(path: str, tensor: str, outputs: int, inputs: int, tp: int, rank: int) -> LocalMatrix:
+    """All outputs of an equal share of the inputs."""
+    span = share(inputs, tp, rank, f"Axis 1 of {tensor}", "generation tp")
+    part = Part(tensor, (outputs, inputs), (0, span.start), 0, outputs)
+    return LocalMatrix(path, "weight", (part,), span.count)
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of each expert on one rank, without what kernels pad."""
+
+    hidden: int
+    width: int
+    """Rows of the gate on this rank."""
+    ranks: int
+    """Ranks that share an expert."""
+    rank: int
+
+
+def expert(
+    path: str,
+    prefix: str,
+    number: int,
+    index: int,
+    names: tuple[str, str, str],
+    sizes: ExpertSizes,
+    half: int,
+    swapped: bool = False,
+) -> Iterator[LocalMatrix]:
+    """Expert `number` at `index` of a stack, of a model that publishes each expert's matrices apart.
+
+    `names` are those of gate, up and down; `half` is the first row of the second of gate and up, `swapped` puts up
+    before gate.
+    """
+    hidden, width, ranks, rank = sizes
+    ffn = width * ranks
+    gate, up, down = (f"{prefix}.{number}.{name}.weight" for name in names)
+    halves = (up, gate) if swapped else (gate, up)
+    rows = zip(halves, (0, half), strict=True)
+    parts = tuple(Part(name, (ffn, hidden), (rank * width, 0), row, width) for name, row in rows)
+    yield LocalMatrix(path, "w13_weight", parts, hidden, index)
+    yield LocalMatrix(path, "w2_weight", (Part(down, (hidden, ffn), (0, rank * width), 0, hidden),), width, index)
+
+
+def gpt_oss_expert(
+    path: str, prefix: str, number: int, index: int, experts: int, sizes: ExpertSizes
+) -> Iterator[LocalMatrix]:
+    """One expert of gpt-oss, whose tensors [E, in, out] hold all experts, gate and up columns taking turns."""
+    hidden, width, ranks, rank = sizes
+    ffn, first = width * ranks, 2 * rank * width
+    up = Part(f"{prefix}.gate_up_proj", (experts, hidden, 2 * ffn), (number, 0, first), 0, hidden)
+    up_bias = Part(f"{prefix}.gate_up_proj_bias", (experts, 2 * ffn), (number, first), 0, 2 * width)
+    down = Part(f"{prefix}.down_proj", (experts, ffn, hidden), (number, rank * width, 0), 0, width)
+    down_bias = Part(f"{prefix}.down_proj_bias", (experts, hidden), (number, 0), 0, hidden)
+    yield LocalMatrix(path, "w13_weight", (up,), 2 * width, index, transposed=True)
+    yield LocalMatrix(path, "w2_weight", (down,), hidden, index, transposed=True)
+    yield LocalMatrix(path, "w13_bias", (up_bias,), 0, index)
+    # The ranks' products are added up, so the first rank alone holds the bias and the others hold zeros.
+    yield LocalMatrix(path, "w2_bias", (down_bias,) if rank == 0 else (), 0, index)
+
+
+def latent_halves(
+    path: str, tensor: str, heads: int, keys: int, values: int, columns: int, tp: int, rank: int
+) -> Iterator[LocalMatrix]:
+    """The copies of kv_b with which latent attention decodes: of each head the keys, and the values transposed."""
+    total = tp * heads * (keys + values)
+    for head in range(heads):
+        first = (rank * heads + head) * (keys + values)
+        yield stacked_rows(path, "W_UK_T", [tensor], [Rows(total, first, keys)], columns, head)
+        part = Part(tensor, (total, columns), (first + keys, 0), 0, values)
+        yield LocalMatrix(path, "W_UV", (part,), columns, head, transposed=True)
+
+
+# The ranks of a model that does not run
 
 
 @dataclass(frozen=True)
 class VllmParallel:
-    """Sizes of one set of engines that share experts. `dp` engines of `tp` ranks; `ep`: experts over all of them."""
+    """Sizes of a set of engines that share experts: `dp` engines of `tp` ranks; `ep`: experts over all of them."""
 
     tp: int = 1
     dp: int = 1
@@ -39,59 +246,20 @@ class VllmParallel:
         return self.tp * self.dp
 
 
-class _Kind(Enum):
-    WHOLE = "whole"
-    VOCAB = "vocab"
-    ROWS = "rows"
-    COLUMNS = "columns"
-    QKV = "qkv"
-    PAIR = "pair"  # gate and up, one behind the other
-    JOINED = "joined"  # two replicated matrices, one behind the other
-    EXPERT = "expert"
-
-
-_FUSED: dict[Role, tuple[_Kind, str, int]] = {
-    Role.EMBEDDING: (_Kind.VOCAB, "", 0),
-    Role.HEAD: (_Kind.VOCAB, "", 0),
-    Role.Q: (_Kind.QKV, "qkv_proj", 0),
-    Role.K: (_Kind.QKV, "qkv_proj", 1),
-    Role.V: (_Kind.QKV, "qkv_proj", 2),
-    Role.Q_BIAS: (_Kind.QKV, "qkv_proj", 0),
-    Role.K_BIAS: (_Kind.QKV, "qkv_proj", 1),
-    Role.V_BIAS: (_Kind.QKV, "qkv_proj", 2),
-    Role.O: (_Kind.COLUMNS, "", 0),
-    Role.GATE: (_Kind.PAIR, "gate_up_proj", 0),
-    Role.UP: (_Kind.PAIR, "gate_up_proj", 1),
-    Role.DOWN: (_Kind.COLUMNS, "", 0),
-    Role.SHARED_GATE: (_Kind.PAIR, "gate_up_proj", 0),
-    Role.SHARED_UP: (_Kind.PAIR, "gate_up_proj", 1),
-    Role.SHARED_DOWN: (_Kind.COLUMNS, "", 0),
-    Role.MLA_Q: (_Kind.ROWS, "", 0),
-    Role.MLA_Q_UP: (_Kind.ROWS, "", 0),
-    Role.MLA_KV_UP: (_Kind.ROWS, "", 0),
-    Role.MLA_Q_DOWN: (_Kind.JOINED, "fused_qkv_a_proj", 0),
-    Role.MLA_KV_DOWN: (_Kind.JOINED, "fused_qkv_a_proj", 1),
-    Role.EXPERT_GATE: (_Kind.EXPERT, "w13_weight", 0),
-    Role.EXPERT_UP: (_Kind.EXPERT, "w13_weight", 1),
-    Role.EXPERT_DOWN: (_Kind.EXPERT, "w2_weight", 0),
-}
-_PROJECTION = re.compile(r"\.(\w+)\.(weight|bias)$")
-_EXPERT = re.compile(r"\.experts\.\d+\..*$")
+VOCAB = frozenset({Role.EMBEDDING, Role.HEAD})
+QKV = frozenset({Role.Q, Role.Q_BIAS})
+ROW_PARALLEL = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
+COLUMN_PARALLEL = frozenset({Role.GATE, Role.SHARED_GATE, Role.MLA_Q, Role.MLA_Q_UP, Role.MLA_KV_UP, Role.SINKS})
+_FUSED_INTO = {name: fused for fused, names in FUSED.items() for name in names}
 
 
 @dataclass(frozen=True)
 class VllmWorld:
-    """All ranks of one set of vLLM engines."""
+    """All ranks of one set of vLLM engines. Rank r of engine d is d x tp + r."""
 
     facts: ModelFacts
     parallel: VllmParallel
     dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.facts.family in REFUSED:
-            raise InputError(
-                f"vLLM's own loader places the weights of {self.facts.family}.", "Refit it through the loader."
-            )
 
     @property
     def size(self) -> int:
@@ -101,30 +269,35 @@ class VllmWorld:
     def weights(self) -> ModelWeights:
         return weights_of(self.facts)
 
+    @cached_property
+    def _layouts(self) -> dict[int, Layout]:
+        return {}
+
     def layout(self, rank: int) -> Layout:
-        """Everything that `rank` holds."""
+        """Everything that `rank` holds, without the padding of vocabularies."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"Rank {rank} is outside of a world of {self.size}.")
-        params: dict[str, ParamSpec] = {}
-        pieces: list[Piece] = []
-        fills: list[Fill] = []
-        for matrix in self._held(rank):
-            name, spec, own, padding = self._place(matrix, rank)
-            params[name] = spec
-            pieces.append(own) if own else None
-            fills.extend(padding)
-        return Layout(rank, params, tuple(pieces), tuple(fills))
+        if rank not in self._layouts:
+            self._layouts[rank] = layout_of(rank, ((m, dtype) for m, dtype in self._held(rank) if m.rows))
+        return self._layouts[rank]
 
     def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
-        """Who holds which part of `tensor`: engines hold the same, and so do ranks that share a KV head."""
-        shards: list[Shard] = []
-        for matrix in self.weights.by_tensor.get(tensor, ()):
-            if matrix.layer is None or matrix.layer < self.facts.layers:
-                for ranks in self._groups(matrix):
-                    _, spec, own, _ = self._place(matrix, ranks[0])
-                    if own:
-                        shards.append(Shard(ranks, ((own, spec),)))
-        return shards
+        """The ranks that hold each part of `tensor`. Engines hold the same, and so do ranks that share a KV head."""
+        found: dict[tuple[tuple[Piece, ParamSpec], ...], list[int]] = {}
+        for first, ranks in self._holders(tensor):
+            layout = self.layout(first)
+            own = tuple((piece, layout.params[piece.param]) for piece in layout.by_tensor.get(tensor, ()))
+            if own:
+                found.setdefault(own, []).extend(ranks)
+        return [Shard(sorted(ranks), own) for own, ranks in found.items()]
+
+    def _holders(self, tensor: str) -> Iterator[tuple[int, Iterable[int]]]:
+        """(one rank, all ranks that hold the same as it): every rank that may hold a part of `tensor`."""
+        experts = {matrix.expert for matrix in self.weights.by_tensor.get(tensor, ())} - {None}
+        if not experts:
+            yield from ((at, range(at, self.size, self.parallel.tp)) for at in range(self.parallel.tp))
+        else:
+            yield from ((rank, (rank,)) for rank in range(self.size) if experts & set(self.local_experts(rank)))
 
     def local_experts(self, rank: int) -> range:
         """Experts (global numbers) of a rank: as even as possible, the first ranks one more."""
@@ -136,103 +309,66 @@ class VllmWorld:
         start = rank * base + min(rank, more)
         return range(start, start + base + (rank < more))
 
-    def _held(self, rank: int) -> Iterator[Matrix]:
-        yield from self.weights.outer
+    def _held(self, rank: int) -> Iterator[tuple[LocalMatrix, str]]:
+        """The rank's matrices and their dtypes, in the order of the model."""
+        at = rank % self.parallel.tp
+        yield from self._dense(self.weights.outer, at)
         for layer in range(self.facts.layers):  # multi-token-prediction layers belong to a drafting model
-            yield from self.weights.layer(layer, self.local_experts(rank))
+            matrices = list(self.weights.layer(layer, self.local_experts(rank)))
+            yield from self._dense((matrix for matrix in matrices if matrix.expert is None), at)
+            yield from self._experts((matrix for matrix in matrices if matrix.expert is not None), rank)
 
-    def _groups(self, matrix: Matrix) -> list[list[int]]:
-        """Ranks of each distinct part."""
-        kind, _, part = _FUSED.get(matrix.role, (_Kind.WHOLE, "", 0))
-        tp, ranks = self.parallel.tp, range(self.size)
-        if kind is _Kind.EXPERT:
-            own = [r for r in ranks if matrix.expert in self.local_experts(r)]
-            return [own] if self.parallel.ep else [[r] for r in own]
-        if kind in (_Kind.WHOLE, _Kind.JOINED):
-            return [list(ranks)]
-        same = self._repeats() if kind is _Kind.QKV and part > 0 else 1
-        return [[r for r in ranks if r % tp // same == group] for group in range(tp // same)]
+    def _dense(self, matrices: Iterable[Matrix], rank: int) -> Iterator[tuple[LocalMatrix, str]]:
+        by_tensor = {matrix.tensor: matrix for matrix in matrices}
+        done: set[str] = set()
+        for tensor, matrix in by_tensor.items():
+            module, _, parameter = tensor.rpartition(".")
+            parent, _, leaf = module.rpartition(".")
+            fused = _FUSED_INTO.get(leaf, "")
+            members = [f"{parent}.{name}.{parameter}" for name in FUSED.get(fused, ())]
+            path = f"{parent}.{fused}"
+            if not members or not all(name in by_tensor for name in members):
+                path, members = module, [tensor]
+            if members[0] not in done:
+                done.update(members)
+                dtype = "float32" if matrix.role in FLOAT32_ROLES else self.dtype
+                yield self._module(path, parameter, [by_tensor[name] for name in members], rank), dtype
 
-    def _repeats(self) -> int:
-        """Ranks that hold the same KV head."""
-        return max(1, self.parallel.tp // self.facts.kv_heads)
-
-    def _place(self, matrix: Matrix, rank: int) -> tuple[str, ParamSpec, Piece | None, list[Fill]]:
-        kind, fused, part = _FUSED.get(matrix.role, (_Kind.WHOLE, "", 0))
-        if kind is _Kind.JOINED and (self.facts.mla is None or self.facts.mla.q_lora_rank is None):
-            kind = _Kind.WHOLE  # without a query rank there is nothing to join
-        dtype = "float32" if matrix.role in FLOAT32_ROLES else self.dtype
-        name = matrix.tensor if kind in (_Kind.WHOLE, _Kind.ROWS, _Kind.COLUMNS, _Kind.VOCAB) else ""
-        tp, at = self.parallel.tp, rank % self.parallel.tp
-        if kind is _Kind.EXPERT:
-            return self._expert(matrix, fused, part, rank, dtype)
-        if kind is _Kind.VOCAB:
-            return _vocab(matrix, tp, at, dtype)
-        if kind is _Kind.QKV:
-            return self._qkv(matrix, part, at, dtype)
-        if kind is _Kind.JOINED:
-            return self._joined(matrix, fused, part, dtype)
-        if kind is _Kind.WHOLE:
-            own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), gain=matrix.offset)
-            return name, ParamSpec(matrix.shape, dtype), own, []
-        axis = 1 if kind is _Kind.COLUMNS else 0
-        span = share(matrix.shape[axis], tp, at, f"Axis {axis} of {matrix.tensor}", "generation tp")
-        name = name or _renamed(matrix.tensor, fused)
-        shape, starts = list(matrix.shape), [0] * len(matrix.shape)
-        shape[axis] = span.count * (2 if kind is _Kind.PAIR else 1)
-        starts[axis] = span.count * part
-        return name, ParamSpec(tuple(shape), dtype), piece(matrix, on_axis(matrix, axis, span), name, tuple(starts)), []
-
-    def _qkv(self, matrix: Matrix, part: int, at: int, dtype: str) -> tuple[str, ParamSpec, Piece, list[Fill]]:
-        facts, tp, name = self.facts, self.parallel.tp, _renamed(matrix.tensor, "qkv_proj")
-        heads = share(facts.heads, tp, at, "Number of attention heads", "generation tp")
-        if tp >= facts.kv_heads:
-            share(tp, facts.kv_heads, 0, "generation tp", "number of KV heads")
-            kv = Span(at // self._repeats(), 1)
+    def _module(self, path: str, parameter: str, matrices: Sequence[Matrix], rank: int) -> LocalMatrix:
+        first, tp, facts = matrices[0], self.parallel.tp, self.facts
+        tensors = [matrix.tensor for matrix in matrices]
+        if first.role in ROW_PARALLEL:
+            return row_parallel(path, first.tensor, first.shape[0], first.shape[1], tp, rank)
+        if first.role in VOCAB:
+            rows = [vocab_rows(facts.vocab, tp, rank)]
+        elif first.role in QKV:
+            rows = qkv_rows(facts.heads, facts.kv_heads, facts.head_dim, facts.head_dim, tp, rank)
+        elif first.role in COLUMN_PARALLEL:
+            rows = [equal_rows(one.shape[0], tp, rank, f"Axis 0 of {one.tensor}") for one in matrices]
         else:
-            kv = share(facts.kv_heads, tp, at, "Number of KV heads", "generation tp")
-        own = heads if part == 0 else kv
-        lead = (0, heads.count, heads.count + kv.count)[part]
-        dim = facts.head_dim
-        box = on_axis(matrix, 0, Span(own.start * dim, own.count * dim))
-        spec = ParamSpec(((heads.count + 2 * kv.count) * dim, *matrix.shape[1:]), dtype)
-        return name, spec, piece(matrix, box, name, (lead * dim,) + (0,) * (len(matrix.shape) - 1)), []
+            rows = [all_rows(one.shape[0]) for one in matrices]
+        return stacked_rows(path, parameter, tensors, rows, first.shape[1] if len(first.shape) > 1 else 0)
 
-    def _joined(self, matrix: Matrix, fused: str, part: int, dtype: str) -> tuple[str, ParamSpec, Piece, list[Fill]]:
-        mla = self.facts.mla
-        assert mla is not None
-        assert mla.q_lora_rank is not None
-        rows = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
-        name = _renamed(matrix.tensor, fused)
-        own = piece(matrix, whole(matrix.shape), name, (mla.q_lora_rank * part, 0))
-        return name, ParamSpec((rows, matrix.shape[1]), dtype), own, []
-
-    def _expert(
-        self, matrix: Matrix, fused: str, part: int, rank: int, dtype: str
-    ) -> tuple[str, ParamSpec, Piece, list[Fill]]:
-        local, axis = self.local_experts(rank), 1 if fused == "w2_weight" else 0
-        parts, at = (1, 0) if self.parallel.ep else (self.size, rank)  # without ep, tensor parallel over all engines
-        span = share(matrix.shape[axis], parts, at, f"Axis {axis} of {matrix.tensor}", "generation tp x dp")
-        shape = list(matrix.shape)
-        shape[axis] = span.count * (2 if axis == 0 else 1)
-        name = _EXPERT.sub(f".experts.routed_experts.{fused}", matrix.tensor)
-        assert matrix.expert is not None
-        starts = (matrix.expert - local.start, span.count * part, 0)
-        own = piece(matrix, on_axis(matrix, axis, span), name, starts)
-        return name, ParamSpec((len(local), *shape), dtype), own, []
-
-
-def _vocab(matrix: Matrix, tp: int, at: int, dtype: str) -> tuple[str, ParamSpec, Piece | None, list[Fill]]:
-    vocab, hidden = matrix.shape
-    padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
-    span = share(padded, tp, at, "Padded vocabulary", "generation tp")
-    held = max(0, min(span.count, vocab - span.start))
-    name = matrix.tensor
-    own = piece(matrix, (Span(span.start, held), Span(0, hidden)), name, (0, 0)) if held else None
-    fills = [Fill(name, (Span(held, span.count - held), Span(0, hidden)))] if held < span.count else []
-    return name, ParamSpec((span.count, hidden), dtype), own, fills
-
-
-def _renamed(tensor: str, fused: str) -> str:
-    """`...self_attn.q_proj.weight` -> `...self_attn.qkv_proj.weight`."""
-    return _PROJECTION.sub(rf".{fused}.\2", tensor)
+    def _experts(self, matrices: Iterable[Matrix], rank: int) -> Iterator[tuple[LocalMatrix, str]]:
+        by_expert: dict[int, dict[Role, Matrix]] = {}
+        for matrix in matrices:
+            assert matrix.expert is not None
+            by_expert.setdefault(matrix.expert, {})[matrix.role] = matrix
+        # Without expert parallelism every engine's ranks share each expert.
+        ranks, rank = (1, 0) if self.parallel.ep else (self.size, rank)
+        for index, (number, own) in enumerate(by_expert.items()):
+            gate, up, down = (own[role] for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN))
+            ffn, hidden = gate.shape
+            sizes = ExpertSizes(
+                hidden, share(ffn, ranks, 0, "Width of experts", "generation tp x dp").count, ranks, rank
+            )
+            if gate.tensor == up.tensor:
+                prefix = gate.tensor.rpartition(".")[0]
+                path = f"{prefix}.routed_experts"
+                held = gpt_oss_expert(path, prefix, number, index, gate.tensor_shape[0], sizes)
+            else:
+                prefix = gate.tensor.rsplit(".", 3)[0]
+                leaf = {one.role: one.tensor.split(".")[-2] for one in (gate, up, down)}
+                names = leaf[Role.EXPERT_GATE], leaf[Role.EXPERT_UP], leaf[Role.EXPERT_DOWN]
+                held = expert(f"{prefix}.routed_experts", prefix, number, index, names, sizes, sizes.width)
+            yield from ((matrix, self.dtype) for matrix in held)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import OptimizerConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup
@@ -54,10 +55,10 @@ def test_router_replay_is_refused_where_no_router_would_ask() -> None:
     assert FACTS is not None
     assert moe is not None
     refuse_wrong_numbers(PolicySpec(moe, router_replay=True))
-    with pytest.raises(ConfigError, match=r"grpo\.router_replay is on, but the model has no experts"):
+    with pytest.raises(ConfigError, match=r"training\.router_replay is on, but the model has no experts"):
         refuse_wrong_numbers(PolicySpec(FACTS, router_replay=True))
     for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
-        with pytest.raises(ConfigError, match=rf"megatron\.{key} .*grpo\.router_replay"):
+        with pytest.raises(ConfigError, match=rf"megatron\.{key} .*training\.router_replay"):
             refuse_wrong_numbers(PolicySpec(moe, router_replay=True, megatron={key: value}))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron import args
+from rlctl.backends.megatron.backend import policy_world
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
-from rlctl.backends.megatron.weights import policy_world
+from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 from rlctl.models.catalog import lookup

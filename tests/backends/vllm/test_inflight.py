@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
-from engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
-from rlctl.backends.vllm.messages import GroupResult, Sampling
+from rlctl.backends.base import EngineWorker
+from rlctl.backends.messages import GroupResult, Sampling
 from rlctl.errors import WorkerError
+from support.engine_host import SwappingEngine
+from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
+from support.engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
 
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
@@ -23,17 +25,17 @@ Start = Callable[[str], HostedEngine]
 @pytest.fixture(scope="module")
 def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """An engine that takes several calls at a time, started again for each way of treating samples in flight."""
-    from engine_host import TESTS, SwappingEngine
     from rlctl.backends.vllm.args import engine_spec
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
     from rlctl.config.schema import RlctlConfig
+    from support.engine_host import PYTHONPATH, SwappingEngine
 
     config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
     spec = engine_spec(config, tiny_facts(tied=False), tiny_llama, device="cpu", max_length=256, threads=1)
     group = WorkerGroup(
         "in-flight",
         SwappingEngine,
-        [WorkerSpec({}, (placement.bundles[0],), spec.environment | {"PYTHONPATH": str(TESTS)})],
+        [WorkerSpec({}, (placement.bundles[0],), spec.environment | {"PYTHONPATH": PYTHONPATH})],
         placement,
         tmp_path_factory.mktemp("in-flight"),
         start_timeout_s=START_TIMEOUT_S,
@@ -42,7 +44,7 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     )
 
     def begin(in_flight: str) -> HostedEngine:
-        group.call("swap", replace(spec, in_flight=in_flight), timeout_s=START_TIMEOUT_S)
+        group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(spec, in_flight=in_flight))
         return Direct(group, tiny_llama)
 
     yield begin
@@ -52,23 +54,23 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
 class Direct(HostedEngine):
     """Calls go through the host to the engine."""
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.group.call("call", method, *args, **kwargs)[0]
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.group.call(SwappingEngine.call, method, *args, **kwargs)[0]
 
-    def submit(self, method: str, *args: Any) -> Any:
-        return self.group.submit("call", method, *args)
+    def submit(self, method: Callable[..., Any], *args: Any) -> Any:
+        return self.group.submit(SwappingEngine.call, method, *args)
 
     def wait(self, submitted: Any) -> Any:
-        return self.group.wait("call", submitted)[0]
+        return submitted.results()[0]
 
 
 def refit_in_flight(engine: Direct, policy: WholeTensorPolicy, version: int) -> list[GroupResult]:
     """Results of a generation into whose middle a refit to `version` came."""
     policy.open(engine)
-    asked = engine.submit("generate", requests(), LONG, 100.0)
-    engine.group.call("when_in_flight", 8 * len(PROMPTS) * 4, "refit_begin", version)
+    asked = engine.submit(EngineWorker.generate, requests(), LONG, 100.0)
+    engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.refit_begin, version)
     policy.transfer(engine, version)
-    engine.call("refit_finish", version)
+    engine.call(EngineWorker.refit_finish, version)
     return engine.wait(asked)
 
 
@@ -90,7 +92,8 @@ def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path
         prompt, response = tuple(tokens[: result.prompt_tokens]), tokens[result.prompt_tokens :]
         assert (np.diff(versions) >= 0).all()
         assert set(versions.tolist()) <= {1, 2}
-        assert result.weight_versions[row] == versions.min()
+        assert result.first_versions[row] == versions.min()
+        assert result.last_versions[row] == versions.max()
         got = columns.logprobs_T[part][result.prompt_tokens :]
         by = {1: old.logprobs(prompt, response, LONG).numpy(), 2: new.logprobs(prompt, response, LONG).numpy()}
         mixed += len(set(versions.tolist())) == 2
@@ -100,7 +103,7 @@ def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path
         # The two policies disagree, so that a wrong version would show.
         assert np.abs(by[1] - by[2]).max() > 100 * TOLERANCE
     assert mixed >= len(PROMPTS)
-    assert engine.call("weight_version") == 2
+    assert engine.call(EngineWorker.weight_version) == 2
 
 
 def test_a_refit_waits_for_samples_in_flight(start: Start, tiny_llama: Path) -> None:
@@ -110,7 +113,7 @@ def test_a_refit_waits_for_samples_in_flight(start: Start, tiny_llama: Path) -> 
     for result, columns, row, part in columns_of(refit_in_flight(engine, policy, 2)):
         assert result.finish_reasons[row] in ("stop", "length")
         assert set(columns.weight_version_T[part][result.prompt_tokens :].tolist()) == {1}
-    assert engine.call("weight_version") == 2
+    assert engine.call(EngineWorker.weight_version) == 2
 
 
 def test_a_refit_ends_samples_in_flight(start: Start, tiny_llama: Path) -> None:
@@ -124,46 +127,46 @@ def test_a_refit_ends_samples_in_flight(start: Start, tiny_llama: Path) -> None:
         assert len(versions) == result.response_tokens[row]
         if result.finish_reasons[row] == "abort":
             ended += 1
-            assert result.truncated[row]
             assert len(versions) < LONG.max_new_tokens
     assert ended >= len(PROMPTS)
-    assert engine.call("generate", requests(), Sampling(4), 60.0)[0].weight_versions == (2, 2, 2, 2)
+    assert engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)[0].first_versions == (2, 2, 2, 2)
 
 
 def test_samples_of_rejected_weights_are_not_returned(start: Start, tiny_llama: Path) -> None:
     engine, policy = start("keep"), WholeTensorPolicy(tiny_llama)
     policy.refit(engine, 1)
-    asked = engine.submit("generate", requests(), LONG, 100.0)
-    engine.group.call("when_in_flight", 0, "refit_reject", 1)
+    asked = engine.submit(EngineWorker.generate, requests(), LONG, 100.0)
+    engine.group.call(SwappingEngine.when_in_flight, 0, EngineWorker.refit_reject, 1)
     with pytest.raises(WorkerError, match="did not pass verification"):
         engine.wait(asked)
     policy.refit(engine, 2)
-    assert engine.call("generate", requests(), Sampling(4), 60.0)
+    assert engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)
 
 
 def test_an_engine_leaves_its_device_to_the_policy_and_a_refit_wakes_the_weights_alone(
     start: Start, tiny_llama: Path
 ) -> None:
     engine, policy, short = start("wait"), WholeTensorPolicy(tiny_llama), Sampling(16)
-    (quantised,) = engine.group.call("unreadable_if_quantised", "o_proj")  # square: its shape gives nothing away
+    # The matrix is square: its shape gives nothing away.
+    (quantised,) = engine.group.call(SwappingEngine.unreadable_if_quantised, "o_proj")
     assert quantised == {f"model.layers.{layer}.self_attn.o_proj.weight": "is quantised by Fp8LinearMethod"
                          for layer in range(2)}  # fmt: skip
-    engine.group.call("share_device")
+    engine.group.call(SwappingEngine.share_device)
     policy.refit(engine, 1)
     assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
     for version in (2, 3):
-        engine.call("sleep")
+        engine.call(EngineWorker.sleep)
         with pytest.raises(WorkerError, match="asleep"):
-            engine.call("generate", requests(), short, 60.0)
+            engine.call(EngineWorker.generate, requests(), short, 60.0)
         policy.perturb(version)
         policy.refit(engine, version)
         with pytest.raises(WorkerError, match="asleep"):
-            engine.call("generate", requests(), short, 60.0)
-        engine.call("wake")
+            engine.call(EngineWorker.generate, requests(), short, 60.0)
+        engine.call(EngineWorker.wake)
         assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
-    engine.call("sleep")
+    engine.call(EngineWorker.sleep)
     policy.refit(engine, 4)
     for _ in range(2):  # as a save does after a refit; and what is asleep stays so
-        engine.call("sleep")
-    engine.call("wake")
+        engine.call(EngineWorker.sleep)
+    engine.call(EngineWorker.wake)
     assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE

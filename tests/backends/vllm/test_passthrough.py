@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engines import tiny_facts
 from rlctl.backends.vllm.args import EngineSpec, engine_spec
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
+from support.engines import tiny_facts
 
 ARGUMENTS = """
 import json, sys

@@ -1,4 +1,4 @@
-"""What Megatron's configuration classes are given: from a `PolicySpec` to their arguments.
+"""The arguments of Megatron's configuration classes, made from a `PolicySpec`.
 
 Torch-free, so that a dry run can show them; data types and functions are texts here, which `compat.make_config` turns
 into the real ones.
@@ -40,8 +40,7 @@ def groups_experts(spec: PolicySpec, te: bool) -> bool:
 
 
 def transformer_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
-    """TransformerConfig (with multi-head latent attention: MLATransformerConfig) of the policy; `te`: on
-    TransformerEngine's layers."""
+    """TransformerConfig (MLATransformerConfig with latent attention); `te`: on TransformerEngine's layers."""
     facts = spec.facts
     values = _size_values(facts) | _attention_values(facts) | _parallel_values(spec) | _kernel_values(spec, te)
     if facts.moe is not None:
@@ -110,6 +109,10 @@ def _attention_values(facts: ModelFacts) -> dict[str, Any]:
 
 def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
     parallel = spec.parallel
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    if (first, last) == (None, None) and spec.facts.layers % parallel.pp:  # Megatron takes uneven stages by name only
+        stages = parallel.stage_layers(spec.facts.layers)
+        first, last = (stages[0], stages[-1]) if stages else (None, None)
     values = {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
@@ -117,8 +120,8 @@ def _parallel_values(spec: PolicySpec) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.sequence_parallel,
-        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
         # Rows differ in length. Megatron wants the alltoall dispatcher with it, for dense models too.
         "variable_seq_lengths": parallel.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
@@ -162,8 +165,8 @@ def _kernel_values(spec: PolicySpec, te: bool) -> dict[str, Any]:
 
 
 def _selected(spec: PolicySpec) -> list[str]:
-    """What selective recomputation computes again: cheap to compute, large to keep. `megatron.recompute_modules` names
-    others (also mlp, moe and shared_experts)."""
+    """The modules that selective recomputation computes again: cheap to compute, large to keep.
+    `megatron.recompute_modules` names others (also mlp, moe and shared_experts)."""
     delayed = spec.megatron.get("fp8") and spec.megatron.get("fp8_recipe", "delayed") == "delayed"
     norms = [] if delayed else ["layernorm"]  # Megatron refuses to compute norms again under delayed scaling
     return ["core_attn", *norms, *(["mla_up_proj"] if spec.facts.mla is not None else [])]

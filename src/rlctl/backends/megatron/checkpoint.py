@@ -4,24 +4,24 @@ parallelism. A save takes a snapshot, then writes it in the background while tra
 from __future__ import annotations
 
 import contextlib
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import get_fp8_recipe
+from torch import Tensor
 
 from rlctl.backends.megatron.compat import call_known
-from rlctl.backends.megatron.extra_states import make_pickles, make_plain
 from rlctl.backends.megatron.host_states import HostedOptimizer
-from rlctl.backends.megatron.lora import is_adapter
-from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers
-from rlctl.backends.megatron.storages import without_gradients
-from rlctl.checkpoints import pickles
+from rlctl.backends.megatron.lora import core_of, is_adapter
+from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, without_gradients
 from rlctl.checkpoints.identity import file_digest
+from rlctl.checkpoints.megatron import pickles
 from rlctl.errors import InputError
 
 
@@ -69,7 +69,7 @@ class Save:
         return self._writing.done()
 
     def finish(self) -> dict[str, str]:
-        """Waits for the writing, then puts the index beside it; collective. Returns digests of what was written."""
+        """Wait for the writing, then write the index; collective. Returns the digests of the files."""
         self._writing.result()
         for step in self._request.finalize_fns:
             step()
@@ -95,11 +95,8 @@ def _detach_from_live_weights(state: dict[str, Any]) -> None:
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Reads what `save` wrote. Random state is taken over only under the parallelism it was saved with.
-
-    Raises:
-        InputError: `directory` holds no policy checkpoint, or one with a pickle that could run code.
-    """
+    """Reads what `save` wrote; random state only under the parallelism it was saved with. Raises InputError where
+    `directory` holds no policy checkpoint, or one with a pickle that could run code."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise InputError(
             f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
@@ -111,9 +108,9 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
     wanted = _sharded_state(chunks, optimizer, is_loading=True)
     if same_layout := saved_layout == _layout():
         wanted["random"] = _random_state_of_rank()
-    found = dist_checkpointing.load(wanted, str(directory))
+    found = cast(dict[str, Any], dist_checkpointing.load(wanted, str(directory)))
     for key, chunk in _chunk_keys(chunks):
-        core = _core(chunk)
+        core = core_of(chunk)
         make_pickles(found[key], get_fp8_recipe(core.config) if core.config.fp8 else None)
         core.load_state_dict(found[key], strict=not _has_adapters(core))
     optimizer.load_state_dict(_fit_optimizers(found["optimizer"], optimizer))
@@ -130,7 +127,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any, is_loading: bool) -> dict[
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    state = {key: _trained_part(_core(chunk), metadata) for key, chunk in _chunk_keys(chunks)}
+    state = {key: _trained_part(core_of(chunk), metadata) for key, chunk in _chunk_keys(chunks)}
     models = state["model"] if "model" in state else dict(state)
     state["optimizer"] = call_known(
         optimizer.sharded_state_dict, model_sharded_state_dict=models, is_loading=is_loading, metadata=metadata
@@ -152,13 +149,6 @@ def _chunk_keys(chunks: list[Any]) -> list[tuple[str, Any]]:
     return [("model" if len(chunks) == 1 else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
 
 
-def _core(chunk: Any) -> Any:
-    """The GPTModel inside its wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _layout() -> dict[str, int]:
     return {
         "world": torch.distributed.get_world_size(),
@@ -171,7 +161,7 @@ def _layout() -> dict[str, int]:
 
 def _random_state_of_rank() -> ShardedObject:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    states = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    states = {"cpu": torch.get_rng_state(), "tracker": cast(Any, tensor_parallel.get_cuda_rng_tracker()).get_states()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return ShardedObject("random", states, (world,), (rank,))
@@ -181,13 +171,12 @@ def _set_random_state(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    cast(Any, tensor_parallel.get_cuda_rng_tracker()).set_states(states["tracker"])
 
 
 def _fit_optimizers(saved: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """The saved state as `optimizer` expects it: with expert parallelism dense and expert parameters have an
-    optimizer each (numbered parts), else there is one for both. Tensors are already in the places asked for; param
-    groups are not."""
+    """The saved state as `optimizer` expects it: with expert parallelism one numbered part each for dense and expert
+    parameters, else one for both. Tensors are already in the places asked for; param groups are not."""
     targets = getattr(optimizer, "chained_optimizers", [optimizer])
     parts = [value for key, value in sorted(saved.items(), key=str) if isinstance(key, int)]
     common = {key: value for key, value in saved.items() if not isinstance(key, int)}
@@ -211,3 +200,49 @@ def _fit_groups(saved: list[dict[str, Any]], target: Any) -> list[dict[str, Any]
         chosen = next((group for group in alike if group.get("is_expert_parallel") == kind), alike[0])
         fitted.append(chosen | {"is_expert_parallel": kind})
     return fitted
+
+
+# --- what TransformerEngine keeps next to the weights (scales and histories of float8)
+# It hands out a pickle within a tensor, and loads one whatever it names. rlctl saves the tensors and numbers in it as
+# they are, where `checkpoints.megatron.pickles` sees all that would be unpickled, and makes a pickle of them again in
+# the process that loads them. Format: `get_extra_state` of TransformerEngine 2.8, pytorch/module/base.py.
+
+MARK = "_extra_state"
+
+
+def make_plain(sharded: dict[str, Any]) -> None:
+    """In a model's sharded state that is to be saved: tensors and numbers in place of pickles."""
+    for leaf in nested_values(sharded):
+        if isinstance(leaf, ShardedObject) and MARK in leaf.key:
+            leaf.data = plain(leaf.data)
+
+
+def plain(state: Any) -> Any:
+    """A layer's state, pickled by this process, without its recipe; an empty tensor (no float8 yet) stays."""
+    if not isinstance(state, Tensor) or not state.numel():
+        return state
+    held = pickle.loads(state.cpu().numpy().tobytes())
+    # A grouped layer's are views into what all of its experts share.
+    kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
+    kept.pop("recipe", None)
+    return kept
+
+
+def make_pickles(found: dict[str, Any], recipe: Any) -> None:
+    """Turn a model's loaded state into what its layers take under `recipe` (None: no float8 goes on). Raises InputError
+    where there is a pickle, which `make_plain` left in no checkpoint."""
+    for key in [key for key in found if MARK in key]:
+        found[key] = pickled(found[key], recipe, key)
+
+
+def pickled(state: Any, recipe: Any, key: str) -> Any:
+    """A layer's kept state as the layer takes it; empty where it is of no use to `recipe`."""
+    if isinstance(state, Tensor) and state.numel():
+        raise InputError(
+            f"The checkpoint holds a pickle of TransformerEngine ({key}), which rlctl does not load.",
+            "Resume from a checkpoint that rlctl wrote.",
+        )
+    empty = torch.empty(0, dtype=torch.uint8)
+    if not isinstance(state, dict) or recipe is None or (recipe.delayed() and "scale_fwd" not in state):
+        return empty if isinstance(state, Tensor | dict) else state
+    return torch.frombuffer(bytearray(pickle.dumps(state | {"recipe": recipe})), dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""What differs between megatron-core 0.16 and 0.19, and the reading of its configuration classes."""
+"""Differences between megatron-core 0.16 and 0.19, the reading of its configuration classes, and the gaps that it has
+where TransformerEngine is not installed."""
 
 from __future__ import annotations
 
@@ -23,11 +24,7 @@ DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": 
 
 
 def require_version() -> str:
-    """The installed version of megatron-core.
-
-    Raises:
-        ConfigError: it is outside the range that this backend is written for.
-    """
+    """The installed version of megatron-core. Raises ConfigError outside the range that this backend is written for."""
     import megatron.core
 
     version = megatron.core.__version__
@@ -38,11 +35,8 @@ def require_version() -> str:
 
 
 def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], section: str) -> Any:
-    """`cls` with our `values` (those that this version has) and the user's `overrides` (all of which must exist).
-
-    Raises:
-        ConfigError: an override is no field of this version, or a combination that Megatron-Core refuses.
-    """
+    """`cls` with our `values` (those that this version has) and the user's `overrides`. Raises ConfigError where an
+    override is no field of this version, or Megatron-Core refuses the combination."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     names = list(fields)
     for key in overrides:
@@ -61,11 +55,7 @@ def make_config(cls: type, values: dict[str, Any], overrides: dict[str, Any], se
 
 
 def _real(field: dataclasses.Field, value: Any) -> Any:
-    """The value of a field whose type no configuration file can spell: a torch dtype, or a member of an enum.
-
-    Raises:
-        ConfigError: there is no such dtype.
-    """
+    """The torch dtype or enum member that a configuration file spells. Raises ConfigError for an unknown dtype."""
     if not isinstance(value, str):
         return value
     if isinstance(field.default, enum.Enum):
@@ -120,11 +110,8 @@ def require_float8(config: Any) -> None:
 
 
 def destroy_subgroups() -> None:
-    """Ends every process group of this process but the default one.
-
-    `destroy_model_parallel` only forgets Megatron's groups: their sockets and polling threads would
-    outlive each rebuild.
-    """
+    """End every process group but the default one: the sockets and threads of those that `destroy_model_parallel` only
+    forgets would outlive each rebuild."""
     from torch.distributed import GroupMember, destroy_process_group
     from torch.distributed.distributed_c10d import _world
 
@@ -133,14 +120,11 @@ def destroy_subgroups() -> None:
 
 
 def write_checkpoints_in_this_process() -> None:
-    """Has Megatron's checkpoint writer write where it is called.
-
-    It would fork a process for each file and start another one for the results: a fork after communication and autograd
-    threads exist deadlocks now and then.
-    """
+    """Have Megatron's checkpoint writer write where it is called. The processes that it would fork after communication
+    and autograd threads exist deadlock now and then."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    writer = filesystem_async.FileSystemWriterAsync
+    writer: Any = filesystem_async.FileSystemWriterAsync
 
     def write_here(
         transform_list: Any, use_msc: bool, rank: int, write_buckets: Any, global_results_queue: Any
@@ -161,3 +145,86 @@ def write_checkpoints_in_this_process() -> None:
     results: queue.Queue = queue.Queue()
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
         setattr(filesystem_async, name, lambda *args, **kwargs: results)
+
+
+def fill_gaps() -> None:
+    """Fill the gaps that Megatron-Core has where TransformerEngine is not installed, with CUDA or without; once."""
+    if getattr(fill_gaps, "done", False):
+        return
+    for gap in GAPS:
+        gap()
+    fill_gaps.done = True  # type: ignore[attr-defined]
+
+
+def _name_missing_gemm() -> None:
+    """0.16: the router's backward reads `te_general_gemm`, which is only defined with TransformerEngine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _name_missing_mla_linears() -> None:
+    """0.16 tests isinstance against a stub without TransformerEngine; 0.19 leaves `Linear` undefined."""
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer import multi_latent_attention as mla
+
+    if getattr(mla, "HAVE_TE", False) and not isinstance(getattr(mla, "TELinear", None), type):
+        mla.HAVE_TE = False
+    if not isinstance(getattr(mla, "Linear", None), type):
+        mla.Linear = Linear
+
+
+def _recompute_without_fp8() -> None:
+    """0.16: `self.fp8 = fp8 is not None` takes the default False for FP8, which needs TransformerEngine."""
+    from megatron.core.tensor_parallel import random
+
+    init = random.CheckpointWithoutOutput.__init__
+
+    @functools.wraps(init)
+    def init_without(self: Any, fp8: Any = False) -> None:
+        init(self, fp8)
+        self.fp8 = bool(fp8)
+
+    random.CheckpointWithoutOutput.__init__ = init_without
+
+
+def _checkpoint_torch_adam() -> None:
+    """torch's Adam has a `step` tensor where DistributedOptimizer expects state shaped like the parameter: it travels
+    with the param groups, and every parameter gets a copy (of one that they share, Adam would count each up)."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if optimizer.Adam is not torch.optim.AdamW:  # Apex's
+        return
+
+    def state_of(self: Any, model_param: Any) -> dict[str, torch.Tensor]:
+        group, order = self.model_param_group_index_map[model_param]
+        param = self.optimizer.param_groups[group]["params"][order]
+        return {"param": param, **{key: value for key, value in self.optimizer.state[param].items() if key != "step"}}
+
+    @torch.no_grad()
+    def set_state(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        for key, target in state_of(self, model_param).items():
+            target.copy_(tensors[key])
+
+    load = DistributedOptimizer.load_state_dict
+
+    @torch.no_grad()
+    def load_with_own_steps(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer._get_main_param_and_optimizer_states = state_of
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_state
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+GAPS: tuple[Callable[[], None], ...] = (
+    _name_missing_gemm,
+    _name_missing_mla_linears,
+    _recompute_without_fp8,
+    _checkpoint_torch_adam,
+)

@@ -1,38 +1,37 @@
-"""Everything that lets Megatron-Core run without CUDA. Where CUDA is available only the `gaps` that it has without
-TransformerEngine are filled. For megatron-core 0.16 to 0.19.
+"""Everything that lets Megatron-Core run without CUDA. For megatron-core 0.16 to 0.19.
 
-Megatron-Core calls the CUDA runtime by name (streams, devices, random state) in some sixty places. Each of its
-modules gets a stand-in for its module-global `torch`, which differs from the real one in `torch.cuda` and in factory
-functions that are asked for a CUDA tensor. The real torch is not touched. What the stand-in cannot reach is in
-`cpu_patches`, one function each.
+Megatron-Core calls the CUDA runtime by name (streams, devices, random state) in some sixty places. Each of its modules
+gets a stand-in for its module-global `torch`, which differs from the real one in `torch.cuda` and in factory functions
+that are asked for a CUDA tensor. The real torch is not touched. Functions that the stand-in cannot reach are patched,
+one by one, by `PATCHES`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
 import sys
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from rlctl.backends.megatron import gaps
-from rlctl.backends.megatron.cpu_patches import PATCHES
-from rlctl.backends.megatron.cpu_torch import TORCH
+from rlctl.backends.megatron.compat import fill_gaps
 
 
 def install() -> None:
     """Patches Megatron-Core for this process if there is no CUDA. Cheap to repeat: covers modules imported since."""
     if torch.cuda.is_available():
         if find_spec("transformer_engine") is None:
-            gaps.fill()
+            fill_gaps()
         return
     _import_megatron()
-    gaps.fill()
+    fill_gaps()
     if not getattr(install, "patched", False):
         for patch in PATCHES:
             patch()
@@ -84,3 +83,263 @@ def _cover_modules() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = TORCH  # type: ignore[attr-defined]
+
+
+# --- the stand-in for torch
+CPU = torch.device("cpu")
+FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "randn", "rand", "empty_strided")
+
+
+class Stream:
+    """A CUDA stream or event: work on a CPU is done when the call returns, so there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Stream()
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class NoRanges(types.ModuleType):
+    """torch.cuda.nvtx: profiler ranges that do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: contextlib.nullcontext()
+
+
+class CudaOnCpu(types.ModuleType):
+    """The parts of torch.cuda that Megatron-Core uses, on a CPU; other names are torch.cuda's own."""
+
+    Stream = Stream
+    Event = Stream
+    nvtx = NoRanges("nvtx")
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.random = types.SimpleNamespace(get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state)
+
+    def current_device(self) -> torch.device:
+        return CPU
+
+    def device_count(self) -> int:
+        return 0
+
+    def is_available(self) -> bool:
+        return False
+
+    def set_device(self, device: Any) -> None: ...
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return Stream()
+
+    default_stream = current_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(torch.cuda, name)
+
+
+def _factory(name: str) -> Callable[..., torch.Tensor]:
+    """torch.`name` that makes a plain CPU tensor when asked for a CUDA or a pinned one."""
+    real = getattr(torch, name)
+
+    @functools.wraps(real)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return real(*args, **kwargs)
+
+    return make
+
+
+class TorchOnCpu(types.ModuleType):
+    """torch, as Megatron-Core's modules see it."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = CudaOnCpu()
+        for name in FACTORIES:
+            setattr(self, name, _factory(name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+TORCH = TorchOnCpu()
+
+
+# --- patches
+
+
+def _rewrite_constants(code: types.CodeType, table: dict[str, str]) -> types.CodeType:
+    """`code` with string constants replaced, in nested tuples and functions too."""
+
+    def replaced(constant: Any) -> Any:
+        if isinstance(constant, str):
+            return table.get(constant, constant)
+        if isinstance(constant, tuple | frozenset):
+            return type(constant)(replaced(item) for item in constant)
+        if isinstance(constant, types.CodeType):
+            return _rewrite_constants(constant, table)
+        return constant
+
+    return code.replace(co_consts=tuple(replaced(constant) for constant in code.co_consts))
+
+
+def _function(owner: Any, name: str) -> Any:
+    """The plain function `name` of a class or module, or None where this version has none."""
+    found = vars(owner).get(name)
+    return found.__func__ if isinstance(found, classmethod | staticmethod) else found
+
+
+def _accept_cpu_parameter_types() -> None:
+    """The optimizers compare `param.type()` with 'torch.cuda.FloatTensor' and the like."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    table = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
+    distributed, mixed = distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params
+    sites = (
+        (distributed, "_build_model_and_main_param_groups"),
+        (distributed, "load_parameter_state_from_dp_zero"),
+        (distributed, "_init_optimizer_states_with_dummy_values"),
+        (distributed, "get_parameter_state_dp_reshardable"),
+        (mixed, "__init__"),
+        (clip_grads, "clip_grad_by_total_norm_fp32"),
+    )
+    for owner, name in sites:
+        if (function := _function(owner, name)) is not None:
+            function.__code__ = _rewrite_constants(function.__code__, table)
+
+
+def _keep_tensors_on_cpu() -> None:
+    """`x.cuda()` on tensors: read as `x.cpu()` in the functions that do it (tied embeddings, gathered states)."""
+    from megatron.core.models.common.language_module import language_module
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for owner, name in (
+        (language_module.LanguageModule, "setup_embeddings_and_output_layer"),
+        (DistributedOptimizer, "get_parameter_state_dp_zero"),
+    ):
+        if (function := _function(owner, name)) is not None:
+            names = tuple("cpu" if used == "cuda" else used for used in function.__code__.co_names)
+            function.__code__ = function.__code__.replace(co_names=names)
+
+
+def _use_cpu_random_state() -> None:
+    """tensor_parallel.random reaches into torch.cuda's internals for its random states."""
+    from megatron.core.tensor_parallel import random
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state
+
+
+def _split_rotary_without_pinning() -> None:
+    """The context-parallel slice of rotary embeddings pins memory and moves it to CUDA."""
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
+
+    def slice_of_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        size, rank = cp_group.size(), cp_group.rank()
+        chunks = pos_emb.chunk(2 * size, seq_dim)
+        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], seq_dim)
+
+    for module in (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding):
+        if hasattr(module, "get_pos_emb_on_this_cp_rank"):
+            vars(module)["get_pos_emb_on_this_cp_rank"] = slice_of_rank
+
+
+def _convert_cpu_splits() -> None:
+    """The MoE dispatcher turns its all-to-all splits into numpy only when they are CUDA tensors."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    for module in (moe_utils, token_dispatcher):
+        vars(module)["maybe_move_tensor_to_cpu"] = to_cpu
+
+
+def _exchange_uneven_parts() -> None:
+    """gloo has no uneven all-gather or reduce-scatter (expert tensor parallelism); both are done by all-to-all."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kwargs)
+        count, sizes = group.size(), [int(size) for size in output_split_sizes]
+        out = input_.new_empty((sum(sizes), *input_.shape[1:]))
+        copies = input_.repeat((count,) + (1,) * (input_.dim() - 1))
+        torch.distributed.all_to_all_single(out, copies, sizes, [input_.shape[0]] * count, group=group)
+        return out
+
+    def scatter_uneven(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
+        count, sizes = group.size(), [int(size) for size in input_split_sizes]
+        mine = sizes[group.rank()]
+        out = input_.new_empty((mine * count, *input_.shape[1:]))
+        torch.distributed.all_to_all_single(out, input_.contiguous(), [mine] * count, sizes, group=group)
+        return out.view(count, mine, *input_.shape[1:]).sum(0)
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, scatter_uneven
+
+
+PATCHES: tuple[Callable[[], None], ...] = (
+    _accept_cpu_parameter_types,
+    _keep_tensors_on_cpu,
+    _use_cpu_random_state,
+    _split_rotary_without_pinning,
+    _convert_cpu_splits,
+    _exchange_uneven_parts,
+)

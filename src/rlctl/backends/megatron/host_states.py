@@ -1,11 +1,11 @@
 """The optimizer's states in host memory between its steps (`training.optimizer_offload`).
 
 For a step they visit the device a part at a time: the states of some parameters are fetched, the ordinary kernel
-updates these parameters, and the states go back. What a device holds of them is one part, and what is computed is bit
-for bit what it would be with all of them there. The states are the two moments and, in bfloat16, the float32 weights;
-in float32 the optimizer updates the weights themselves, which stay.
+updates these parameters, and the states go back. The device holds one part of them at a time, and the result is bit for
+bit what it would be with all of them there. The states are the two moments and, in bfloat16, the float32 weights; in
+float32 the optimizer updates the weights themselves, which stay.
 
-Storages are emptied and refilled (`storages`), so every reference to a state stays what it is. On a CPU host memory
+Storages are emptied and refilled (`host_memory`), so every reference to a state stays what it is. On a CPU host memory
 is the same memory; there it only costs time.
 """
 
@@ -20,31 +20,26 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from rlctl.backends.megatron.host_memory import HostMemory, pairs
+from rlctl.backends.host_memory import HostMemory, pairs
 from rlctl.errors import ConfigError
 from rlctl.planner.constants import OPTIMIZER_PART_BYTES
 
 PART_BYTES = OPTIMIZER_PART_BYTES
-PAIRS = (
-    ("model_float16_groups", "shard_fp32_from_float16_groups"),
-    ("model_fp32_groups", "shard_fp32_groups"),
-)
-"""Of the lists by group that DistributedOptimizer has: its parameters, and what the inner optimizer steps for them."""
+PAIRS = (("model_float16_groups", "shard_fp32_from_float16_groups"), ("model_fp32_groups", "shard_fp32_groups"))
+"""Lists of DistributedOptimizer, by group: its parameters, and the shards that the inner optimizer steps for them."""
 
 
-def keep_on_host(inner: DistributedOptimizer, memory: HostMemory) -> None:
-    """Turns one of Megatron's optimizers into a `HostedOptimizer`; its float32 weights leave the device at once.
-
-    Raises:
-        ConfigError: its states are not those of Adam as Megatron shards them.
-    """
+def keep_on_host(inner: Any, memory: HostMemory) -> None:
+    """Turn one of Megatron's optimizers into a `HostedOptimizer`; its float32 weights leave the device at once. Raises
+    ConfigError where its states are not those of Adam as Megatron shards them."""
     if type(inner) is not DistributedOptimizer:
         raise ConfigError(
             f"training.optimizer_offload does not go with optimizer.optimizer = {inner.config.optimizer}.",
             "Remove one of the two.",
         )
-    inner.__class__ = HostedOptimizer
-    inner.host_states = HostStates(inner, memory)
+    hosted: Any = inner
+    hosted.__class__ = HostedOptimizer
+    hosted.host_states = HostStates(inner, memory)
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,9 @@ class HostStates:
         self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By the identity of a state: it (so that it lives), and its bytes."""
         self.parts = self._divide()
-        self._step = owner.optimizer.step
-        owner.optimizer.step = self.step
-        owner.optimizer.load_state_dict = self._load_groups
+        steps: Any = owner.optimizer
+        self._step = steps.step
+        steps.step, steps.load_state_dict = self.step, self._load_groups
         for part in self.parts:
             self._put_away(part.all)
 

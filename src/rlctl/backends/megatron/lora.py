@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685): low-rank adapters on frozen linear layers, under tensor, sequence and pipeline parallelism.
 
-W' = W + alpha / rank * B A. Of a column-parallel layer B is split with its rows and A is whole on every rank; of a
+W' = W + alpha / rank * B A. In a column-parallel layer B is split with its rows and A is whole on every rank; in a
 row-parallel layer A is split with its columns and B is whole. Only [tokens, rank] crosses ranks for an adapter.
 
 Shapes: r rank, O outputs, I inputs of a layer, T tokens.
@@ -22,7 +22,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from rlctl.backends.megatron.norms import normed_output
+from rlctl.backends.megatron.modules import normed_output
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 
@@ -34,7 +34,7 @@ MODULES = {
 
 
 class Adapted:
-    """What both kinds of adapted layer share. `adapting` off computes the base layer."""
+    """The common part of both kinds of adapted layer. With `adapting` off the base layer is computed."""
 
     lora_a: nn.Parameter  # [r, I], or its columns on this rank
     lora_b: nn.Parameter  # [O, r], or its rows on this rank
@@ -86,7 +86,7 @@ class AdaptedRow(Adapted, RowParallelLinear):
 
     split: ClassVar[dict[str, int]] = {"weight": 1, "lora_a": 1}
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         out, bias = super().forward(input_)
         if not self.adapting:
             return out, bias
@@ -106,11 +106,9 @@ ADAPTED: dict[type, type] = {
 """Layers that take adapters, and what they become."""
 
 
-def adapt(model: nn.Module, lora: LoraConfig, seed: int) -> None:
-    """Freeze all weights of a model chunk and put adapters on the targets; they start as 0 (B), A uniform.
-
-    Raises ConfigError where a target is a layer of another kind.
-    """
+def adapt(model: Any, lora: LoraConfig, seed: int) -> None:
+    """Freeze a model chunk and put adapters on the targets, A uniform and B 0. Raises ConfigError where a
+    target is a layer of another kind."""
     model.requires_grad_(False)
     names = {name for target in lora.targets for name in MODULES[target]}
     for name, module in model.named_modules():
@@ -122,7 +120,7 @@ def adapt(model: nn.Module, lora: LoraConfig, seed: int) -> None:
                 "Leave its group out of training.lora.targets, or train all weights.",
             )
         module.__class__ = ADAPTED[type(module)]  # whatever layer spec built it
-        _attach(module, lora, zlib.crc32(f"{seed} {_global_name(model, name)}".encode()))
+        _attach(module, lora, zlib.crc32(f"{seed} {global_name(model, name)}".encode()))
     # Recomputation only records what some input needs a gradient for, and the frozen embedding's output does not.
     if getattr(model, "embedding", None) is not None:
         model.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
@@ -146,11 +144,18 @@ def _attach(module: Any, lora: LoraConfig, seed: int) -> None:
             param.sequence_parallel = module.sequence_parallel
 
 
-def _global_name(model: Any, name: str) -> str:
-    """The module's name with layers counted over the whole model."""
+def core_of(chunk: Any) -> Any:
+    """The GPTModel of a model chunk, inside its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def global_name(core: Any, name: str) -> str:
+    """A module's or parameter's name with layers counted over the whole model."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+        parts[2] = str(core.decoder.layers[int(parts[2])].layer_number - 1)
     return ".".join(parts)
 
 

@@ -1,9 +1,10 @@
 """The policy as a Megatron GPTModel: configuration and layers from `ModelFacts`, log-probs of chosen tokens as its
-output."""
+output, and the forward step that Megatron's schedules call for packed rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,19 +15,30 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
-from rlctl.backends.base import ParallelSpec, PolicySpec
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.context_parallel import JoinContext, context_part, zigzag
+from rlctl.backends.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
-from rlctl.backends.megatron.attention import PackedAttention, RowParams, zigzag
 from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
-from rlctl.backends.megatron.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.megatron.lora import adapt
-from rlctl.backends.megatron.norms import RMSNorm, normed_output
+from rlctl.backends.megatron.modules import (
+    PackedAttention,
+    RMSNorm,
+    RowParams,
+    RowRotary,
+    attention_factor,
+    normed_output,
+    own_angles,
+)
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
-from rlctl.backends.megatron.rotary import RowRotary, attention_factor, own_angles
-from rlctl.backends.megatron.rows import PackedRow
+from rlctl.backends.megatron.routing import Replay, hand_out
+from rlctl.backends.rows import PackedRow
+from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
+from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.models.matrices import Role
 from rlctl.models.registry import weights_of
@@ -35,8 +47,8 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last pipeline stage returns float32 [2, C], log-prob and entropy of a row's chosen tokens,
-    instead of logits. The output layer runs only at the positions that predict one."""
+    """GPTModel whose last pipeline stage returns float32 [2, C], log-prob and entropy of a row's chosen tokens, instead
+    of logits. The output layer runs only at the positions that predict one."""
 
     def __init__(self, *args: Any, temperature: float, chunk: int, vocab: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +64,7 @@ class PolicyModel(GPTModel):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=tp_group
             )
-        part = _context_part(row, cp_group.size(), cp_group.rank())
+        part = context_part(row, cp_group.size(), cp_group.rank())
         hidden_U = hidden_states[:, 0].index_select(0, part.sources_U)
         width = self.vocab_size // tp_group.size()
         start = tp_group.rank() * width
@@ -76,48 +88,6 @@ class PolicyModel(GPTModel):
         finally:
             layer.sequence_parallel, layer.allreduce_dgrad = gathers, reduces
         return logits_UV if width == logits_UV.shape[-1] else logits_UV[:, :width].contiguous()
-
-
-class JoinContext(torch.autograd.Function):
-    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank
-    computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
-
-    @staticmethod
-    def forward(ctx: Any, part_2C: Tensor, index_C: Tensor, total: int, group: Any) -> Tensor:
-        ctx.save_for_backward(index_C)
-        whole = part_2C.new_zeros(2, total)
-        whole[:, index_C] = part_2C
-        torch.distributed.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (index_C,) = ctx.saved_tensors
-        return grads[0][:, index_C], None, None, None
-
-
-def _context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
-    """`row` with only those predicting positions that a context-parallel rank holds, as indices into its own tokens."""
-    if cp_size == 1:
-        return row
-    device = row.tokens_T.device
-    held = torch.full((row.tokens_T.shape[0],), -1, device=device)
-    mine = torch.from_numpy(zigzag(row.tokens_T.shape[0], cp_size, cp_rank)).to(device)
-    held[mine] = torch.arange(len(mine), device=device)
-    local_U = held[row.sources_U]
-    kept_U = torch.where(local_U >= 0, torch.cumsum(local_U >= 0, 0) - 1, -1)
-    kept_C = kept_U[row.inverse_C]
-    index_C = torch.nonzero(kept_C >= 0)[:, 0]
-    return PackedRow(
-        tokens_T=row.tokens_T[mine],
-        positions_T=row.positions_T,
-        units=row.units,
-        tokens=row.tokens,
-        sources_U=local_U[local_U >= 0],
-        inverse_C=kept_C[index_C],
-        targets_C=row.targets_C[index_C],
-        columns_C={"index": index_C},
-    )
 
 
 def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | None) -> PolicyModel:
@@ -159,7 +129,7 @@ def _freeze_routers(model: nn.Module) -> None:
 
 
 def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
-    """What Megatron gets wrong of experts, without an error.
+    """Correct what Megatron gets wrong about experts without an error.
 
     Experts that every tensor-parallel rank holds whole (etp < tp) see only that rank's tokens, but without expert
     parallelism their gradients would be summed over the data-parallel ranks alone. Biases of experts are never divided,
@@ -167,9 +137,10 @@ def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:
     one expert; and the local linear layer reduces its output over its one rank, after which nothing may be added to it
     in place, which is how the bias is added.
     """
-    for name, parameter in model.named_parameters():
+    parameters: Any = model.named_parameters()  # Megatron marks them with attributes of its own
+    for name, parameter in parameters:
         if ".experts." in name:
-            if parallel.etp is not None and parallel.etp < parallel.tp:
+            if parallel.etp < parallel.tp:
                 parameter.allreduce = False
             if ".bias" in name:  # grouped experts number theirs
                 parameter.sequence_parallel = False
@@ -183,7 +154,7 @@ def _scale(factor: float, module: nn.Module, args: tuple, output: Tensor) -> Ten
     return output * output.new_tensor(factor)
 
 
-def _use_row_rotary(model: GPTModel, facts: ModelFacts) -> None:
+def _use_row_rotary(model: Any, facts: ModelFacts) -> None:
     if facts.mla is None:
         model.rotary_pos_emb = RowRotary(facts.rope, facts.head_dim, facts.rope.interleaved, facts.window_rope)
         for layer in model.decoder.layers if facts.window_rope else ():
@@ -236,13 +207,10 @@ def _replicate_down_projections(attention: Any) -> None:
 
 
 def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
-    """Megatron's configuration of the policy, the user's `megatron` section on top.
-
-    Raises:
-        ConfigError: the model or the combination of parallelism cannot be trained, with the reason.
-    """
+    """Megatron's configuration, the user's `megatron` section on top. Raises ConfigError for what cannot be trained."""
     facts = spec.facts
-    _refuse(spec)
+    require_policy_sizes(facts, spec.parallel)
+    refuse_wrong_numbers(spec)
     values = transformer_values(spec, has_transformer_engine(spec))
     values |= {"activation_func": ACTIVATIONS[facts.activation]} | runtime
     config = make_config(
@@ -253,10 +221,8 @@ def model_config(spec: PolicySpec, **runtime: Any) -> TransformerConfig:
 
 
 def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
-    """Have cosines and sines multiplied by YaRN's attention factor.
-
-    Megatron reads it from an attribute that is no field, as 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`).
-    """
+    """Have cosines and sines multiplied by YaRN's attention factor, which Megatron reads from an attribute that is no
+    field, as 0.1 ln(scaling) + 1 (`yarn_rotary_pos_embedding.py`)."""
     factor = attention_factor(facts.rope)
     if factor < 1 or (factor > 1 and facts.mla is not None):
         raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
@@ -264,16 +230,35 @@ def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
 
 
-def _refuse(spec: PolicySpec) -> None:
-    facts, parallel = spec.facts, spec.parallel
-    if Role.EXPERT_DOWN_BIAS in weights_of(facts).roles and (parallel.etp or parallel.tp) > 1:
-        raise ConfigError("Megatron-Core divides no experts with biases.", "Set training.etp to 1.")
-    if facts.moe is not None and parallel.tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError(
-            "mixture-of-experts under tensor parallelism needs sequence parallelism.", "Leave training.sp unset."
-        )
-    if facts.mla is not None and parallel.tp > 1 and not parallel.sequence_parallel:
-        raise ConfigError("multi-head latent attention under tensor parallelism needs sequence parallelism.")
-    if facts.heads % parallel.tp:
-        raise ConfigError(f"training.tp = {parallel.tp} does not divide the model's {facts.heads} attention heads.")
-    refuse_wrong_numbers(spec)
+LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
+
+
+def forward_step(
+    loss_of: LossOf, replays: Mapping[int, list[Replay]]
+) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
+    """A forward step for `get_forward_backward_func`: (row iterator, model) -> (output, its loss function).
+
+    `loss_of` gets the row and the model's float32 [2, C] output; the second value that it returns is collected.
+    `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`.
+    """
+
+    def step(rows: Iterator[PackedRow], model: Any) -> tuple[Tensor, Callable]:
+        row = next(rows)
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        params = RowParams.of(row, size, rank)
+        tokens_T, routing_TLK = row.tokens_T, row.routing_TLK
+        if size > 1:
+            own_T = torch.from_numpy(zigzag(len(tokens_T), size, rank)).to(tokens_T.device)
+            tokens_T, routing_TLK = tokens_T[own_T], None if routing_TLK is None else routing_TLK[own_T]
+        if own := replays.get(id(model)):
+            hand_out(own, routing_TLK, get_model_config(model))
+        output = model(tokens_T[None], None, None, packed_seq_params=params)
+
+        def loss_function(out: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            loss, collected = loss_of(row, out)
+            # Megatron wants a token count, by which `finalize_without_scaling` does not divide.
+            return loss, torch.ones((), dtype=torch.int, device=out.device), collected
+
+        return output, loss_function
+
+    return step

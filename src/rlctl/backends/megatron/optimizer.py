@@ -1,33 +1,28 @@
-"""Megatron's gradient buffers and distributed optimizer around the model chunks, and one guarded step of them."""
+"""Megatron's gradient buffers and distributed optimizer around the model chunks: one guarded step of them, and their
+leaving of the device while the engines generate."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
+from rlctl.backends.host_memory import HostMemory, Offloaded, refill_with_zeros, storages_of
 from rlctl.backends.megatron.args import ddp_values, optimizer_values
 from rlctl.backends.megatron.compat import make_config
-from rlctl.backends.megatron.host_memory import HostMemory
 from rlctl.backends.megatron.host_states import keep_on_host
-from rlctl.backends.megatron.storages import without_gradients
+from rlctl.backends.results import StepOutcome
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """`grad_norm` is that before clipping, over all ranks."""
-
-    grad_norm: float
-    skipped: bool
-
-
-def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[DistributedDataParallel]:
+def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
     """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks."""
     ddp = make_config(DistributedDataParallelConfig, ddp_values(spec), spec.ddp, "ddp")
     if spec.dtype == "bfloat16":
@@ -50,16 +45,15 @@ def _keep_router_bias(model: Any) -> Any:
     return model
 
 
-def _overlap(config: Any, ddp: Any, chunks: list[DistributedDataParallel]) -> None:
-    """What Megatron's schedules need to know where reductions run during the backward pass."""
+def _overlap(config: Any, ddp: Any, chunks: list[Any]) -> None:
+    """Tell Megatron's schedules how to hold back reductions that run during the backward pass."""
     if ddp.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
 
 
-def build_optimizer(spec: PolicySpec, chunks: list[DistributedDataParallel]) -> Any:
-    """Megatron's AdamW with its weight-decay exclusions (biases and norms). The driver sets the learning rate of each
-    step."""
+def build_optimizer(spec: PolicySpec, chunks: list[Any]) -> Any:
+    """Megatron's AdamW with its weight-decay exclusions (biases and norms)."""
     config = make_config(OptimizerConfig, optimizer_values(spec), spec.optimizer.passed, "optimizer")
     if not spec.optimizer_offload:
         optimizer = get_megatron_optimizer(config, chunks)
@@ -80,8 +74,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def fuse_adam(optimizer: Any) -> None:
-    """torch's fused kernel where TransformerEngine's is absent: one pass over memory for each parameter, not about
-    eight."""
+    """torch's fused kernel, where TransformerEngine's is absent: one pass over memory a parameter, not about eight."""
     for inner in inner_optimizers(optimizer):
         if isinstance(inner.optimizer, torch.optim.AdamW):
             inner.optimizer.defaults["fused"] = True
@@ -90,8 +83,7 @@ def fuse_adam(optimizer: Any) -> None:
 
 
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by the number of tokens: weights are in the loss
-    already."""
+    """Megatron's reduction of gradients without its division by the number of tokens: the loss has its weights."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -113,3 +105,64 @@ def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> S
             clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
     return StepOutcome(norm, skipped=False)
+
+
+def buffers_of(chunks: list[Any]) -> Iterator[Any]:
+    """Megatron's buffers of gradients (and parameters) around model chunks, those of experts last."""
+    for chunk in chunks:
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def gradients(chunks: list[Any]) -> Iterator[Tensor]:
+    """The buffers that gradients are accumulated in."""
+    return (buffer.grad_data for buffer in buffers_of(chunks))
+
+
+@contextlib.contextmanager
+def without_gradients(chunks: list[Any]) -> Iterator[None]:
+    """Room where the gradients are, which have no meaning between steps; zero afterwards."""
+    sizes = [(storage, storage.nbytes()) for storage in storages_of(gradients(chunks)).values()]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        refill_with_zeros(sizes)
+
+
+def offload(
+    chunks: list[Any], optimizer: Any, memory: HostMemory, more: Iterable[Tensor] = (), *, keep_weights: bool = False
+) -> Offloaded:
+    """Move weights, the optimizer's tensors and `more` (such as a reference) to host memory; gradients are zero then.
+    With `keep_weights` those of the model stay where they are, to be read."""
+    forget_float8_copies(chunks)
+    staying = storages_of(gradients(chunks)).keys() | (storages_of(_weights(chunks)).keys() if keep_weights else set())
+    tensors = [*_weights(chunks), *_optimizer_tensors(optimizer), *more]
+    moving = (tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in staying)
+    return Offloaded(moving, gradients(chunks), memory)
+
+
+def forget_float8_copies(chunks: list[Any]) -> None:
+    """TransformerEngine's modules hold what they made of their weights for the micro-batches of a step, and make it
+    anew where it is gone (`get_weight_workspace` of transformer_engine/pytorch/module/base.py)."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
+
+
+def _weights(chunks: list[Any]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        for value in (*chunk.module.parameters(), *chunk.module.buffers()):
+            yield value.data
+    yield from (buffer.param_data for buffer in buffers_of(chunks) if buffer.param_data is not None)
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """States and, in bfloat16, the float32 weights that they belong to; empty where `host_states` has them."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            yield from (param.data for param in group["params"])
+        for state in inner.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

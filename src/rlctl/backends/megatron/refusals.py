@@ -1,8 +1,8 @@
 """Combinations that Megatron-Core takes and computes wrongly, without an error; refused before anything starts.
 
-Each was seen with megatron-core 0.16.1 against one process, or follows from how this backend uses it. What this backend
-avoids by itself is not here: the down-projections of MLA are replicated (their gradients are wrong when split), tied
-embeddings, and the last all-gather of parameters is waited for.
+Each was seen with megatron-core 0.16.1 against one process, or follows from how this backend uses it. Errors that this
+backend avoids by itself are not listed: it replicates the down-projections of MLA (their gradients are wrong when
+split), handles tied embeddings, and waits for the last all-gather of parameters.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
 
 
 def _refuse_replay(spec: PolicySpec) -> None:
-    """Raises ConfigError where the router would not ask for the engine's choice."""
     if spec.facts.moe is None:
-        raise ConfigError("grpo.router_replay is on, but the model has no experts.", "Turn it off.")
+        raise ConfigError("training.router_replay is on, but the model has no experts.", "Turn it off.")
     for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
         if spec.megatron.get(key) == value:
             raise ConfigError(
-                f"megatron.{key} = {value} chooses experts without regard to the engine's choice (grpo.router_replay).",
+                f"megatron.{key} = {value} chooses experts without regard to the engine's choice "
+                "(training.router_replay).",
                 "Remove one of the two.",
             )
 
 
 def _refuse_other_states(spec: PolicySpec) -> None:
-    """Raises ConfigError where the states that wait in host memory would not be Adam's own."""
     for key, why in (
         ("use_precision_aware_optimizer", "packs its states"),
         ("optimizer_cuda_graph", "replays a step with the addresses that states had"),
@@ -70,7 +69,7 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
-    """What needs TransformerEngine where it is not used, and what of it rlctl has no way for."""
+    """Options that need TransformerEngine where it is not used, and those of it that rlctl does not support."""
     given, layers = spec.megatron, spec.megatron.get("transformer_impl")
     why = "TransformerEngine's layers are used on GPUs where it is installed"
     if spec.device == "cuda" and spec.lora.rank:
@@ -103,6 +102,5 @@ def _wrong_over_gloo(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _largest(value: object) -> float:
-    """Of a coefficient, or of a list of them."""
     values = value if isinstance(value, list | tuple) else [value]
     return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)

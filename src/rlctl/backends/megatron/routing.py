@@ -10,30 +10,24 @@ Suffixes: T tokens of a row, L layers of the model, K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-
-from rlctl.backends.base import MicroBatch
-from rlctl.backends.megatron.rows import PackedRow, unit_rows
-from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
-from rlctl.errors import InputError
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Replay:
-    """What one router is to choose."""
+    """The experts that one router has to choose."""
 
     def __init__(self, layer: int) -> None:
         """`layer` counts from 0 over the whole model."""
         self.layer = layer
         self._given: Tensor | None = None
         self._waiting: list[Tensor | None] = []
-        """Of micro-batches whose layer is computed again in the backward pass, in their order."""
+        """Choices of the micro-batches whose layer is computed again in the backward pass, in their order."""
         self._training = False
 
     def begin(self, *, training: bool) -> None:
@@ -56,11 +50,8 @@ class Replay:
         return scores.gather(1, chosen), chosen
 
     def _next(self) -> Tensor | None:
-        """The choice for this call.
-
-        A checkpointed layer runs without gradients first, and again with them in the backward pass, where micro-batches
-        come in the order of their forward passes.
-        """
+        """The choice for this call. A checkpointed layer runs without gradients first, and again with them in the
+        backward pass, where micro-batches come in the order of their forward passes."""
         if not self._training:
             return self._given
         if not torch.is_grad_enabled():
@@ -73,39 +64,10 @@ def install(chunk: nn.Module) -> list[Replay]:
     """Give every router of a model chunk its `Replay`."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    found = []
-    for module in chunk.modules():
-        if isinstance(module, TopKRouter):
-            module.router_replay = Replay(module.layer_number - 1)
-            found.append(module.router_replay)
-    return found
-
-
-def row_routing(
-    micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], share: bool, row: PackedRow
-) -> Tensor | None:
-    """int16 [T, L, K]: the recorded experts where `row` has the tokens; -1 for padding and what was not recorded. None
-    of a row without rollouts.
-
-    Raises InputError where the rollouts have no such record.
-    """
-    routing_TLK: np.ndarray | None = None
-    for unit, (_, rollouts) in zip(row.units, unit_rows(micro_batch, share), strict=False):  # the last may be padding
-        at = unit.start
-        for number, rollout in enumerate(rollouts):
-            group = columns[rollout.group]
-            if ROUTED_EXPERTS not in group.extra_T:
-                raise InputError(
-                    f"the rollouts of group {rollout.group} came without a record of their experts.",
-                    "Turn grpo.router_replay off, or generate with an engine that records them.",
-                )
-            own = group.extra_T[ROUTED_EXPERTS][group.slice(rollout.row)]
-            own = own[rollout.prompt_tokens :] if number else own  # the prompt stands there once
-            if routing_TLK is None:
-                routing_TLK = np.full((len(row.tokens_T), *own.shape[1:]), -1, np.int16)
-            routing_TLK[at : at + len(own)] = own
-            at += len(own)
-    return None if routing_TLK is None else torch.from_numpy(routing_TLK).to(row.tokens_T.device)
+    routers: list[Any] = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        router.router_replay = Replay(router.layer_number - 1)
+    return [router.router_replay for router in routers]
 
 
 def hand_out(replays: list[Replay], chosen_TLK: Tensor | None, config: Any) -> None:

@@ -10,28 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
-from rlctl.backends.base import (
-    BatchShard,
-    Fetch,
-    LogprobColumn,
-    LogprobStats,
-    MicroBatch,
-    MinibatchResult,
-    PolicySpec,
-    TokenLoss,
-)
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MinibatchResult, TokenLoss
 from rlctl.backends.megatron import cpu
-from rlctl.backends.megatron.weights import policy_world
+from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
-from rlctl.checkpoints.load import load_rank
-from rlctl.data.rollouts import RolloutColumns
+from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.errors import InputError, WorkerError
+from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
+    from rlctl.backends.host_memory import HostMemory, Offloaded
     from rlctl.backends.megatron.checkpoint import Save
-    from rlctl.backends.megatron.host_memory import HostMemory
-    from rlctl.backends.megatron.offload import Offloaded
 
 
 class MegatronWorker:
@@ -45,7 +37,7 @@ class MegatronWorker:
             )
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self._master_addr = master_addr
-        self._store: torch.distributed.TCPStore | None = None
+        self._store: TCPStore | None = None
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
@@ -54,23 +46,17 @@ class MegatronWorker:
         self._host_memory: HostMemory | None = None
 
     # --- life cycle
-    # ----------------------------------------------------------------------------------------------------------
 
     def open_store(self) -> int:
-        """On rank 0: serve what the ranks meet at; the port for `setup`. It is this process's from the start, where one
-        looked for beforehand may be another's by then."""
+        """Hold the port from here on: one that was looked for beforehand may be another process's by `setup`."""
         self._store = self._tcp_store(0, serves=True)
         return self._store.port
 
-    def _tcp_store(self, port: int, *, serves: bool) -> torch.distributed.TCPStore:
+    def _tcp_store(self, port: int, *, serves: bool) -> TCPStore:
         limit = datetime.timedelta(seconds=self.spec.timeout_s)
-        return torch.distributed.TCPStore(
-            self._master_addr, port, is_master=serves, wait_for_workers=False, timeout=limit
-        )
+        return TCPStore(self._master_addr, port, is_master=serves, wait_for_workers=False, timeout=limit)
 
     def setup(self, port: int) -> None:
-        """Joins the process group at the port that `open_store` gave on rank 0, builds model and optimizer with random
-        weights."""
         spec = self.spec
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
@@ -125,7 +111,6 @@ class MegatronWorker:
         compat.write_checkpoints_in_this_process()
 
     def close(self) -> None:
-        """Leaves the process group."""
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
@@ -134,14 +119,10 @@ class MegatronWorker:
         self._store = None
 
     # --- weights
-    # -------------------------------------------------------------------------------------------------------------
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's parameters and persistent buffers by Megatron's names, for reading; views of the live weights
-        but for those with adapters, which are merged when they are asked for.
-
-        Layers are counted within the pipeline stage, over the whole model where a rank has several chunks of it.
-        """
+        """Views of the live weights, but adapted ones are merged when they are asked for. Layers are counted within the
+        pipeline stage, over the whole model where a rank has several chunks of it."""
         from rlctl.backends.megatron.lora import Adapted, MergedParameters
 
         self._gather_parameters()
@@ -157,14 +138,9 @@ class MegatronWorker:
         return MergedParameters(plain, adapted)
 
     def _cores(self) -> list[Any]:
-        """The GPTModel of each chunk, inside its wrappers."""
-        cores = []
-        for chunk in self.chunks:
-            core = chunk.module
-            while hasattr(core, "module"):
-                core = core.module
-            cores.append(core)
-        return cores
+        from rlctl.backends.megatron.lora import core_of
+
+        return [core_of(chunk) for chunk in self.chunks]
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of the model itself (no adapters) and its persistent buffers."""
@@ -177,27 +153,26 @@ class MegatronWorker:
                     yield self._name(core, name), value
 
     def _name(self, core: Any, name: str) -> str:
-        parts = name.split(".")
-        if len(self.chunks) > 1 and parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(core.decoder.layers[int(parts[2])].layer_number - 1)
-        return ".".join(parts)
+        from rlctl.backends.megatron.lora import global_name
+
+        return global_name(core, name) if len(self.chunks) > 1 else name
 
     @property
     def layer_spec(self) -> Literal["local", "te"]:
-        """Whose layers the policy is made of: Megatron's own, or TransformerEngine's."""
+        """The library that the policy's layers come from: Megatron itself, or TransformerEngine."""
         return "te" if self.config.transformer_impl == "transformer_engine" else "local"
+
+    def layouts(self) -> MegatronWorld:
+        return policy_world(self.spec, self.layer_spec)
 
     @torch.no_grad()
     def load_hf(self, directory: Path | str) -> None:
-        """Fills the weights from a Hugging Face directory or a Megatron checkpoint, each rank reading its own part;
-        the optimizer starts afresh."""
-        world = policy_world(self.spec, self.layer_spec)
+        world = self.layouts()
         load_rank(Path(directory), world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
         self.weights_changed()
 
     def hold_reference(self) -> None:
-        """Keeps a frozen copy of the current weights as the reference policy; with adapters it is the model without
-        them, and nothing is copied."""
+        """With adapters the reference is the model without them, and nothing is copied."""
         values = {} if self.spec.lora.rank else self.parameters()
         self._reference = {name: value.clone() for name, value in values.items()}
 
@@ -237,65 +212,54 @@ class MegatronWorker:
                 param.data = live[name]
 
     def sleep(self, keep_weights: bool = False) -> int:
-        """Moves weights, optimizer and reference to host memory until `wake`; returns the bytes that the device got
-        back, those of an earlier `sleep` that kept the weights included."""
-        from rlctl.backends.megatron.host_memory import HostMemory
-        from rlctl.backends.megatron.offload import Offloaded
+        """The bytes returned include those of an earlier `sleep` that kept the weights."""
+        from rlctl.backends.host_memory import HostMemory
+        from rlctl.backends.megatron.optimizer import offload
 
         if not self._offloaded:
             self._gather_parameters()
         self._host_memory = self._host_memory or HostMemory()
         reference = (self._reference or {}).values()
         self._offloaded.append(
-            Offloaded(self.chunks, self.optimizer, self._host_memory, reference, keep_weights=keep_weights)
+            offload(self.chunks, self.optimizer, self._host_memory, reference, keep_weights=keep_weights)
         )
         return sum(part.device_bytes for part in self._offloaded)
 
     def wake(self) -> None:
-        """Brings back what `sleep` moved."""
         while self._offloaded:
             self._offloaded.pop().restore()
         if self._host_memory is not None:
             self._host_memory.rewind()
 
     # --- batches
-    # -------------------------------------------------------------------------------------------------------------
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
-        """Fetches and packs what this rank trains on."""
-        columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
-        multiple = self.spec.row_multiple
-        self._rows = [
-            [self._row(micro, columns, shard, multiple) for micro in minibatch] for minibatch in shard.minibatches
-        ]
+        from rlctl.backends.rows import fetch_rows
 
-    def _row(self, micro: MicroBatch, columns: dict[int, RolloutColumns], shard: BatchShard, multiple: int) -> Any:
-        from rlctl.backends.megatron.routing import row_routing
-        from rlctl.backends.megatron.rows import build_row
+        multiple, routing = self.spec.row_multiple, self.spec.router_replay
+        self._rows = fetch_rows(shard, fetch, multiple, self.device, routing=routing)
 
-        row = build_row(micro, columns, shard.share_prompts, multiple, self.device, shard.rectangular)
-        if self.spec.router_replay:
-            row.routing_TLK = row_routing(micro, columns, shard.share_prompts, row)
-        return row
-
-    def logprobs(self, column: LogprobColumn) -> LogprobStats | None:
-        """Adds the log-probs under the current (or the reference) weights to the loaded batch."""
+    def logprobs(self, column: LogprobColumn) -> None:
         rows = [row for minibatch in self._rows for row in minibatch]
         self._gather_parameters()
         with self._weights_of(column), torch.no_grad():
             found = self._run(rows, lambda row, out: (out[0].sum(), {"logprobs": out[0]}), forward_only=True)
         for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
             row.columns_C[column] = result["logprobs"]
-        from rlctl.backends.megatron.results import logprob_stats
 
-        return self._result(logprob_stats([row.columns_C for row in rows], column) if found else None)
+    def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
+        from rlctl.backends.results import logprob_stats
+
+        rows = [row for minibatch in self._rows for row in minibatch]
+        if not all(column in row.columns_C for row in rows):  # the last pipeline stage alone has them
+            return None
+        return self._result(logprob_stats([row.columns_C for row in rows], column, self._data_group))
 
     def train_minibatch(
         self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
-        """One optimizer step on mini-batch `index` of the loaded batch; `weight_decay` None: the optimizer's own."""
         from rlctl.backends.megatron.optimizer import take_step
-        from rlctl.backends.megatron.results import micro_batch_loss, minibatch_result
+        from rlctl.backends.results import micro_batch_loss, minibatch_result
 
         if index >= len(self._rows):
             raise InputError(f"mini-batch {index} of {len(self._rows)} was asked for; load_batch comes first.")
@@ -305,15 +269,15 @@ class MegatronWorker:
         self.optimizer.zero_grad()
         found = self._run(rows, lambda row, out: micro_batch_loss(loss, row, out), forward_only=False)
         outcome = take_step(self.optimizer, lr, weight_decay)
-        return self._result(minibatch_result(rows, found, outcome, lr) if found else None)
+        return self._result(minibatch_result(rows, found, outcome, lr, self._data_group) if found else None)
 
     def _run(
         self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool
     ) -> list[dict]:
-        """Megatron's schedule over `rows`; what `loss_of` returned beside the loss, on the last pipeline stage."""
+        """Run Megatron's schedule over `rows`; returns the second values of `loss_of` on the last pipeline stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from rlctl.backends.megatron.forward import forward_step
+        from rlctl.backends.megatron.model import forward_step
 
         for chunk in self.chunks:
             # Without a backward pass nothing is recomputed: it costs time, and under delayed float8 scaling it would
@@ -332,19 +296,22 @@ class MegatronWorker:
             forward_only=forward_only,
         )
 
+    @property
+    def _data_group(self) -> Any:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_group()
+
     def _result(self, result: Any) -> Any:
         return result if self.rank == self.spec.parallel.result_rank else None
 
     # --- checkpoints
-    # ---------------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path | str) -> None:
-        """Writes model, optimizer and random state into an existing directory; not atomic."""
         self.save_begin(directory)
         self.save_finish()
 
     def save_begin(self, directory: Path | str) -> None:
-        """Takes a snapshot and starts writing it into an existing directory; one save at a time."""
         from rlctl.backends.megatron.checkpoint import Save
 
         if self._save is not None:
@@ -353,23 +320,19 @@ class MegatronWorker:
         self._save = Save(Path(directory), self.chunks, self.optimizer)
 
     def save_written(self) -> bool:
-        """Whether `save_finish` would not have to wait for this rank."""
         return self._save is None or self._save.written
 
     def save_finish(self) -> dict[str, str]:
-        """Waits until the checkpoint is complete on all ranks; returns the digests of the files of this one."""
         save, self._save = self._save, None
         if save is None:
             raise WorkerError("save_finish without a save under way.")
         return save.finish()
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
-        """What is wrong with this rank's share of the files that a save wrote: a sentence each."""
         names = sorted(digests)[self.rank :: self.world_size]
         return damaged_files(Path(directory), {name: digests[name] for name in names})
 
     def load(self, directory: Path | str) -> None:
-        """Reads what `save` wrote, under any parallelism."""
         from rlctl.backends.megatron.checkpoint import load
 
         load(Path(directory), self.chunks, self.optimizer)

@@ -5,19 +5,16 @@ One function serves CPUs and GPUs; what differs between them is in `_cpu_argumen
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.backends.base import Device, EngineSpec, resolve_dtype
 from rlctl.config.schema import RlctlConfig
-from rlctl.errors import ConfigError, WorkerError
+from rlctl.errors import ConfigError
+from rlctl.models.constraints import require_engine_sizes
 from rlctl.models.facts import ModelFacts
 
-Device = Literal["cpu", "cuda"]
-InFlight = Literal["wait", "keep", "abort"]
-
-WORKER_EXTENSION = "rlctl.backends.vllm.transfer.RlctlWorkerExtension"
+WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
 TRANSFER_BACKEND = "rlctl"
 PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
 
@@ -31,53 +28,13 @@ GPU_COLOCATED_FRACTION = 0.5
 GPU_ALONE_FRACTION = 0.9
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """Everything a `VllmEngine` is built from; picklable."""
-
-    device: Device
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `vllm.LLM`."""
-    threads: int | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables the process must have had before it imports vLLM."""
-    passed: dict[str, Any] = field(default_factory=dict)
-    """Those of the arguments that the user's `vllm` section passes through."""
-    replaced: dict[str, Any] = field(default_factory=dict)
-    """What they stand in the place of."""
-    in_flight: InFlight = "wait"
-    """What a refit does with samples in flight: wait for them, keep them (their later tokens are the new weights'), or
-    end them with what they have."""
-    drain_timeout_s: float = 300.0
-    """Longest that a refit waits for them."""
-    routing: bool = False
-    """Record the experts of each token (column `ROUTED_EXPERTS`)."""
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether it gives its device's memory back while the policy computes."""
-        return bool(self.arguments.get("enable_sleep_mode"))
-
-    def require_environment(self) -> None:
-        """Raise WorkerError unless this process was started with `environment`: vLLM reads it when it is imported."""
-        wrong = {name: value for name, value in self.environment.items() if os.environ.get(name) != value}
-        if wrong:
-            raise WorkerError(
-                "The engine's process was started without "
-                + ", ".join(f"{name}={value}" for name, value in sorted(wrong.items()))
-                + ".",
-                "Pass EngineSpec.environment when starting it.",
-            )
-
-
 def engine_spec(
     config: RlctlConfig,
     facts: ModelFacts,
     model_dir: Path | str,
     *,
     device: Device,
-    tokenizer_dir: Path | str | None = None,
-    dtype: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     max_length: int | None = None,
     tp: int | None = None,
     threads: int | None = None,
@@ -95,22 +52,16 @@ def engine_spec(
     generation = config.generation
     tp = tp or generation.tp or 1
     threads = threads or generation.threads
-    if facts.kv_heads % tp and tp % facts.kv_heads:
-        raise ConfigError(
-            f"generation.tp = {tp} does not divide the model's {facts.kv_heads} key/value heads.",
-            "Choose a divisor (or a multiple) of that number.",
-        )
+    refuse_unsupported(config, facts, device, tp)
     arguments = _common_arguments(config, tp, dummy_weights) | {
         "model": str(model_dir),
-        "tokenizer": str(tokenizer_dir or model_dir),
+        "tokenizer": str(config.model.tokenizer or model_dir),
         "dtype": resolve_dtype(dtype or config.model.dtype, device),
         "max_model_len": max_length or config.model.max_length or facts.max_length,
     }
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
-    if device == "cpu" and passed.get("enforce_eager") is False:
-        raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
     replaced = {key: value for key, value in arguments.items() if key in passed}
     environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters or generation.plain_parameters)
     return EngineSpec(
@@ -122,12 +73,19 @@ def engine_spec(
         replaced,
         config.refit.in_flight,
         config.refit.timeout_s,
-        config.grpo.router_replay,
+        config.training.router_replay,
+        sleeps=bool((arguments | passed).get("enable_sleep_mode")),
     )
 
 
+def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:
+    """Raise ConfigError for a combination that vLLM cannot run."""
+    require_engine_sizes(facts, tp or config.generation.tp or 1)
+    if device == "cpu" and config.vllm.passed.get("enforce_eager") is False:
+        raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
+
+
 def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
-    """Those that neither the model nor the device decides."""
     arguments: dict[str, Any] = {
         "trust_remote_code": config.model.trust_remote_code,
         "tensor_parallel_size": tp,
@@ -146,13 +104,6 @@ def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict
     if config.generation.max_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
     return arguments
-
-
-def resolve_dtype(dtype: str, device: Device) -> str:
-    """`auto` is float32 on a CPU and bfloat16 on a GPU."""
-    if dtype != "auto":
-        return dtype
-    return "float32" if device == "cpu" else "bfloat16"
 
 
 def _cpu_arguments(
@@ -175,7 +126,7 @@ def _gpu_arguments(
 ) -> dict[str, Any]:
     fraction = config.generation.memory_fraction or (GPU_COLOCATED_FRACTION if colocated else GPU_ALONE_FRACTION)
     values = {
-        "enable_return_routed_experts": config.grpo.router_replay or None,
+        "enable_return_routed_experts": config.training.router_replay or None,
         "gpu_memory_utilization": fraction,
         "enable_sleep_mode": colocated,
         "max_num_seqs": config.generation.max_concurrent,

@@ -1,4 +1,4 @@
-"""What depends on vLLM's version. Written for 0.26 to 0.33; run on 0.26 to 0.32 (CPU); `interfaces` checks.
+"""Everything that depends on vLLM's version, which `interfaces.py` checks. It was run with 0.26 to 0.32, on CPUs.
 
 Private names of vLLM are used here and nowhere else.
 """
@@ -9,23 +9,23 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlctl.backends.messages import QUANTISED, Sampling
 from rlctl.backends.vllm import interfaces
-from rlctl.backends.vllm.messages import QUANTISED, Sampling
 from rlctl.errors import ConfigError, MachineError
+from rlctl.weights.vllm import ExpertSizes
 
 if TYPE_CHECKING:
     import torch
 
-OLDEST, NEWEST = (0, 26), (0, 33)
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""The versions that rlctl was run with. pyproject.toml asks for the same."""
+SUPPORTED = f"rlctl was run with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
 CPU_ORDERS = ("vec", "amx", "neon", "vsx")
 """Instruction sets for whose kernels vLLM reorders experts on CPUs."""
 
 
-def check_version(platform: str) -> str:
-    """vLLM's version; raises MachineError where it is missing, too old, or lacks an interface that is used here.
-
-    `platform` is `cpu` or `cuda`.
-    """
+def check_version(platform: str) -> None:
+    """Raise MachineError where vLLM is missing, too old, or lacks an interface used here on `cpu` or `cuda`."""
     try:
         import vllm
     except ImportError as error:
@@ -42,9 +42,8 @@ def check_version(platform: str) -> str:
     if lacking:
         raise MachineError(
             f"vLLM {vllm.__version__} lacks what rlctl uses of it: {'; '.join(lacking[:4])}.",
-            f"rlctl is written for vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}.",
+            SUPPORTED,
         )
-    return str(vllm.__version__)
 
 
 def require_arguments(arguments: dict[str, Any]) -> None:
@@ -58,12 +57,12 @@ def require_arguments(arguments: dict[str, Any]) -> None:
     if missing:
         raise MachineError(
             f"This vLLM does not know the engine arguments {', '.join(missing)}.",
-            f"rlctl is written for vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}.",
+            SUPPORTED,
         )
 
 
 def sampling_params(sampling: Sampling, seed: int) -> Any:
-    """vLLM's own record of how the tokens of one sample are drawn."""
+    """vLLM's own parameters for drawing the tokens of one sample."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -114,7 +113,7 @@ def rotate_every_head() -> None:
         flat_key = key.flatten(-2) if key is not None and key.dim() > 2 else key
         kernel(self, positions, flat_query, flat_key)
         query.copy_(flat_query.view(query.shape))  # the kernel works in place, and so must this
-        if key is not None:
+        if key is not None and flat_key is not None:
             key.copy_(flat_key.view(key.shape))
         return query, key
 
@@ -129,7 +128,7 @@ def set_weight_version(llm_engine: Any, version: str) -> None:
 
 
 def pause(llm_engine: Any) -> list[Any]:
-    """Hold vLLM's scheduler where it is; returns what steps already on their way answer."""
+    """Hold vLLM's scheduler where it is, and return the outputs of steps that are already on their way."""
     core = llm_engine.engine_core.engine_core
     core.pause_scheduler(mode="keep", clear_cache=False)
     outputs: list[Any] = []
@@ -139,14 +138,14 @@ def pause(llm_engine: Any) -> list[Any]:
 
 
 def resume(llm_engine: Any) -> None:
-    """Let the scheduler go on; does nothing where it was not held."""
+    """Let the scheduler go on, if it was held."""
     core = llm_engine.engine_core.engine_core
     if core.is_scheduler_paused():
         core.resume_scheduler()
 
 
 def asleep(llm_engine: Any) -> frozenset[str]:
-    """What of the engine's memory is not on its device, by vLLM's names: `weights`, `kv_cache`."""
+    """The parts of the engine's memory that are not on its device, by vLLM's names: `weights`, `kv_cache`."""
     return frozenset(llm_engine.engine_core.engine_core.model_executor.sleeping_tags)
 
 
@@ -158,10 +157,8 @@ def shut_down(llm: Any) -> None:
 
 
 def abandon_layerwise_reload(model: torch.nn.Module) -> bool:
-    """Undo a layerwise reload that was begun and not finished, so that another can begin; True where there was one.
-
-    The layers keep whatever weights they had when the reload broke off: a mixture, until a full one succeeds.
-    """
+    """Undo a layerwise reload that was begun and not finished; True where there was one. The layers keep the mixture of
+    weights that they have, until a full one succeeds."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     found = False
@@ -192,10 +189,8 @@ def waits_for_weights(module: torch.nn.Module) -> bool:
 
 
 def made_of_others(model: torch.nn.Module, part: torch.nn.Module) -> list[Any]:
-    """Modules outside `part` that compute with what they made of the weights of one inside, and must make it again.
-
-    Latent attention keeps the two halves of kv_b of its own. Inside `part` the reload itself sees to it.
-    """
+    """Modules outside `part` that made tensors of the weights of one inside (latent attention: the halves of kv_b), and
+    must make them again. Inside `part` the reload itself does so."""
     inside = set(part.modules())
     return [
         module
@@ -235,31 +230,19 @@ def expert_order(experts: Any) -> ExpertOrder:
         return ExpertOrder()
     if backend == "FLASHINFER_CUTLASS":
         return ExpertOrder(swapped=True)
-    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    kernel: Any = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
     kernel = kernel or getattr(method, "cpu_fused_moe", None)  # up to 0.26
     if backend == "CPU" and getattr(kernel, "isa", "") in CPU_ORDERS and not getattr(kernel, "_use_zentorch", False):
         return ExpertOrder(isa=kernel.isa)
     return ExpertOrder(reason=f"is kept in the order of the kernel {type(kernel).__name__} ({backend or 'unknown'})")
 
 
-@dataclass(frozen=True)
-class ExpertShard:
-    """Sizes of each expert on one rank, without what kernels pad."""
-
-    hidden: int
-    width: int
-    """Rows of the gate."""
-    ranks: int
-    """Ranks that share an expert."""
-    rank: int
-
-
-def expert_shard(experts: Any) -> ExpertShard:
-    """What part of each expert this rank holds."""
+def expert_sizes(experts: Any) -> ExpertSizes:
+    """The part of each expert that this rank holds."""
     config = experts.moe_config
     hidden = getattr(config, "hidden_dim_unpadded", None) or config.hidden_dim
     width = getattr(config, "intermediate_size_per_partition_unpadded", None) or config.intermediate_size_per_partition
-    return ExpertShard(hidden, width, config.tp_size, config.tp_rank)
+    return ExpertSizes(hidden, width, config.tp_size, config.tp_rank)
 
 
 def local_experts(experts: Any) -> list[int]:
@@ -272,22 +255,21 @@ def local_experts(experts: Any) -> list[int]:
 
 
 def expert_names(experts: Any) -> tuple[str, str, str]:
-    """What the published tensors call an expert's gate, up and down projection."""
+    """The names of an expert's gate, up and down projection in the published tensors."""
     return experts.ckpt_gate_proj_name, experts.ckpt_up_proj_name, experts.ckpt_down_proj_name
 
 
 def routers(model: torch.nn.Module) -> dict[int, Any]:
-    """The object of each layer that chooses experts, by layer.
-
-    Raises ConfigError where one of them chooses inside a kernel, which tells nobody, and MachineError where vLLM has no
-    such objects.
-    """
+    """The object of each layer that chooses experts. Raises ConfigError if one chooses inside a kernel, where nobody
+    can listen, and MachineError if this vLLM has no such objects."""
     try:
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.layer import (
+            MoERunner,  # pyright: ignore[reportPrivateImportUsage]  # its own module differs between versions
+        )
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     except ImportError as error:
         raise MachineError(
-            f"grpo.router_replay: this vLLM has no routers that can be listened to ({error}).", "Turn it off."
+            f"training.router_replay: this vLLM has no routers that can be listened to ({error}).", "Turn it off."
         ) from error
 
     found = {}
@@ -296,13 +278,13 @@ def routers(model: torch.nn.Module) -> dict[int, Any]:
             continue
         if module._quant_method.is_monolithic or not isinstance(module.router, BaseRouter):
             raise ConfigError(
-                f"grpo.router_replay: {type(module.router).__name__} of layer {module.layer_id} does not tell which "
-                "experts it chooses.",
+                f"training.router_replay: {type(module.router).__name__} of layer {module.layer_id} does not tell "
+                "which experts it chooses.",
                 "Turn it off for this model.",
             )
         found[module.layer_id] = module.router
     if not found:
-        raise ConfigError("grpo.router_replay: the engine's model has no routers.", "Turn it off.")
+        raise ConfigError("training.router_replay: the engine's model has no routers.", "Turn it off.")
     return found
 
 

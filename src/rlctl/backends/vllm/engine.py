@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from rlctl.backends.base import EngineSpec
+from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm import compat
-from rlctl.backends.vllm.args import EngineSpec
-from rlctl.backends.vllm.columns import columns_of
-from rlctl.backends.vllm.inflight import ABORTED, Flight, Sample, Turns
-from rlctl.backends.vllm.memory import WEIGHTS, DeviceMemory
-from rlctl.backends.vllm.messages import EngineInfo, GroupRequest, GroupResult, Sampling, apart
-from rlctl.backends.vllm.routed import assembled
+from rlctl.backends.vllm.inflight import Flight, Sample, Turns, columns_of
+from rlctl.backends.vllm.routing import assembled
 from rlctl.errors import ConfigError, InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
 POISONED = -1
 """Stands for the version of weights that were spoiled on purpose."""
 
@@ -44,11 +42,9 @@ class VllmEngine:
 
     # Start and end
 
-    def start(self) -> EngineInfo:
-        """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
-        begun = time.perf_counter()
+    def start(self) -> None:
         self.spec.require_environment()
-        version = compat.check_version(self.spec.device)
+        compat.check_version(self.spec.device)
         from vllm import LLM
 
         arguments = self.spec.arguments
@@ -60,31 +56,13 @@ class VllmEngine:
         self._memory = DeviceMemory(self._llm.llm_engine, shared=self.spec.sleeps)
         if self._records:
             self._rpc("rlctl_record_routing")
-        config = self._llm.llm_engine.vllm_config
-        cache = config.cache_config
-        return EngineInfo(
-            vllm_version=version,
-            device=self.spec.device,
-            max_length=config.model_config.max_model_len,
-            kv_cache_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
-            stop_token_ids=self._stop_token_ids(),
-            seconds=time.perf_counter() - begun,
-            arguments=arguments,
-        )
 
     @property
     def _records(self) -> bool:
         """Whether rlctl records experts itself: vLLM does, but not on its CPU platform."""
         return self.spec.routing and self.spec.device == "cpu"
 
-    def _stop_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end token and those of the model's generation config."""
-        listed = self._llm.llm_engine.vllm_config.model_config.try_get_generation_config().get("eos_token_id", [])
-        ids = {listed} if isinstance(listed, int) else set(listed or ())
-        return tuple(sorted({i for i in (*ids, self._llm.get_tokenizer().eos_token_id) if i is not None}))
-
     def close(self) -> None:
-        """Let go of the model and of shared memory."""
         with self._turns.ask():
             if self._llm is None:
                 return
@@ -93,7 +71,6 @@ class VllmEngine:
             self._llm = None
 
     def require_alive(self) -> None:
-        """Raise WorkerError unless every process of the engine answers."""
         if self._llm is None:
             raise WorkerError(f"Engine {self.index} is not started.")
         with self._turns.ask():
@@ -102,11 +79,6 @@ class VllmEngine:
     # Generation
 
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
-        """One result a request, in their order.
-
-        Raises InputError for a prompt that does not fit, WaitTimeoutError after `timeout_s`, and WorkerError while
-        the weights are half-updated.
-        """
         with self._one_call:
             deadline = time.monotonic() + timeout_s
             with self._turns.ask():
@@ -132,11 +104,9 @@ class VllmEngine:
     def generate_apart(
         self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
     ) -> tuple[list[GroupResult], list[Any]]:
-        """As `generate`, with what is token-sized apart, to be handed on by handle."""
         return apart(self.generate(requests, sampling, timeout_s))
 
     def _begin(self, flight: Flight, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
-        """Hand every sample to vLLM."""
         self._calls += 1
         if self._records:
             # What is found in the cache is not computed, and so not recorded: begin without what earlier calls left.
@@ -188,23 +158,9 @@ class VllmEngine:
         self, request: GroupRequest, samples: list[Sample], routed: dict[tuple[int, int], np.ndarray]
     ) -> GroupResult:
         columns = columns_of(request.prompt_tokens, samples, [routed.get((s.row, s.index)) for s in samples])
-        completions = [sample.output for sample in samples]
-        return GroupResult(
-            group=request.group,
-            columns=columns,
-            texts=[completion.text for completion in completions],
-            prompt_tokens=len(request.prompt_tokens),
-            response_tokens=tuple(sample.tokens for sample in samples),
-            truncated=tuple(completion.finish_reason in ("length", ABORTED) for completion in completions),
-            finish_reasons=tuple(str(completion.finish_reason) for completion in completions),
-            weight_versions=tuple(min(sample.versions, default=self._version) for sample in samples),
-            logprob_sums=tuple(float(columns.logprobs_T[columns.slice(g)].sum()) for g in range(len(samples))),
-        )
-
-    def tokens_in_flight(self) -> int:
-        """Tokens that the samples being generated have so far; 0 where nothing is generated."""
-        with self._turns.ask():
-            return self._flight.tokens if self._flight is not None else 0
+        texts = [sample.output.text for sample in samples]
+        reasons = [str(sample.output.finish_reason) for sample in samples]
+        return GroupResult.of(request, columns, texts, reasons, self._version)
 
     def _require_prompts_fit(self, requests: Sequence[GroupRequest]) -> None:
         limit = self._llm.llm_engine.vllm_config.model_config.max_model_len
@@ -219,7 +175,6 @@ class VllmEngine:
     # Weights
 
     def weight_version(self) -> int:
-        """Version of the weights in use; 0 is those of the model directory. Raises WorkerError while half-updated."""
         self._require_whole_weights()
         return self._version
 
@@ -238,12 +193,10 @@ class VllmEngine:
     # Memory of the device
 
     def sleep(self) -> None:
-        """Give the device's memory back until `wake`, where it is shared. A refit meanwhile wakes the weights alone."""
         with self._turns.ask():
             self._memory.sleep()
 
     def wake(self) -> None:
-        """Take it again; the engine can generate."""
         with self._turns.ask():
             self._memory.wake()
 
@@ -254,26 +207,20 @@ class VllmEngine:
     # Refits
 
     def refit_open(self, init_info: dict[str, Any]) -> None:
-        """Exchange what stays the same over all refits (`transfer.InitInfo`)."""
         with self._turns.ask():
             self._memory.wake(WEIGHTS)
             self._rpc("init_weight_transfer_engine", init_info)
 
     def refit_needs(self) -> list[Any]:
-        """What each of the engine's workers asks for in a refit (`channel.Need`)."""
         with self._turns.ask():
             return self._rpc("rlctl_need", f"engine {self.index}")
 
     def refit_connect(self, connections: tuple[Any, ...]) -> None:
-        """Open the receiving ends, one `channel.Connection` for each worker."""
         with self._turns.ask():
             self._rpc("rlctl_connect", f"engine {self.index}", connections)
 
     def refit_begin(self, version: int) -> None:
-        """From here until `refit_finish` the engine chooses no token.
-
-        Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says.
-        """
+        """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
         with self._turns.ask():
             if self._llm is None:
                 raise WorkerError(f"Engine {self.index} is not started.")
@@ -312,14 +259,12 @@ class VllmEngine:
             self._turns.tell()
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
-        """Load the weights that the policy sends at the same time (`transfer.UpdateInfo`)."""
         with self._turns.ask():
             if self._updating is None:
                 raise WorkerError("refit_receive without refit_begin.")
             self._rpc("update_weights", update_info)
 
     def refit_finish(self, version: int) -> dict[str, float]:
-        """Complete the refit, drop the prefix cache, and take on `version`; returns the seconds of each."""
         with self._turns.ask():
             if self._updating != version:
                 raise WorkerError(f"refit_finish({version}), but the refit begun is {self._updating}.")
@@ -336,7 +281,6 @@ class VllmEngine:
             return {"load": loaded - begun, "cache_reset": time.perf_counter() - loaded}
 
     def refit_reject(self, version: int) -> None:
-        """The weights of `version` did not pass verification: refuse to generate until a full refit succeeds."""
         with self._turns.ask():
             self._updating = version
             if self._flight is not None:
@@ -344,8 +288,7 @@ class VllmEngine:
             self._turns.tell()
 
     def poison(self) -> int:
-        """Make everything the engine computes with not-a-number; returns how many tensors. It refuses to generate
-        until a full refit succeeds, which has then been shown to write every one of them."""
+        """The engine refuses to generate until a full refit succeeds. Returns how many tensors were spoiled."""
         with self._turns.ask():
             self._settle()
             self._memory.wake(WEIGHTS)
@@ -354,33 +297,26 @@ class VllmEngine:
             return sum(self._rpc("rlctl_poison"))
 
     def refit_close(self) -> None:
-        """Let go of what `refit_open` mapped."""
         with self._turns.ask():
             if self._llm is not None:
                 self._rpc("rlctl_release")
 
     def received(self) -> list[Any]:
-        """What each of the engine's workers did in the last refit (`messages.Received`)."""
         with self._turns.ask():
             return self._rpc("rlctl_received")
 
     def readings(self, tensors: list[str] | None = None) -> list[Any]:
-        """Fingerprints of what the engine computes with, of all its workers (`messages.Reading`)."""
         with self._turns.ask():
             self._memory.wake(WEIGHTS)
             return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
-        """Every copy of one published tensor in the engine's workers: (site, start of its box, values)."""
         with self._turns.ask():
             self._memory.wake(WEIGHTS)
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 
     def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a method of every vLLM worker, or a function of it.
-
-        Raises what one of them raised; what was its own fault comes first.
-        """
+        """Call a method of every vLLM worker, or a function of it. Raises what one raised, its own fault first."""
         try:
             answers = self._llm.llm_engine.collective_rpc("rlctl_call", args=(method, args))
         except (RuntimeError, ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
@@ -392,8 +328,33 @@ class VllmEngine:
             raise raised[0]
         raise WorkerError(f"Engine {self.index} failed in {method}: {raised[0]}.")
 
-    @contextmanager
-    def exclusively(self) -> Iterator[Any]:
-        """The vLLM object, with every other call held off: for measurements and tests."""
-        with self._turns.ask():
-            yield self._llm
+
+class DeviceMemory:
+    """Moves an engine's memory off a device that it shares with the policy, and back.
+
+    vLLM's sleep mode moves the weights to host memory and drops the cache; both come back at the addresses that they
+    had. Its CPU platform keeps the books and moves nothing; on a GPU this has not been run.
+    """
+
+    def __init__(self, llm_engine: Any, *, shared: bool) -> None:
+        """If not `shared`, the engine has its device to itself, and nothing ever moves."""
+        self._engine, self._shared = llm_engine, shared
+
+    @property
+    def _away(self) -> frozenset[str]:
+        return compat.asleep(self._engine) if self._shared else frozenset()
+
+    @property
+    def whole(self) -> bool:
+        return not self._away
+
+    def sleep(self) -> None:
+        """Move the weights to host memory and drop the cache. Up to vLLM 0.30 an engine with only weights awake stays
+        so."""
+        if self._shared and WEIGHTS not in self._away:
+            self._engine.sleep(level=1)
+
+    def wake(self, *parts: str) -> None:
+        """Bring back `parts` (none named: everything); the cache comes back empty."""
+        if back := sorted(self._away & set(parts or (WEIGHTS, CACHE))):
+            self._engine.wake_up(tags=back)

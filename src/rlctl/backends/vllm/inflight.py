@@ -1,4 +1,4 @@
-"""Samples in flight: what each has so far, and which weights chose which of its tokens.
+"""Samples in flight: their tokens so far, and which weights chose which of them; and the columns they end up in.
 
 Generation runs in one thread and a refit may come in another. Between two decode steps the generating thread lets go
 of the engine; a refit takes it there, so that no token is ever chosen while weights change.
@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
+from rlctl.errors import WorkerError
+
 ABORTED = "abort"
 POLL_S = 0.001
 
 
 class Turns:
-    """Who may use the engine: the generating thread between steps gives way to whoever asks."""
+    """Decides who may use the engine: between steps the generating thread gives way to whoever asks."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
@@ -27,7 +32,7 @@ class Turns:
 
     @contextmanager
     def ask(self) -> Iterator[None]:
-        """The engine to oneself, after the decode step that is running."""
+        """Have the engine to oneself, after the decode step that is running."""
         with self._counted():
             self._changed.acquire()
         try:
@@ -47,7 +52,7 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The engine for one decode step, once nobody else asks for it: locks of Python are not fair by themselves."""
+        """Have the engine for one decode step, once nobody else asks for it. Python's locks alone are not fair."""
         while self._asked > 0:
             time.sleep(POLL_S)
         with self._changed:
@@ -59,7 +64,7 @@ class Turns:
         return left > 0 and (self._changed.wait(min(left, 1.0)) or time.monotonic() < deadline)
 
     def tell(self) -> None:
-        """Something has changed."""
+        """Wake those who wait for a change."""
         self._changed.notify_all()
 
 
@@ -68,9 +73,9 @@ class Sample:
     """One request of vLLM."""
 
     row: int
-    """Which request of the call."""
+    """Number of the request in the call."""
     index: int
-    """Which sample of it."""
+    """Number of the sample in the request."""
     output: Any = None
     """vLLM's completion so far."""
     finished: bool = False
@@ -82,7 +87,7 @@ class Sample:
         return 0 if self.output is None else len(self.output.token_ids)
 
     def stamp(self, version: int) -> None:
-        """The tokens since the last stamp were chosen by `version`."""
+        """Record that `version` chose the tokens since the last stamp."""
         self.versions += [version] * (self.tokens - len(self.versions))
 
 
@@ -101,15 +106,11 @@ class Flight:
         return sum(sample.finished for sample in self.samples.values())
 
     @property
-    def tokens(self) -> int:
-        return sum(sample.tokens for sample in self.samples.values())
-
-    @property
     def done(self) -> bool:
         return all(sample.finished for sample in self.samples.values())
 
     def take(self, outputs: Sequence[Any], version: int) -> None:
-        """What a decode step under `version` answered."""
+        """Take the outputs of a decode step under `version`."""
         for output in outputs:
             sample = self.samples[output.request_id]
             sample.output = output.outputs[0]
@@ -118,13 +119,13 @@ class Flight:
                 sample.finished = True
 
     def stamp(self, version: int) -> None:
-        """Weights are about to change: everything chosen so far was chosen by `version`."""
+        """Record that `version` chose every token so far: the weights are about to change."""
         for sample in self.samples.values():
             if not sample.finished:
                 sample.stamp(version)
 
     def abort(self, version: int) -> None:
-        """End what is unfinished; it keeps the tokens that it has."""
+        """End the unfinished samples; they keep the tokens that they have."""
         left = {name: sample for name, sample in self.samples.items() if not sample.finished}
         self.engine.abort_request(list(left))
         for sample in left.values():
@@ -136,3 +137,32 @@ class Flight:
     def of_row(self, row: int) -> list[Sample]:
         """The samples of one request, in order."""
         return sorted((s for s in self.samples.values() if s.row == row), key=lambda sample: sample.index)
+
+
+def columns_of(prompt: Sequence[int], samples: Sequence[Sample], routed: Sequence[np.ndarray | None]) -> RolloutColumns:
+    """The group's columns: prompt and completion of each sample, one behind the other; `routed`: the experts of their
+    tokens, int16 [tokens, layers, experts a token]. Raises WorkerError where vLLM's record lacks a log-prob."""
+    lengths = [len(prompt) + sample.tokens for sample in samples]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tokens = np.zeros(offsets[-1], np.int32)
+    mask = np.zeros(offsets[-1], bool)
+    logprobs = np.zeros(offsets[-1], np.float32)
+    versions = np.full(offsets[-1], -1, np.int32)
+    for begin, sample in zip(offsets, samples, strict=False):
+        first = begin + len(prompt)
+        chosen = slice(first, first + sample.tokens)
+        tokens[begin:first] = prompt
+        tokens[chosen] = sample.output.token_ids
+        mask[chosen] = True
+        logprobs[chosen] = _chosen_logprobs(sample.output)
+        versions[chosen] = sample.versions
+    known = [one for one in routed if one is not None]
+    further = {ROUTED_EXPERTS: np.concatenate(known)} if len(known) == len(samples) else {}
+    return RolloutColumns(tokens, offsets, mask, logprobs, versions, further)
+
+
+def _chosen_logprobs(completion: Any) -> list[float]:
+    record = completion.logprobs
+    if record is None or len(record) != len(completion.token_ids):
+        raise WorkerError(f"vLLM returned {len(record or ())} log-probs for {len(completion.token_ids)} tokens.")
+    return [record[index][token].logprob for index, token in enumerate(completion.token_ids)]

@@ -17,9 +17,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Interface:
     """A class, function, method or attribute: `module:Name` or `module:Class.name`, with the parameters passed by name.
-
-    `module` may list alternatives for different versions, apart by `|`.
-    """
+    Modules of different versions are apart by `|`."""
 
     where: str
     parameters: tuple[str, ...] = ()
@@ -37,7 +35,7 @@ EXPERTS = f"{LAYERS}.fused_moe.routed_experts:RoutedExperts|{LAYERS}.fused_moe.l
 CPU = ("cpu",)
 
 INTERFACES: tuple[Interface, ...] = (
-    # Generation (engine.py, inflight.py, memory.py)
+    # Generation (engine.py, compat.py)
     Interface("vllm.entrypoints.llm:LLM"),
     *(
         Interface(f"vllm.engine.arg_utils:EngineArgs.{name}")
@@ -70,7 +68,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{CORE}.shutdown"),
     Interface(f"{CORE}.model_executor"),
     Interface("vllm.v1.executor.abstract:Executor.sleeping_tags"),
-    # Weight transfer (transfer.py)
+    # Weight transfer (weights/transfer.py)
     Interface(f"{TRANSFER}.base:WeightTransferEngine.parse_update_info", ("update_dict",)),
     Interface(f"{TRANSFER}.base:WeightTransferEngine.start_weight_update"),
     Interface(f"{TRANSFER}.base:WeightTransferEngine.update_weights", ("update_info",)),
@@ -85,7 +83,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{WORKER}.finish_weight_update"),
     Interface(f"{WORKER}._weight_update_active"),
     Interface(f"{WORKER}.weight_transfer_engine"),
-    # The loader's receive path (reload.py, compat.py)
+    # The loader (weights/reload.py, compat.py)
     Interface(f"{LAYERWISE}:initialize_layerwise_reload", ("model",)),
     Interface(f"{LAYERWISE}:finalize_layerwise_reload"),
     Interface(f"{LAYERWISE}:get_layerwise_info", ("layer",)),
@@ -94,10 +92,12 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{LAYERS_RELOADING}.can_load"),
     Interface(f"{LAYERS_RELOADING}.load_numel"),
     Interface(f"{LAYERS}.attention.mla_attention:MLAAttention.process_weights_after_loading"),
-    # Where weights live (live_layers.py, compat.py)
+    # Where weights live (weights/locate.py, compat.py)
     Interface(f"{LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding.shard_indices"),
     Interface(f"{LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding.org_vocab_size"),
-    Interface(f"{LAYERS}.linear:QKVParallelLinear.num_kv_head_replicas"),
+    Interface(f"{LAYERS}.linear:QKVParallelLinear.total_num_heads"),
+    Interface(f"{LAYERS}.linear:QKVParallelLinear.total_num_kv_heads"),
+    Interface(f"{LAYERS}.linear:QKVParallelLinear.head_size"),
     Interface(f"{LAYERS}.linear:MergedColumnParallelLinear.output_sizes"),
     Interface(f"{LAYERS}.linear:LinearBase.disable_tp"),
     Interface(f"{LAYERS}.attention.mla_attention:MLAAttention.kv_b_proj"),
@@ -127,14 +127,11 @@ OWN_METHODS = frozenset(
         "shutdown", "trainer_send_weights",
     }
 )  # fmt: skip
-"""What rlctl's transfer engine defines: a version that asks for more of one cannot make it."""
+"""The methods of rlctl's transfer engine. A vLLM that asks for more of an engine cannot make it."""
 
 
 def missing(package: Path, platform: str) -> list[str]:
-    """What of the interfaces the vLLM in `package` (the folder `vllm`) lacks on `platform`; empty: nothing.
-
-    `platform` is `cpu` or `cuda`.
-    """
+    """Return the interfaces that the vLLM in the folder `package` lacks on `platform`, `cpu` or `cuda`."""
     lacking = [why for one in INTERFACES if platform in one.platforms for why in _missing(package, one)]
     return lacking + [
         f"{TRANSFER_ENGINE}.{name} is asked for" for name in _asked_for(package) if name not in OWN_METHODS

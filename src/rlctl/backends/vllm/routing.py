@@ -1,30 +1,69 @@
-"""Recording which experts each token is routed to, where vLLM does not do it itself: on its CPU platform.
+"""The experts that each token was routed to: recorded if vLLM does not do it itself, and one column for each sample.
 
-vLLM's own record (`enable_return_routed_experts`) is wired to a model runner that has no CPU form. What it hangs on is
-there on CPUs too: every router calls a function with its choice. Runs in the engine's worker process.
+vLLM's own record (`enable_return_routed_experts`) needs a model runner that has no CPU form. On CPUs too, though, every
+router calls a function with its choice, and `Recorder` listens there, in the engine's worker process.
+
+Suffixes: T tokens, L layers, K experts a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from rlctl.backends.vllm import compat
-from rlctl.backends.vllm.routed import Span
+
+if TYPE_CHECKING:
+    import torch
+
+Span = tuple[int, np.ndarray]
+"""(position of the first token in its sample, int16 [T, L, K]); -1 in layers without experts."""
+
+
+def assembled(tokens: Mapping[str, np.ndarray], spans: Mapping[str, Sequence[Span]]) -> dict[str, np.ndarray]:
+    """int16 [T, L, K] of each sample; -1 where nothing is known, as for a last token, which no model has seen. A
+    beginning that came from another sample's cache is copied from that one, whose tokens are the same."""
+    shape = next((rows.shape[1:] for own in spans.values() for _, rows in own), (0, 0))
+    routed = {name: np.full((len(own), *shape), -1, np.int16) for name, own in tokens.items()}
+    for name, own in spans.items():
+        for start, rows in own:  # later ones replace what was computed before weights changed
+            routed[name][start : start + len(rows)] = rows[: len(routed[name]) - start]
+    missing = {name: _missing(rows_TLK) for name, rows_TLK in routed.items()}
+    for name in sorted(missing, key=lambda one: missing[one]):
+        if count := missing[name]:
+            _borrow(name, count, tokens, routed, missing)
+    return routed
+
+
+def _missing(rows_TLK: np.ndarray) -> int:
+    """Tokens at the beginning of which nothing was recorded."""
+    known_T = rows_TLK.reshape(len(rows_TLK), -1).max(axis=1, initial=-1) >= 0
+    return int(known_T.argmax()) if known_T.any() else 0
+
+
+def _borrow(
+    name: str, count: int, tokens: Mapping[str, np.ndarray], routed: dict[str, np.ndarray], missing: dict[str, int]
+) -> None:
+    prefix = tokens[name][:count]
+    for other, rows_TLK in routed.items():
+        if missing[other] == 0 and len(rows_TLK) >= count and np.array_equal(tokens[other][:count], prefix):
+            routed[name][:count] = rows_TLK[:count]
+            missing[name] = 0
+            return
 
 
 class Recorder:
     """The choices of every router of one worker, by request."""
 
     def __init__(self, runner: Any) -> None:
-        """Listens to the routers of the runner's model. Raises ConfigError where they cannot be listened to."""
+        """Listen to the routers of the runner's model. Raises ConfigError where they cannot be listened to."""
         config = runner.model_config
         self._shape = (config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
-        self._chosen: dict[int, torch.Tensor] = {}
-        """Of the forward pass that runs, by layer: [tokens, experts a token]."""
+        self._chosen: dict[int, np.ndarray] = {}
+        """Choices of the forward pass that runs, by layer: [T, K]."""
         self._found: dict[str, list[Span]] = {}
         for layer, router in compat.routers(runner.get_model()).items():
             router.set_capture_fn(partial(self._hear, layer))
@@ -32,12 +71,12 @@ class Recorder:
         self._runner = runner
 
     def take(self) -> dict[str, list[Span]]:
-        """What was recorded since the last time."""
+        """Return the choices since the last call."""
         found, self._found = self._found, {}
         return found
 
     def _hear(self, layer: int, chosen: torch.Tensor) -> None:
-        self._chosen[layer] = chosen.to("cpu", torch.int16)  # a copy: kernels may use the memory again
+        self._chosen[layer] = chosen.cpu().numpy().astype(np.int16)  # a copy: kernels may use the memory again
 
     def _listening(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self._chosen = {}
@@ -50,7 +89,7 @@ class Recorder:
         """Deal the rows of the forward pass to their requests."""
         rows = np.full((scheduled.total_num_scheduled_tokens, *self._shape), -1, np.int16)
         for layer, chosen in self._chosen.items():
-            rows[:, layer] = chosen[: len(rows)].numpy()
+            rows[:, layer] = chosen[: len(rows)]
         starts = compat.computed_before(scheduled)
         at = 0
         for request in self._runner.input_batch.req_ids:  # in the order of the rows

@@ -1,0 +1,206 @@
+"""The processes of a run: policy ranks, generation engines and a scorer, started together and stopped together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.backends.base import EngineSpec, EngineWorker, PolicySpec, PolicyWorker
+from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.backends.lookup import EngineBackend, PolicyBackend
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.cluster.objects import fetch
+from rlctl.cluster.placement import Bundle, Placement
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.schema import ClusterConfig, RefitConfig, TrainingConfig
+from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.worker import RewardWorker
+from rlctl.errors import MachineError
+from rlctl.refit.policy import SendingPolicy
+
+if TYPE_CHECKING:
+    from rlctl.refit.sync import WeightSync
+
+POLICY_WORKER = "rlctl.refit.policy:policy_worker"
+REWARD_WORKER = "rlctl.envs.worker:RewardWorker"
+# Calls that an engine takes at a time where a refit may come into a generation: both, and one that looks.
+ENGINE_CALLS = 3
+
+
+@dataclass(frozen=True)
+class EnginesSpec:
+    """The engines to start; engine i is on devices i * tp and up."""
+
+    backend: EngineBackend
+    engine: EngineSpec
+    count: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class CrewSpec:
+    """The processes to start. Policy and engines share the devices, and rank r is on device r."""
+
+    backend: PolicyBackend | None
+    """None: the plan is of a backend that is not there yet, and can only be shown."""
+    policy: PolicySpec
+    training: TrainingConfig
+    micro_batch_tokens: int
+    """Most tokens of a packed row."""
+    engines: EnginesSpec
+    reward: RewardPlan | None
+    """None: there is no scorer."""
+    limits: ClusterConfig
+    """How long processes may take."""
+
+    @property
+    def engine(self) -> EngineSpec:
+        return self.engines.engine
+
+    @property
+    def devices(self) -> int:
+        return max(self.policy.parallel.world_size, self.engines.count * self.engines.tp)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The running processes."""
+
+    spec: CrewSpec
+    policy: PolicyClient[SendingPolicy]
+    engines: EngineClient
+    reward: WorkerGroup[RewardWorker] | None
+
+    def weight_sync(
+        self, settings: RefitConfig, source: ModelSource | None, *, offload: bool | None = None, **options: Any
+    ) -> WeightSync:
+        """Return the synchronisation of weights, with further `options` of `WeightSync`.
+
+        `source` is the model that the policy's weights are of; None: they are those of a checkpoint. The policy waits
+        in host memory as `offload` says; None: where the engines can sleep.
+        """
+        from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
+        from rlctl.refit.sync import WeightSync
+
+        policy, sleeps = self.spec.policy, self.spec.engine.sleeps
+        if source is not None:
+            options["converted"] = fingerprints_of(source, policy.dtype)
+            options["converted_at"] = source.megatron and source.megatron.parent
+        options |= {"dtype": policy.dtype, "engines_sleep": sleeps, "offload": sleeps if offload is None else offload}
+        return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)
+
+
+@contextlib.contextmanager
+def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
+    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once."""
+    with _placed(spec.devices, spec.policy.device == "cuda", spec.limits, log_dir) as start:
+        ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
+        engines = start.engines(spec.engines)
+        reward = start.reward(spec.reward) if spec.reward is not None else None
+        start.ready()
+        start_s = spec.limits.start_timeout_s
+        ranks_starting, engines_starting = ranks.within(start_s), engines.within(start_s)
+        if spec.engine.sleeps:  # vLLM measures what is free on the device: alone, and gives it back before others come
+            engines_starting.call(EngineWorker.start)
+            engines.call(EngineWorker.sleep)
+            ranks_starting.call(PolicyWorker.setup, _meeting_port(ranks))
+        else:
+            setup = ranks_starting.submit(PolicyWorker.setup, _meeting_port(ranks))
+            loading = engines_starting.submit(EngineWorker.start)
+            setup.results()
+            loading.results()
+        if reward is not None:
+            reward.within(start_s).call(RewardWorker.setup)
+        policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
+        yield Crew(spec, policy, EngineClient(engines), reward)
+
+
+@contextlib.contextmanager
+def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> Iterator[EngineClient]:
+    """Start engines without a policy and stop them at the end; on an error or an interrupt they are ended at once."""
+    with _placed(spec.count * spec.tp, spec.engine.device == "cuda", limits, log_dir) as start:
+        engines = start.engines(spec)
+        start.ready()
+        engines.within(limits.start_timeout_s).call(EngineWorker.start)
+        yield EngineClient(engines)
+
+
+def _meeting_port(ranks: WorkerGroup[SendingPolicy]) -> int:
+    return ranks.part([0]).call(PolicyWorker.open_store)[0]
+
+
+@contextlib.contextmanager
+def _placed(devices: int, gpus: bool, limits: ClusterConfig, log_dir: Path) -> Iterator[_Start]:
+    """Reserve devices; at the end stop (on an error end) what was started on them, and give them back."""
+    start = _Start(Placement(devices, gpus=gpus, timeout_s=limits.start_timeout_s), limits, log_dir)
+    try:
+        yield start
+        for group in start.groups:
+            group.stop()
+    except BaseException:
+        for group in start.groups:
+            group.kill()
+        raise
+    finally:
+        start.placement.release()
+
+
+class _Start:
+    """Starts groups of workers on a placement; the slow starts (imports) run side by side until `ready`."""
+
+    def __init__(self, placement: Placement, limits: ClusterConfig, log_dir: Path) -> None:
+        self.placement, self.limits, self.log_dir = placement, limits, log_dir
+        self.groups: list[WorkerGroup] = []
+
+    def ready(self) -> None:
+        for group in self.groups:
+            group.ready()
+
+    def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
+        assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
+        size, address = spec.policy.parallel.world_size, self.placement.bundles[0].node
+        threads = spec.policy.threads
+        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        if spec.policy.device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
+            env["THP_MEM_ALLOC_ENABLE"] = "1"
+        shared = {"worker": spec.backend.worker, "world_size": size, "master_addr": address, "spec": spec.policy}
+        ranks = [WorkerSpec(shared | {"rank": rank}, (self.placement.bundles[rank],), env) for rank in range(size)]
+        return self._group("policy", POLICY_WORKER, ranks)
+
+    def engines(self, spec: EnginesSpec) -> WorkerGroup[EngineWorker]:
+        engines = [
+            WorkerSpec({"spec": spec.engine, "index": index}, bundles, spec.engine.environment)
+            for index, bundles in enumerate(engine_bundles(self.placement.bundles, spec.count, spec.tp))
+        ]
+        calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
+        return self._group("engine", spec.backend.worker, engines, concurrency=calls)
+
+    def reward(self, plan: RewardPlan) -> WorkerGroup[RewardWorker]:
+        # No device of its own, and none visible: scorers run user code.
+        env = {"CUDA_VISIBLE_DEVICES": ""}
+        worker = WorkerSpec({"plan": plan, "fetch": fetch}, (self.placement.bundles[0],), env)
+        return self._group("reward", REWARD_WORKER, [worker])
+
+    def _group(self, name: str, worker: str, specs: list[WorkerSpec], *, concurrency: int = 1) -> WorkerGroup:
+        group = WorkerGroup(
+            name, worker, specs, self.placement, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
+            call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency,
+        )  # fmt: skip
+        self.groups.append(group)
+        return group
+
+
+def engine_bundles(bundles: tuple[Bundle, ...], engines: int, tp: int) -> list[tuple[Bundle, ...]]:
+    """The devices of each engine. Raises MachineError where those of one are on several nodes: its processes are
+    started by the first of them."""
+    shares = [bundles[index * tp : (index + 1) * tp] for index in range(engines)]
+    for index, share in enumerate(shares):
+        if len(nodes := {bundle.node for bundle in share}) > 1:
+            raise MachineError(
+                f"Ray gave the {tp} devices of engine {index} on {len(nodes)} nodes ({', '.join(sorted(nodes))}).",
+                "Free devices so that each node has a multiple of generation.tp, or set a smaller generation.tp.",
+            )
+    return shares

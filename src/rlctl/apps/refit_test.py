@@ -1,0 +1,129 @@
+"""The refit self-test on real processes: policy and engines as a training run would start them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlctl.apps import selftest
+from rlctl.apps.crew import CrewSpec, start_crew
+from rlctl.apps.prepare import device_of, open_model, planned_crew, require_devices, runnable_plan
+from rlctl.apps.selftest import LogprobLimit
+from rlctl.backends.base import resolve_dtype
+from rlctl.backends.batch import RolloutRow, TrainBatch
+from rlctl.backends.clients import PolicyClient
+from rlctl.backends.messages import GroupResult
+from rlctl.checkpoints.conversion.prepared_model import prepared
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.cluster.session import ray_session
+from rlctl.config.load import Resolved
+from rlctl.config.schema import RlctlConfig
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.make_plan import Plan
+from rlctl.refit.session import Receive
+from rlctl.rl.agreement import precision_of
+
+# By what the policy multiplies in; the limits leave two orders of magnitude above what equal weights give in float32,
+# and one in bfloat16. Those of float8 are four times as high, as in `agreement`, and were never measured.
+LOGPROB_LIMITS = {
+    "float32": LogprobLimit(1e-4, 1e-3),
+    "bfloat16": LogprobLimit(0.05, 0.3),
+    "float8": LogprobLimit(0.2, 1.2),
+}
+MAX_LENGTH = 256
+MAX_NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class RefitTestJob:
+    """The model to test, and the plan that `train` would run."""
+
+    config: RlctlConfig
+    """With the values of `plan`."""
+    source: ModelSource
+    facts: ModelFacts
+    plan: Plan
+    """How `train` would lay out both engines."""
+    receive: Receive = "auto"
+    repeat: int = 2
+
+    @property
+    def dtype(self) -> str:
+        return resolve_dtype(self.config.model.dtype, device_of(self.plan))
+
+    def crew(self) -> CrewSpec:
+        """The crew of a training run, with room for the test's short completions alone."""
+        directory, empty = self.source.directory, self.source.megatron is not None
+        return planned_crew(
+            self.config, self.facts, self.plan, directory, None,
+            max_length=self.max_length, dummy_weights=empty, trains=False,
+        )  # fmt: skip
+
+    @property
+    def max_length(self) -> int:
+        return min(self.config.model.max_length or MAX_LENGTH, self.facts.max_length)
+
+
+def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Callable[[str], None]) -> RefitTestJob:
+    """The test of the configured model under the plan that `train` would run; what the plan refuses is refused before
+    weights are fetched."""
+    resolved.require_supported()
+    model = open_model(resolved.config.model, weights=False)
+    planned, plan = runnable_plan(resolved, model.facts)
+    require_devices(plan, resolved.config)
+    model = open_model(planned.config.model, tell)
+    return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)
+
+
+def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
+    """Prompts of fixed tokens, long enough for the engine to cache their prefixes."""
+    longest = max(1, length - MAX_NEW_TOKENS - 1)
+    return [tuple((7 * i + 13 * j) % vocabulary for j in range(min(longest, 40 + 11 * i))) for i in range(4)]
+
+
+def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
+    """Start both engines, test, and stop them."""
+    if job.config.model.convert:
+        job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
+    with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):
+        tell("starting the policy and the engine")
+        with start_crew(job.crew(), Path(logs)) as crew:
+            crew.policy.load_hf(job.source.weights)
+            with crew.weight_sync(job.config.refit, job.source, receive=job.receive) as sync:
+                return selftest.run(
+                    sync,
+                    model=job.source.label,
+                    prompts=test_prompts(job.facts.vocab, job.max_length),
+                    compare_logprobs=lambda results: policy_difference(crew.policy, results),
+                    repeat=job.repeat,
+                    logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
+                    timeout_s=job.config.refit.timeout_s,
+                    new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
+                    tell=tell,
+                )
+
+
+def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> selftest.LogprobDifference:
+    """Compare the engine's log-probs of its own tokens with those of the policy's forward pass."""
+    rows = [
+        RolloutRow(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0)
+        for r in results
+        for row, tokens in enumerate(r.tokens)
+    ]
+    policy.load_batch(TrainBatch((tuple(rows),), {r.group: r.columns for r in results}))
+    policy.logprobs("old_logprobs")
+    stats = policy.logprob_difference("old_logprobs")
+    tokens = max(stats.tokens, 1)
+    return selftest.LogprobDifference(stats.tokens, stats.abs_sum / tokens, stats.abs_max, stats.k3_sum / tokens)
+
+
+def logprob_limit(facts: ModelFacts, precision: str) -> LogprobLimit:
+    """How much log-probs of engine and policy may differ where their weights are equal.
+
+    Below float32 two experts of a token can score the same but for rounding, and then each side may choose another: one
+    token says little, the average does.
+    """
+    limit = LOGPROB_LIMITS[precision]
+    return replace(limit, max_abs=float("inf")) if facts.moe is not None and precision != "float32" else limit

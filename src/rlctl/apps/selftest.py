@@ -1,0 +1,312 @@
+"""The refit self-test: two or more refits with perturbed weights between them, every tensor and log-probs compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlctl.backends.base import EngineWorker, WeightReceiver
+from rlctl.backends.clients import EngineClient, only_result
+from rlctl.backends.messages import QUANTISED, GroupRequest, GroupResult, Sampling
+from rlctl.errors import RlctlError
+from rlctl.refit.policy import WeightSender
+from rlctl.refit.records import RefitReport, Share
+from rlctl.refit.session import RefitSession
+from rlctl.refit.sync import WeightSync
+from rlctl.refit.verify import Comparison, assemble, guess
+
+PERTURBATION = 0.02
+SPARSE_SHARE = 0.02
+# Quantised engines: largest average difference of log-probs, as a part of that with the weights before.
+QUANTISED_SHARE = 0.5
+EXPLAINED = 8  # tensors whose values are looked at to guess a cause
+COPY_BYTES_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """Engine against policy over the tokens that the engine chose."""
+
+    tokens: int
+    mean_abs: float
+    max_abs: float
+    kl: float
+    """Estimate of KL(engine || policy), mean of exp(d) - 1 - d."""
+
+    def joined(self, other: LogprobDifference) -> LogprobDifference:
+        tokens = self.tokens + other.tokens
+
+        def mean(a: float, b: float) -> float:
+            return (a * self.tokens + b * other.tokens) / max(tokens, 1)
+
+        return LogprobDifference(
+            tokens, mean(self.mean_abs, other.mean_abs), max(self.max_abs, other.max_abs), mean(self.kl, other.kl)
+        )
+
+
+@dataclass(frozen=True)
+class LogprobLimit:
+    """The largest differences between two correct engines of one precision."""
+
+    mean_abs: float
+    max_abs: float
+
+    def exceeded(self, found: LogprobDifference | None) -> str:
+        """Say by how much `found` is too large; empty where it is not."""
+        if found is None:
+            return "were not compared"
+        if not found.max_abs <= self.max_abs:  # also where it is not a number
+            return f"differ by up to {found.max_abs:.2e} (limit {self.max_abs:.0e})"
+        if not found.mean_abs <= self.mean_abs:
+            return f"differ by {found.mean_abs:.2e} on average (limit {self.mean_abs:.0e})"
+        return ""
+
+
+NOT_COMPARED = LogprobLimit(0.0, 0.0)
+
+
+@dataclass
+class SelfTest:
+    """The findings of the self-test; `to_json` is the documented object."""
+
+    model: str
+    mover: str
+    receive: str
+    logprob_limit: LogprobLimit
+    reports: list[RefitReport] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    verify_seconds: list[float] = field(default_factory=list)
+    causes: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """The receive path of each tensor, and why it took it."""
+    after: LogprobDifference | None = None
+    """Right after refits, on prompts that the engine had cached under the weights before."""
+    stale: LogprobDifference | None = None
+    """With perturbed weights and no refit yet: shows that the comparison can fail."""
+    limit_gb_per_s: float = 0.0
+    synthetic: bool = False
+    """Between processes that hold parameters of reduced width, without an engine: no log-probs."""
+
+    @property
+    def mismatched(self) -> list[str]:
+        return sorted({name for one in self.comparisons for name in one.mismatched})
+
+    @property
+    def missing(self) -> list[str]:
+        return sorted({name for one in self.comparisons for name in one.missing})
+
+    @property
+    def extra(self) -> list[str]:
+        return sorted({name for one in self.comparisons for name in one.extra})
+
+    @property
+    def unread(self) -> list[tuple[str, str]]:
+        """Tensors that the engine holds in a form that cannot be read back, and why."""
+        return sorted({pair for one in self.comparisons for pair in one.unread})
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences about what is wrong; empty: the test passed."""
+        lines = [f"{name} differs: {self.causes.get(name, 'not looked into')}" for name in self.mismatched]
+        lines += [f"{name} is missing in the engine" for name in self.missing]
+        lines += [f"{name} is in the engine alone" for name in self.extra]
+        if not self.synthetic and (found := self._logprobs_wrong()):
+            equal = not (self.mismatched or self.unread)
+            hint = " though every tensor is equal: stale prefix cache, or a wrong layout" if equal else ""
+            lines.append(f"log-probs {found}{hint}")
+        return lines
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the engine computes with some tensors in a precision of its own."""
+        return any(QUANTISED in why for _, why in self.unread)
+
+    def _logprobs_wrong(self) -> str:
+        """How log-probs differ by more than they may; empty: they do not. The effect of quantisation on them is not
+        known beforehand: such an engine must agree with the policy better than it did with the weights before."""
+        if not (self.quantised and self.after and self.stale):
+            return self.logprob_limit.exceeded(self.after)
+        limit = QUANTISED_SHARE * self.stale.mean_abs
+        return LogprobLimit(limit, float("inf")).exceeded(self.after)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.comparisons) and not self.problems
+
+    @property
+    def tensor_paths(self) -> list[dict[str, str]]:
+        """The receive path of each tensor; twice where engine workers hold it differently."""
+        return [{"name": name, "path": path, "reason": why} for name, of in self.taken.items() for path, why in of]
+
+    def to_json(self, explain: bool = False) -> dict[str, Any]:
+        warm = self.reports[-1]
+        speed = warm.gb_per_s
+        return {
+            "model": self.model,
+            "mover": self.mover,
+            "receive": self.receive,
+            "refits": len(self.reports),
+            "tensors": max(one.tensors for one in self.comparisons),
+            "mismatched": [{"name": n, "cause": self.causes.get(n, "not looked into")} for n in self.mismatched],
+            "missing": self.missing,
+            "extra": self.extra,
+            "payload_bytes": warm.bytes,
+            "staging_peak_bytes": max(report.staging_bytes for report in self.reports),
+            "seconds": seconds_json(warm),
+            "seconds_first": seconds_json(self.reports[0]),
+            "gb_per_s": speed,
+            "limit_gb_per_s": self.limit_gb_per_s,
+            "fraction_of_limit": speed / self.limit_gb_per_s if self.limit_gb_per_s else None,
+            "logprobs": {key: getattr(self.after, key, None) for key in ("mean_abs", "max_abs", "kl")},
+            "logprobs_before": self.stale and {key: getattr(self.stale, key) for key in ("mean_abs", "max_abs", "kl")},
+            "unread": [{"name": name, "reason": why} for name, why in self.unread],
+            "buffers": max(one.buffers for one in self.comparisons),
+            "synthetic": self.synthetic,
+            "sent_bytes": warm.sent_bytes,
+            "sparse": warm.sparse,
+            "verify_seconds": self.verify_seconds[-1],
+            "reasons": _reasons(warm.shares),
+            "paths": [asdict(share) for share in warm.shares],
+            "passed": self.passed,
+        } | ({"tensor_paths": self.tensor_paths} if explain else {})
+
+
+def _reasons(shares: tuple[Share, ...]) -> dict[str, str]:
+    """Why tensors took each path."""
+    by_path: dict[str, list[str]] = {}
+    for share in shares:
+        by_path.setdefault(share.path, []).append(f"{share.tensors} {share.reason}")
+    return {path: "; ".join(reasons) for path, reasons in by_path.items()}
+
+
+def seconds_json(report: RefitReport) -> dict[str, float]:
+    """Seconds by phase, and their total."""
+    return {phase.value: value for phase, value in report.seconds.items()} | {"total": sum(report.seconds.values())}
+
+
+def run(
+    sync: WeightSync,
+    *,
+    model: str,
+    prompts: list[tuple[int, ...]],
+    compare_logprobs: Callable[[list[GroupResult]], LogprobDifference],
+    repeat: int,
+    logprob_limit: LogprobLimit,
+    timeout_s: float,
+    new_tokens: int,
+    tell: Callable[[str], None],
+) -> SelfTest:
+    """Refit `repeat` times (at least twice) and compare everything each time. `compare_logprobs` compares the engine's
+    log-probs with those that the policy gives the same tokens."""
+    session = sync.session
+
+    def generate(version: int) -> list[GroupResult]:
+        with sync.generating():
+            return _generate(sync.engines, prompts, version, new_tokens, timeout_s)
+
+    test = SelfTest(model, session.mover, session.receive, logprob_limit)
+    test.limit_gb_per_s = _copy_speed(session, timeout_s)
+    for version in range(1, max(2, repeat) + 1):
+        if version > 1:
+            _perturb(session, version, timeout_s)
+            # Fills the prefix cache under the old weights, and shows what a missed refit would look like.
+            test.stale = compare_logprobs(generate(version))
+        sync.turns.to_weights()
+        before = _held(session) if version > 1 else {}
+        if version == 1:  # what the first refit leaves out shows as not-a-number
+            session.engines.within(timeout_s).call(WeightReceiver.poison)
+        report = session.refit(version, verify=False)
+        test.reports.append(report)
+        test.receive, test.taken = report.receive, session.taken
+        tell(f"refit {version}: {sum(report.seconds.values()):.3f} s")
+        for comparison in _compared(session, test):
+            for name in comparison.mismatched[: EXPLAINED - len(test.causes)]:
+                test.causes.setdefault(name, _cause(sync, name, before.get(name)))
+        difference = compare_logprobs(generate(version))
+        test.after = difference if test.after is None else test.after.joined(difference)
+        tell(f"refit {version}: {test.comparisons[-1].tensors} tensors, log-probs within {difference.max_abs:.1e}")
+    return test
+
+
+def _perturb(session: RefitSession, version: int, timeout_s: float) -> None:
+    """Change the policy's weights: few elements where changes alone are to be sent, as in training."""
+    share = SPARSE_SHARE if session.settings.sparse else 1.0
+    session.policy.within(timeout_s).call(WeightSender.refit_perturb, version, PERTURBATION, share)
+
+
+def _copy_speed(session: RefitSession, timeout_s: float) -> float:
+    """GB/s of copying within the memory of the policy's weights."""
+    size = min(session.payload_bytes, COPY_BYTES_LIMIT)
+    return only_result(session.policy.within(timeout_s).call(WeightSender.refit_copy_gb_per_s, size))
+
+
+def run_without_engine(
+    session: RefitSession, *, model: str, repeat: int, timeout_s: float, tell: Callable[[str], None] = lambda _: None
+) -> SelfTest:
+    """The part of `run` that needs no engine: every tensor compared, the first refit into poisoned memory."""
+    test = SelfTest(model, session.mover, "direct", NOT_COMPARED, synthetic=True)
+    test.limit_gb_per_s = _copy_speed(session, timeout_s)
+    session.engines.within(timeout_s).call(WeightReceiver.poison)
+    for version in range(1, max(2, repeat) + 1):
+        if version > 1:
+            _perturb(session, version, timeout_s)
+        test.reports.append(session.refit(version, verify=False))
+        test.taken = session.taken
+        _compared(session, test)
+        count, seconds = test.comparisons[-1].tensors, sum(test.reports[-1].seconds.values())
+        tell(f"refit {version}: {count} tensors in {seconds:.3f} s, {1e6 * seconds / count:.1f} microseconds a tensor")
+    return test
+
+
+def _compared(session: RefitSession, test: SelfTest) -> list[Comparison]:
+    """Every tensor of every engine, added to the record with the seconds it took."""
+    begun = time.perf_counter()
+    found = session.compare()
+    test.verify_seconds.append(time.perf_counter() - begun)
+    test.comparisons += found
+    return found
+
+
+def _generate(
+    engines: EngineClient, prompts: list[tuple[int, ...]], version: int, new_tokens: int, timeout_s: float
+) -> list[GroupResult]:
+    """Greedy and sampled completions of each prompt, from the first engine."""
+    results: list[GroupResult] = []
+    for offset, temperature in ((0, 0.0), (len(prompts), 1.0)):
+        asked = [GroupRequest(offset + i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
+        sampling = Sampling(new_tokens, temperature=temperature)
+        first = engines.generate([asked] * len(engines), sampling, timeout_s)[0]
+        if isinstance(first, RlctlError):
+            raise first
+        results += first
+    return results
+
+
+def _held(session: RefitSession) -> dict[str, int]:
+    """Fingerprint of the first copy of each tensor in the engine, to recognise stale ones."""
+    return {reading.tensor: reading.value for reading in session.engines.call(WeightReceiver.readings)[0]}
+
+
+def _cause(sync: WeightSync, name: str, before: int | None) -> str:
+    """Fetch both sides' values of one tensor and guess."""
+    session = sync.session
+    row = next((row for row in session.setup.table if row.name == name), None)
+    if row is None:
+        return "a buffer of the engine, which no refit sends, has changed"
+    boxes = session.policy.call(WeightSender.refit_values, name)
+    expected = assemble(row.shape, [box for of_rank in boxes for box in of_rank])
+    readings = session.engines.call(WeightReceiver.readings, [name])[0]
+    now = {reading.value for reading in readings if reading.tensor == name}
+    if before is not None and before in now:
+        return "stale: still the weights from before the refit"
+    by_site: dict[str, list] = {}
+    for site, start, values in sync.engines.group.call(EngineWorker.values, name)[0]:
+        box = [(first, count, 1) for first, count in zip(start, values.shape, strict=True)]
+        by_site.setdefault(site, []).append((box, values))
+    for site, boxes in by_site.items():
+        found = assemble(row.shape, boxes)
+        if not (found == expected).all():
+            return guess(expected, found) + (f" in {site}" if len(by_site) > 1 else "")
+    return "replicas differ"

@@ -1,0 +1,161 @@
+"""From a resolved configuration to a run: new or resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.apps.dry_run import DryRun, about
+from rlctl.apps.prepare import Job, content_changes, prepare_job
+from rlctl.apps.run import RunSummary, run_training
+from rlctl.config.keys import LAYOUT
+from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
+from rlctl.config.parallel import SIZES
+from rlctl.config.sources import Source
+from rlctl.errors import InputError
+from rlctl.runs.directory import RunDirectory, newest_run
+from rlctl.runs.interrupt import StopRequest
+from rlctl.telemetry.display import Display
+
+RUNS = Path("runs")
+# A resumed run may change how long, where and how it is watched, and nothing that its numbers follow from. The model
+# may have moved: what it holds is compared.
+CHANGEABLE = (
+    "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
+    "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
+    "reward.timeout_s", "model.name", "checks.logprob_diff_warning", "checks.logprob_diff_error",
+)  # fmt: skip
+
+
+def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False) -> RunSummary:
+    """Begin or continue a run; returns when it is finished or was asked to stop."""
+    with Display(steps=resolved.config.run.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
+        display.doing("model, data and plan")
+        if resume:
+            return _resume(resolved, display, stop, allow_changes)
+        return _begin(resolved, display, stop)
+
+
+def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
+    if resolved.config.run.dir:
+        RunDirectory(Path(resolved.config.run.dir)).require_place()
+    job = prepare_job(resolved, display.say, starts=True)
+    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
+    with _locked(run, run.create):
+        try:
+            run.write_manifest(job.manifest())
+            _introduce(display, job, run)
+            return run_training(job, run, display, stop, resume=False)
+        except BaseException as error:
+            if not run.has_steps():
+                run.abandon(keep_logs=isinstance(error, Exception))
+            raise
+
+
+def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool) -> RunSummary:
+    run = run_to_resume(resolved)
+    with _locked(run, run.reopen):
+        job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
+        display.steps = job.config.run.steps
+        run.clear_partial()
+        run.write_manifest(job.manifest())
+        _introduce(display, job, run)
+        return run_training(job, run, display, stop, resume=True)
+
+
+def run_to_resume(resolved: Resolved) -> RunDirectory:
+    """Return the run that `--run-dir` names, or the newest."""
+    named = resolved.config.run.dir
+    return RunDirectory(Path(named) if named else newest_run(RUNS))
+
+
+def dry_resume(resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool) -> DryRun:
+    """Return what `--resume` would go on with, checked as a resume is."""
+    return DryRun.of(resumed_job(run_to_resume(resolved), resolved, tell, allow_changes=allow_changes, starts=False))
+
+
+def resumed_job(
+    run: RunDirectory, resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, starts: bool = True
+) -> Job:
+    """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
+    InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` hears of it."""
+    stored = run.manifest()
+    merged, changes = continued(stored, resolved)
+    job = prepare_job(merged, tell, starts=starts)
+    for change in [*changes, *content_changes(stored, job)]:
+        if not allow_changes:
+            raise InputError(
+                f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
+            )
+        tell(f"going on although {change}")
+    if change := _layout_change(stored, job):
+        tell(change)
+    checkpoints = run.checkpoints()
+    if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
+        raise InputError(
+            f"--resume: {run.path} has finished {done} steps, and {job.config.run.steps} are asked for.",
+            "Give more with --steps.",
+        )
+    return job
+
+
+def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
+    """Return a note where the layout of the policy is not the one that the run was last started with."""
+    then, now = stored.get("plan", {}).get("training") or {}, job.plan.training
+    if now is None:
+        return None
+    before = replace(now.parallel, **{size: then[size] for size in SIZES if size in then})
+    if before == now.parallel:
+        return None
+    return (
+        f"training was laid out as {before.name()} and goes on as {now.parallel.name()}: equal within rounding, not "
+        "bitwise"
+    )
+
+
+@contextlib.contextmanager
+def _locked(run: RunDirectory, lock: Callable[[], None]) -> Iterator[None]:
+    """Hold the run directory while the block writes to it."""
+    lock()
+    try:
+        with run.writing():
+            yield
+    finally:
+        run.release()
+
+
+def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, list[str]]:
+    """Return the stored configuration with what `resolved` newly sets, and what of that a resumed run should not
+    change. Where the layout changes, the planner decides its values again; what the user has set stays."""
+    then, values = stored["config"], stored_values(stored["config"])
+    given = resolved.given()
+    changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
+    if any(value.key in LAYOUT for value in changed):
+        values = [value for value in values if value.origin != PLANNER]
+    changes = []
+    for value in changed:
+        if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
+            before = then.get(value.key)
+            begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
+            changes.append(f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}")
+    undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
+    return from_sources([Source(values), Source([*undecided, *changed])]), changes
+
+
+def _name(job: Job) -> str:
+    parts = [Path(job.config.model.name or "model").name, (job.config.data.name or "data").split(":")[-1]]
+    words = [re.sub(r"[^\w.-]+", "-", Path(part).stem if "/" in part else part) for part in parts]
+    return "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]).lower()
+
+
+def _introduce(display: Display, job: Job, run: RunDirectory) -> None:
+    """Say in a few lines what is about to happen."""
+    display.say(f"run: {run.path}")
+    for line in about(job):
+        display.say(line)
+    display.say(f"plan: {job.plan.name()}")

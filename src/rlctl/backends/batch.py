@@ -1,0 +1,124 @@
+"""The batch that a policy is given to train on, what a loss is computed from, and what a step returns. Torch-free.
+
+Suffix R: the response tokens of one micro-batch (those that the policy chose), rollout after rollout in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from rlctl.config.schema import LogprobColumn as LogprobColumn
+from rlctl.data.rollouts import RolloutColumns
+
+if TYPE_CHECKING:
+    import torch
+
+Fetch = Callable[[list[object]], list[RolloutColumns]]
+"""Turns handles of columns into the columns (`ray.get`, in a run)."""
+
+
+@dataclass(frozen=True)
+class RolloutRow:
+    """One rollout of an optimizer mini-batch: where its tokens are, and the scalars that the driver gives it."""
+
+    group: int
+    """Key of its columns in `BatchShard.columns`: the position of its prompt."""
+    row: int
+    """Row in the group's columns."""
+    prompt_tokens: int
+    """Tokens before the first response token; equal for all rollouts of a group."""
+    tokens: int
+    """All its tokens. Those after the prompt need not all be response tokens: the loss mask of the columns tells."""
+    advantage: float
+    token_weight: float
+    """Weight of each of its response tokens in the loss. All normalisation is in here, over the whole mini-batch:
+    gradients are summed over micro-batches and ranks, never averaged. 0 leaves the rollout out of loss and metrics."""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The rollouts of a step as optimizer mini-batches, and where the columns of each group are."""
+
+    minibatches: tuple[tuple[RolloutRow, ...], ...]
+    columns: dict[int, object]
+
+
+MicroBatch = tuple[RolloutRow, ...]
+"""Rollouts packed into one row of tokens. Empty for a rank that only takes part in the collectives."""
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """The part of a batch that one data-parallel rank trains on; made by `backends.packing.plan_batch`."""
+
+    columns: dict[int, object]
+    """Handle of the `RolloutColumns` of each group."""
+    minibatches: tuple[tuple[MicroBatch, ...], ...]
+    """For each optimizer step its micro-batches, as many on every data-parallel rank."""
+    share_prompts: bool = False
+    """Rollouts of one group in one micro-batch stand behind a single copy of their prompt."""
+    rectangular: bool = False
+    """Rollouts of a micro-batch are padded to the longest of them."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The columns of one micro-batch that a loss is computed from, one element for each response token."""
+
+    logprobs_R: torch.Tensor  # float32 with gradient, under the current weights
+    entropy_R: torch.Tensor  # float32 without gradient, in nats
+    rollout_logprobs_R: torch.Tensor  # float32, the engine's
+    advantages_R: torch.Tensor  # float32
+    token_weights_R: torch.Tensor  # float32, see RolloutRow.token_weight
+    loss_mask_R: torch.Tensor  # bool: False where the token's rollout is left out (weight 0)
+    rollout_R: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
+    old_logprobs_R: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_R.detach()
+    reference_logprobs_R: torch.Tensor | None = None  # float32; None: no reference policy
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The answer of a `TokenLoss` for one micro-batch. All tensors are scalars."""
+
+    loss: torch.Tensor
+    """Sum over the tokens, weights applied; the gradient of its sum over micro-batches and ranks is what trains."""
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Metrics that add up over micro-batches and data-parallel ranks (counts too); the driver divides."""
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Metrics of which the largest over micro-batches and ranks counts; at least 0 (the value over no tokens)."""
+
+
+class TokenLoss(Protocol):
+    """A loss over response tokens; pickled to the workers. It is called only with at least one token, and must return
+    the same metric names for every micro-batch."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput: ...
+
+
+@dataclass(frozen=True)
+class MinibatchResult:
+    """One optimizer step, summed over all ranks."""
+
+    loss: float
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    """Before clipping; not finite where `skipped`."""
+    lr: float
+    skipped: bool
+    """The gradient was not finite and the step was not taken."""
+    tokens: int
+    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not
+    counted."""
+
+
+@dataclass(frozen=True)
+class LogprobStats:
+    """Difference d = recomputed - engine's log-probs over the response tokens of all ranks."""
+
+    tokens: int
+    abs_sum: float  # sum of |d|
+    abs_max: float
+    k3_sum: float  # sum of exp(d) - 1 - d: estimates KL(engine || policy)

@@ -1,0 +1,155 @@
+"""The policy and the engines as the driver sees them: one object for all ranks, one for all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from rlctl.backends.base import EngineWorker, PolicySpec, PolicyWorker
+from rlctl.backends.batch import LogprobColumn, LogprobStats, MinibatchResult, TokenLoss, TrainBatch
+from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
+from rlctl.backends.packing import PackingStats, plan_batch
+from rlctl.cluster.objects import fetch
+from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
+from rlctl.config.schema import TrainingConfig
+from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+
+R = TypeVar("R")
+W_co = TypeVar("W_co", bound=PolicyWorker, covariant=True)
+"""The workers of a policy; those of `SendingPolicy` can also send their weights."""
+# The driver waits longer than an engine's own limit, so that the engine's error, which knows more, comes first.
+MARGIN_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
+
+
+class PolicyClient(Generic[W_co]):
+    """Asks all ranks of a policy, as `PolicyWorker` says, and returns when all have answered."""
+
+    def __init__(
+        self, group: WorkerGroup[W_co], spec: PolicySpec, training: TrainingConfig, *, micro_batch_tokens: int
+    ) -> None:
+        """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout."""
+        self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
+        self._micro_batch_tokens = micro_batch_tokens
+        self._batching = {
+            "packing": training.packing,
+            "dynamic": training.dynamic_batching,
+            "share_prompts": training.share_prompts,
+        }
+
+    def load_hf(self, directory: Path) -> None:
+        self.group.call(PolicyWorker.load_hf, directory)
+
+    def hold_reference(self) -> None:
+        self.group.call(PolicyWorker.hold_reference)
+
+    def load_batch(self, batch: TrainBatch) -> PackingStats:
+        """Give each data-parallel rank its rows; the ranks fetch the columns themselves."""
+        plan = plan_batch(
+            batch.minibatches,
+            batch.columns,
+            dp=self.parallel.dp,
+            micro_batch_tokens=self._micro_batch_tokens,
+            **self._batching,
+            multiple=self._row_multiple,
+            micro_batch_multiple=self.parallel.micro_batch_multiple,
+        )
+        shards = [plan.shards[self.parallel.data_rank(rank)] for rank in range(len(self.group))]
+        self.group.call_each(PolicyWorker.load_batch, [(shard, fetch) for shard in shards])
+        return plan.stats
+
+    def logprobs(self, column: LogprobColumn) -> None:
+        self.group.call(PolicyWorker.logprobs, column)
+
+    def logprob_difference(self, column: LogprobColumn) -> LogprobStats:
+        return only_result(self.group.call(PolicyWorker.logprob_difference, column))
+
+    def train(self, minibatches: int, loss: TokenLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:
+        """Take one optimizer step on each mini-batch of the loaded batch, in order."""
+        return [
+            only_result(self.group.call(PolicyWorker.train_minibatch, index, loss, lr, weight_decay))
+            for index in range(minibatches)
+        ]
+
+    def sleep(self, keep_weights: bool = False) -> int:
+        """Return the bytes that all devices together got back."""
+        return sum(self.group.call(PolicyWorker.sleep, keep_weights))
+
+    def wake(self) -> None:
+        self.group.call(PolicyWorker.wake)
+
+    def save_begin(self, directory: Path) -> None:
+        self.group.call(PolicyWorker.save_begin, directory)
+
+    def save_written(self) -> bool:
+        return all(self.group.call(PolicyWorker.save_written))
+
+    def save_finish(self) -> dict[str, str]:
+        """Wait until the save is complete; return the digest of each file."""
+        return {name: digest for part in self.group.call(PolicyWorker.save_finish) for name, digest in part.items()}
+
+    def damaged_files(self, directory: Path, digests: dict[str, str]) -> list[str]:
+        found = self.group.call(PolicyWorker.damaged_files, directory, digests)
+        return [problem for part in found for problem in part]
+
+    def load(self, directory: Path) -> None:
+        self.group.call(PolicyWorker.load, directory)
+
+
+class EngineClient:
+    """Asks all generation engines, which know nothing of one another: a call is never collective, and one that allows
+    for the loss of an engine says so."""
+
+    def __init__(self, group: WorkerGroup[EngineWorker]) -> None:
+        self.group = group
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def generate(
+        self, shares: Sequence[Sequence[GroupRequest]], sampling: Sampling, timeout_s: float
+    ) -> list[list[GroupResult] | WorkerError | WaitTimeoutError]:
+        """Give each engine its share of the requests; return the results of each engine, with handles of columns and
+        texts, or the error of one that failed, is gone, or did not answer in `timeout_s`."""
+        asked, handles = self.group.within(timeout_s + MARGIN_S).submit_apart(
+            EngineWorker.generate_apart,
+            [(share, sampling, timeout_s) for share in shares],
+            [VALUES_A_GROUP * len(share) for share in shares],
+        )
+        return [
+            joined(outcome, values) if isinstance(outcome, list) else outcome
+            for outcome, values in zip(asked.outcomes(), handles, strict=True)
+        ]
+
+    def sleep(self) -> None:
+        """Let the engines give their devices' memory back. One whose process is gone holds none, and is passed over."""
+        _require_of_the_living(self.group.submit(EngineWorker.sleep))
+
+    def wake(self) -> None:
+        """Let the engines take their memory again. One whose process is gone is missed when it is to answer."""
+        _require_of_the_living(self.group.submit(EngineWorker.wake))
+
+    def lost(self) -> list[int]:
+        """The ranks of engines of which a process is gone or does not answer."""
+        outcomes = self.group.within(ANSWER_TIMEOUT_S).submit(EngineWorker.require_alive).outcomes()
+        return [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
+
+    def replace(self, ranks: Sequence[int]) -> None:
+        """Start new processes for `ranks`, and load their models."""
+        self.group.restart(ranks)
+        self.group.part(ranks).within(self.group.start_timeout_s).call(EngineWorker.start)
+
+
+def only_result(results: Sequence[R | None]) -> R:
+    """The one result among the answers of a policy's ranks."""
+    found = [result for result in results if result is not None]
+    if len(found) != 1:
+        raise ValueError(f"expected one result from {len(results)} ranks, got {len(found)}")
+    return found[0]
+
+
+def _require_of_the_living(call: PendingCall[None]) -> None:
+    for outcome in call.outcomes():
+        if isinstance(outcome, RlctlError) and not isinstance(outcome, WorkerDiedError):
+            raise outcome

@@ -1,0 +1,80 @@
+"""Context parallelism of packed rows: which tokens a rank holds, and how keys and log-probs are put together again.
+
+Suffixes: T tokens of the row, C chosen tokens, U positions whose next token was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.backends.rows import PackedRow
+
+
+def zigzag(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
+    """Tokens of a row that a context-parallel rank holds: chunks r and 2n - 1 - r, so that causal work is even."""
+    chunks = np.arange(length).reshape(2 * cp_size, -1)
+    return np.concatenate([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+class GatherContext(torch.autograd.Function):
+    """Concatenates the context-parallel ranks' parts along dim 0; backward sums and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+        torch.distributed.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        torch.distributed.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class JoinContext(torch.autograd.Function):
+    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank
+    computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+
+    @staticmethod
+    def forward(ctx: Any, part_2C: Tensor, index_C: Tensor, total: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index_C)
+        whole = part_2C.new_zeros(2, total)
+        whole[:, index_C] = part_2C
+        torch.distributed.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_C,) = ctx.saved_tensors
+        return grads[0][:, index_C], None, None, None
+
+
+def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
+    """`row` with only those predicting positions that a context-parallel rank holds, as indices into its own tokens."""
+    if cp_size == 1:
+        return row
+    device = row.tokens_T.device
+    held = torch.full((row.tokens_T.shape[0],), -1, device=device)
+    mine = torch.from_numpy(zigzag(row.tokens_T.shape[0], cp_size, cp_rank)).to(device)
+    held[mine] = torch.arange(len(mine), device=device)
+    local_U = held[row.sources_U]
+    kept_U = torch.where(local_U >= 0, torch.cumsum(local_U >= 0, 0) - 1, -1)
+    kept_C = kept_U[row.inverse_C]
+    index_C = torch.nonzero(kept_C >= 0)[:, 0]
+    return PackedRow(
+        tokens_T=row.tokens_T[mine],
+        positions_T=row.positions_T,
+        units=row.units,
+        tokens=row.tokens,
+        sources_U=local_U[local_U >= 0],
+        inverse_C=kept_C[index_C],
+        targets_C=row.targets_C[index_C],
+        columns_C={"index": index_C},
+    )

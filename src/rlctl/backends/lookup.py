@@ -1,0 +1,110 @@
+"""Policy and generation backends, a record of each, looked up by name.
+
+A backend's record names its worker class and holds what the driver needs of it before a process runs. Records are
+imported when they are asked for, so that no command imports an engine it does not use. `register_backend` adds one from
+outside of the package; the loop, refits and commands need no change for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlctl.backends.base import Device, EngineSpec, PolicySpec
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
+from rlctl.weights.plan import World
+
+POLICY, ENGINE = "megatron", "vllm"
+"""The backends of a configuration that names none."""
+
+
+@dataclass(frozen=True)
+class SectionArguments:
+    """The arguments of one class of a backend; a section of the configuration passes further values through to it."""
+
+    section: str
+    class_name: str
+    ours: dict[str, Any]
+    passed: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PolicyBackend:
+    """A training engine."""
+
+    name: str
+    """The value of `training.backend` that selects it."""
+    worker: str
+    """Its `PolicyWorker`, as `module:Class`; built from `rank`, `world_size`, `master_addr` and `spec`."""
+    layouts: Callable[[PolicySpec], World]
+    """The layouts of all ranks of a policy."""
+    arguments: Callable[[PolicySpec], Sequence[SectionArguments]]
+    """The arguments of its own classes, for a dry run to show."""
+    refuse: Callable[[PolicySpec], None]
+    """Raises ConfigError for what it would compute wrongly or not at all."""
+
+
+class MakeEngineSpec(Protocol):
+    """From configuration and plan to the engine that they ask for. Raises ConfigError for what it cannot run."""
+
+    def __call__(
+        self,
+        config: RlctlConfig,
+        facts: ModelFacts,
+        model_dir: Path | str,
+        *,
+        device: Device,
+        max_length: int | None = None,
+        tp: int | None = None,
+        threads: int | None = None,
+        colocated: bool = True,
+        dummy_weights: bool = False,
+    ) -> EngineSpec: ...
+
+
+@dataclass(frozen=True)
+class EngineBackend:
+    """A generation engine."""
+
+    name: str
+    worker: str
+    """Its `EngineWorker`, as `module:Class`; built from `spec` and `index`."""
+    spec: MakeEngineSpec
+    arguments: Callable[[EngineSpec], Sequence[SectionArguments]]
+    """The arguments of its own classes, for a dry run to show."""
+    refuse: Callable[[RlctlConfig, ModelFacts, Device], None]
+    """Raises ConfigError for a combination that the engine cannot run; `spec` does too."""
+
+
+POLICIES: dict[str, PolicyBackend | str] = {"megatron": "rlctl.backends.megatron.backend"}
+ENGINES: dict[str, EngineBackend | str] = {"vllm": "rlctl.backends.vllm.backend"}
+
+
+def register_backend(backend: PolicyBackend | EngineBackend) -> None:
+    """Add a backend, or replace the one of the same name."""
+    if isinstance(backend, PolicyBackend):
+        POLICIES[backend.name] = backend
+    else:
+        ENGINES[backend.name] = backend
+
+
+def policy_backend(name: str) -> PolicyBackend:
+    """The training engine called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
+    return _found(POLICIES, POLICY if name == "auto" else name, "training.backend")
+
+
+def engine_backend(name: str = ENGINE) -> EngineBackend:
+    """The generation engine called `name`. Raises ConfigError where there is none."""
+    return _found(ENGINES, name, "The generation engine")
+
+
+def _found(known: dict[str, Any], name: str, what: str) -> Any:
+    if name not in known:
+        raise ConfigError(f"{what} = {name} is not known.", f"Choose one of {', '.join(sorted(known))}.")
+    found = known[name]
+    return import_module(found).BACKEND if isinstance(found, str) else found

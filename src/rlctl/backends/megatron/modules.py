@@ -1,0 +1,246 @@
+"""The modules of a Megatron policy that are rlctl's own: attention over packed rows, rotary angles at the positions
+that a row states, and norms where TransformerEngine's are not used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from rlctl.backends.context_parallel import GatherContext
+from rlctl.backends.row_attention import RowAttention, attend
+from rlctl.backends.rows import PackedRow
+from rlctl.errors import ConfigError
+from rlctl.models.facts import RopeFacts
+
+
+@dataclass
+class RowParams(PackedSeqParams):
+    """A row for Megatron's layers: to them one thd sequence, whose rotary positions and attention are ours."""
+
+    row: PackedRow | None = None
+    attention: RowAttention | None = None
+
+    @classmethod
+    def of(cls, row: PackedRow, cp_size: int, cp_rank: int) -> RowParams:
+        """The row as context-parallel rank `cp_rank` computes with it."""
+        length, device = row.tokens_T.shape[0], row.tokens_T.device
+        boundaries = torch.tensor([0, length], dtype=torch.int32, device=device)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            row=row,
+            attention=RowAttention.of(row, cp_size, cp_rank),
+        )
+
+
+class PackedAttention(MegatronModule):
+    """Megatron's core attention for rows described by `RowParams`; grouped queries, values narrower than keys (MLA),
+    sliding windows, and sinks: a learned logit of each head that takes part in the softmax and attends to nothing."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,  # attention_dropout, cp_comm_type, k_channels, v_channels, by version
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.scale = max(1, layer_number), softmax_scale or config.softmax_scale
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.cp_group, self.tp_group = groups.cp, groups.tp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Tensors [T, h, d] (or [T, 1, h, d]); returns [T, h * d]."""
+        if not isinstance(packed_seq_params, RowParams) or packed_seq_params.attention is None:
+            raise TypeError("PackedAttention needs the RowParams of a packed row")
+        query, key, value = (x.reshape(x.shape[0], *x.shape[-2:]) for x in (query, key, value))
+        if self.cp_group.size() > 1:
+            key, value = GatherContext.apply(key, self.cp_group), GatherContext.apply(value, self.cp_group)
+        return attend(
+            query,
+            key,
+            value,
+            packed_seq_params.attention,
+            scale=self.scale,
+            window=self.window,
+            sinks=self.softmax_offset,
+        )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, divided over tensor-parallel ranks as the heads are."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+
+
+class RowRotary(nn.Module):
+    """Stands in for Megatron's rotary module: its "sequence length" is the row itself.
+
+    Returns angles [T, 1, 1, d] for the whole row; Megatron's thd path takes them as exact (one angle for each token of
+    `cu_seqlens`) and slices them for context parallelism. `windowed` are the facts of the layers with a sliding window
+    where they have their own: the angles are then twice as wide, those of the other layers first, and `own_angles` is
+    each layer's choice.
+    """
+
+    def __init__(
+        self, facts: RopeFacts, width: int, interleaved: bool = False, windowed: RopeFacts | None = None
+    ) -> None:
+        super().__init__()
+        self.frequencies = [inverse_frequencies(kind, width) for kind in (facts, windowed) if kind is not None]
+        self.interleaved = interleaved
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> RowParams:
+        """The row: Megatron passes it as `packed_seq_params`, by position or by name."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, RowParams):
+                return value
+        raise TypeError("RowRotary needs the RowParams of a packed row")
+
+    def forward(self, params: RowParams, *args: Any, **kwargs: Any) -> Tensor:
+        assert params.row is not None
+        positions = params.row.positions_T
+        self.frequencies = [frequencies.to(positions.device) for frequencies in self.frequencies]
+        return torch.cat([self._angles(positions.float(), f) for f in self.frequencies], -1)[:, None, None, :]
+
+    def _angles(self, positions_T: Tensor, frequencies: Tensor) -> Tensor:
+        angles = torch.outer(positions_T, frequencies)
+        return angles.repeat_interleave(2, -1) if self.interleaved else torch.cat([angles, angles], -1)
+
+
+def own_angles(windowed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]:
+    """A forward pre-hook of self-attention that keeps the half of the angles that is the layer's."""
+
+    def choose(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        halves = kwargs["rotary_pos_emb"].chunk(2, -1)
+        return args, kwargs | {"rotary_pos_emb": halves[int(windowed)]}
+
+    return choose
+
+
+def inverse_frequencies(facts: RopeFacts, width: int) -> Tensor:
+    """float32 [width / 2], by transformers' modeling_rope_utils. Raises ConfigError for other kinds of scaling."""
+    base = 1.0 / facts.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
+    if facts.kind == "default":
+        return base
+    if facts.kind == "linear":
+        return base / facts.scaling["factor"]
+    if facts.kind == "llama3":
+        return _llama3(base, facts.scaling)
+    if facts.kind == "yarn":
+        return _yarn(base, facts)
+    raise ConfigError(
+        f"rope scaling `{facts.kind}` cannot be trained yet.", "Kinds that can: default, linear, llama3, yarn."
+    )
+
+
+def attention_factor(facts: RopeFacts) -> float:
+    """YaRN's factor of cosines and sines (arXiv 2309.00071, section 3.4); 1 for every other kind."""
+    if facts.kind != "yarn":
+        return 1.0
+    given, factor = facts.scaling, facts.scaling["factor"]
+    if given.get("attention_factor"):
+        return given["attention_factor"]
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return yarn_mscale(factor, given["mscale"]) / yarn_mscale(factor, given["mscale_all_dim"])
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """The logarithmic growth of attention with the extension `factor` of the context."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _llama3(base: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Long wavelengths slowed by `factor`, short ones kept, a smooth ramp between (Llama 3.1's published code)."""
+    factor, old = scaling["factor"], scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / base
+    smooth = (old / wavelength - low) / (high - low)
+    ramp = (1 - smooth) * base / factor + smooth * base
+    slowed = torch.where(wavelength > old / low, base / factor, base)
+    return torch.where((wavelength <= old / low) & (wavelength >= old / high), ramp, slowed)
+
+
+def _yarn(base: Tensor, facts: RopeFacts) -> Tensor:
+    """Slow dimensions interpolated by `factor`, fast ones kept, a linear ramp between (arXiv 2309.00071)."""
+    scaling, width = facts.scaling, 2 * len(base)
+    for key in ("factor", "original_max_position_embeddings"):
+        if not scaling.get(key):
+            raise ConfigError(f"the model's yarn scaling has no `{key}`.", "Take the model's own config.json.")
+
+    def turning(rotations: float) -> float:
+        """The dimension that turns so often over the original context."""
+        length = scaling["original_max_position_embeddings"]
+        return width * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(facts.theta))
+
+    low, high = turning(scaling.get("beta_fast") or 32.0), turning(scaling.get("beta_slow") or 1.0)
+    if scaling.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = ((torch.arange(len(base), dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return base / scaling["factor"] * ramp + base * (1 - ramp)
+
+
+class RMSNorm(nn.Module):
+    """Megatron's torch RMSNorm refuses sequence parallelism; this one marks its weight, so that finalize_model_grads
+    sums its gradient over the tensor parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centered:  # one more than a small number would lose its digits in bfloat16
+            return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float() + 1, self.eps).type_as(x)
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@cache
+def normed_output(linear: type) -> type:
+    """`linear` (row-parallel) with a norm behind it, as Gemma has behind attention and MLP."""
+
+    class NormedOutput(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return NormedOutput

@@ -1,0 +1,119 @@
+"""Requests to a generation engine and its answers. Nothing here imports torch or vLLM.
+
+Suffix G: the samples of one prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlctl.config.schema import GenerationConfig
+from rlctl.data.rollouts import RolloutColumns
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the same for all requests of a call."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the text returned ends before them, the tokens include them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion in addition to the model's own end tokens; they belong to it."""
+
+    @classmethod
+    def from_config(
+        cls, config: GenerationConfig, *, stop: tuple[str, ...] = (), stop_token_ids: tuple[int, ...] = ()
+    ) -> Sampling:
+        """Return the `generation` section, with the further stops of a chat format."""
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop=tuple(dict.fromkeys((*config.stop, *stop))),
+            stop_token_ids=stop_token_ids,
+        )
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One prompt, and the seed of each sample wanted of it."""
+
+    group: int
+    prompt_tokens: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One sample a seed. A sample depends on its own seed alone, not on its neighbours in the batch."""
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """The samples of one prompt: what is token-sized, or handles of it, and scalars by sample."""
+
+    group: int
+    columns: Any
+    """The `RolloutColumns`."""
+    texts: Any
+    """The completion texts, `list[str]` of length G."""
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    """Tokens of each sample, its prompt included."""
+    response_tokens: tuple[int, ...]
+    """Tokens of each sample that the policy chose, counted by the loss mask."""
+    finish_reasons: tuple[str, ...]
+    """`stop`, `length`, or `abort` where a refit ended the sample."""
+    first_versions: tuple[int, ...]
+    """Oldest weights that chose a token of the sample."""
+    last_versions: tuple[int, ...]
+    """Newest weights that chose a token of the sample."""
+
+    @classmethod
+    def of(
+        cls,
+        request: GroupRequest,
+        columns: RolloutColumns,
+        texts: Sequence[str],
+        finish_reasons: Sequence[str],
+        version: int,
+    ) -> GroupResult:
+        """Return the result with the scalars that follow from `columns`. A sample without tokens has `version`."""
+        spans = [columns.slice(row) for row in range(columns.rollouts)]
+        chosen = [columns.loss_mask_T[span] for span in spans]
+        versions = [columns.weight_version_T[span][mask] for span, mask in zip(spans, chosen, strict=True)]
+        return cls(
+            group=request.group,
+            columns=columns,
+            texts=list(texts),
+            prompt_tokens=len(request.prompt_tokens),
+            tokens=tuple(span.stop - span.start for span in spans),
+            response_tokens=tuple(int(mask.sum()) for mask in chosen),
+            finish_reasons=tuple(finish_reasons),
+            first_versions=tuple(int(part.min()) if len(part) else version for part in versions),
+            last_versions=tuple(int(part.max()) if len(part) else version for part in versions),
+        )
+
+
+VALUES_A_GROUP = 2
+"""Token-sized values of a result."""
+
+
+def apart(results: Sequence[GroupResult]) -> tuple[list[GroupResult], list[Any]]:
+    """Return results whose token-sized values are replaced by places in the list of them; `joined` undoes it."""
+    values = [value for result in results for value in (result.columns, result.texts)]
+    places = range(0, len(values), VALUES_A_GROUP)
+    return [replace(r, columns=at, texts=at + 1) for at, r in zip(places, results, strict=True)], values
+
+
+def joined(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupResult]:
+    """Return the results with `values`, or handles of them, in their places."""
+    return [replace(result, columns=values[result.columns], texts=values[result.texts]) for result in results]
+
+
+QUANTISED = "is quantised by"
+"""In reasons why a parameter is not the published tensor."""

@@ -1,0 +1,250 @@
+"""Attention over packed rows by torch's scaled_dot_product_attention: units of a row never see each other.
+
+Units are gathered into batches of similar length, so that a row of many short rollouts costs a few calls and not one
+for each. Under context parallelism the caller gathers keys and values from the ranks; long contexts on GPUs want ring
+attention.
+
+Shapes: T tokens, B batch of units, Q and K query and key positions, h heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlctl.backends.context_parallel import zigzag
+from rlctl.backends.rows import PackedRow, Unit
+
+TREE_TOKENS = 512
+"""Longest unit with shared prompt that is attended in one masked square; longer ones cost less a completion at a
+time."""
+BATCH_WASTE = 1.5
+"""Units are batched while the padded squares are at most this much larger than their own."""
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """A batch of attention problems over tokens of the row."""
+
+    queries_BQ: Tensor  # int64 index into T
+    keys_BK: Tensor  # int64 index into T
+    mask_B1QK: Tensor | None  # bool, True attends; None: causal, queries and keys alike
+    positions_BQ: Tensor  # int64: of the queries
+    positions_BK: Tensor  # int64: of the keys
+    _windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal."""
+        if window is None:
+            return self.mask_B1QK
+        if window not in self._windows:
+            near_BQK = self.positions_BQ[:, :, None] - self.positions_BK[:, None] < window
+            visible = torch.ones_like(near_BQK[:1]).tril()[:, None] if self.mask_B1QK is None else self.mask_B1QK
+            self._windows[window] = visible & near_BQK[:, None]
+        return self._windows[window]
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """How the tokens of a row that one context-parallel rank holds attend."""
+
+    blocks: tuple[AttentionBlock, ...]
+    outputs_T: Tensor | None
+    """int64: where each token's output is in the concatenated blocks; None: they are in order."""
+
+    @classmethod
+    def of(cls, row: PackedRow, cp_size: int, cp_rank: int) -> RowAttention:
+        if cp_size > 1:
+            return cls((_context_parallel_block(row, cp_size, cp_rank),), None)
+        return cls(*_unit_blocks(row.units, row.positions_T))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: RowAttention,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, h * d]: the attention of a rank's queries to the keys of the whole row.
+
+    Args:
+        query: [T, h, d]; key and value have as many heads or fewer (grouped queries), and values may be narrower.
+        scale: of the scores; None: 1 / sqrt(d).
+        window: positions that a token attends to, its own included; None: all before it.
+        sinks: [h] a learned logit of each head that takes part in the softmax and attends to nothing.
+    """
+    parts = [_attend(query, key, value, block, scale, window, sinks) for block in attention.blocks]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out if attention.outputs_T is None else out.index_select(0, attention.outputs_T)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    queries: np.ndarray
+    keys: np.ndarray
+    mask_QK: np.ndarray | None
+
+    @property
+    def area(self) -> int:
+        return len(self.queries) * len(self.keys)
+
+
+def _unit_blocks(units: Iterable[Unit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
+    problems = sorted((p for unit in units for p in _problems(unit)), key=lambda p: (p.mask_QK is None, -p.area))
+    blocks = [_block(batch, positions_T) for batch in _batches(problems)]
+    order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
+    used = np.concatenate([_used(batch) for batch in _batches(problems)])
+    outputs = np.empty(int(used.sum()), np.int64)
+    outputs[order[used]] = np.flatnonzero(used)
+    in_order = len(outputs) == len(order) and np.array_equal(outputs, np.arange(len(order)))
+    return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(positions_T.device)
+
+
+def _problems(unit: Unit) -> list[_Problem]:
+    """The attention of a unit: one square, or the prompt's and one rectangle for each completion."""
+    tokens = unit.start + np.arange(unit.tokens)
+    if len(unit.completions) <= 1:
+        return [_Problem(tokens, tokens, None)]
+    if unit.tokens <= TREE_TOKENS:
+        return [_Problem(tokens, tokens, _tree_mask(unit))]
+    prompt = tokens[: unit.prompt]
+    problems = [_Problem(prompt, prompt, None)]
+    start = unit.prompt
+    for length in unit.completions:
+        own = tokens[start : start + length]
+        mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
+        if length:
+            problems.append(_Problem(own, np.concatenate([prompt, own]), mask))
+        start += length
+    return problems
+
+
+def _tree_mask(unit: Unit) -> np.ndarray:
+    """bool [tokens, tokens]: causal, and of the completions only the token's own."""
+    part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
+    return np.tri(unit.tokens, dtype=bool) & ((part[None] == 0) | (part[None] == part[:, None]))
+
+
+def _batches(problems: list[_Problem]) -> list[list[_Problem]]:
+    """Runs of problems of like kind, as long as padding them to the largest wastes little."""
+    batches: list[list[_Problem]] = []
+    for problem in problems:
+        last = batches[-1] if batches else []
+        if last and (last[0].mask_QK is None) == (problem.mask_QK is None):
+            grown = [*last, problem]
+            queries, keys = max(len(p.queries) for p in grown), max(len(p.keys) for p in grown)
+            if queries * keys * len(grown) <= BATCH_WASTE * sum(p.area for p in grown):
+                last.append(problem)
+                continue
+        batches.append([problem])
+    return batches
+
+
+def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
+    """Pads a batch. Padding queries and keys are token 0: no mask lets a real query see a padding key, and nobody
+    reads the output of a padding query."""
+    queries, keys = max(len(p.queries) for p in batch), max(len(p.keys) for p in batch)
+    queries_BQ, keys_BK = np.zeros((len(batch), queries), np.int64), np.zeros((len(batch), keys), np.int64)
+    mask = None if batch[0].mask_QK is None else np.zeros((len(batch), 1, queries, keys), bool)
+    for b, problem in enumerate(batch):
+        queries_BQ[b, : len(problem.queries)] = problem.queries
+        keys_BK[b, : len(problem.keys)] = problem.keys
+        if mask is not None and problem.mask_QK is not None:
+            mask[b, 0, : len(problem.queries), : len(problem.keys)] = problem.mask_QK
+            mask[b, 0, len(problem.queries) :, 0] = True  # a softmax over nothing is not a number
+    device = positions_T.device
+    queries_t, keys_t = torch.from_numpy(queries_BQ).to(device), torch.from_numpy(keys_BK).to(device)
+    return AttentionBlock(
+        queries_t,
+        keys_t,
+        None if mask is None else torch.from_numpy(mask).to(device),
+        positions_T[queries_t],
+        positions_T[keys_t],
+    )
+
+
+def _used(batch: list[_Problem]) -> np.ndarray:
+    """bool [batch * queries]: the entries of a block that are no padding."""
+    width = max(len(p.queries) for p in batch)
+    return np.concatenate([np.arange(width) < len(p.queries) for p in batch])
+
+
+def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> AttentionBlock:
+    """This rank's queries against the keys of all ranks, in the order in which the ranks' parts are gathered."""
+    length, device = row.tokens_T.shape[0], row.tokens_T.device
+    unit, part = np.empty(length, np.int64), np.empty(length, np.int64)
+    for number, u in enumerate(row.units):
+        span = slice(u.start, u.start + u.tokens)
+        unit[span] = number
+        part[span] = np.repeat(np.arange(len(u.completions) + 1), [u.prompt, *u.completions])
+    q = zigzag(length, cp_size, cp_rank)
+    k = np.concatenate([zigzag(length, cp_size, rank) for rank in range(cp_size)])
+    visible = (unit[q][:, None] == unit[k]) & ((part[k] == 0) | (part[q][:, None] == part[k])) & (k <= q[:, None])
+    return AttentionBlock(
+        torch.arange(len(q), device=device)[None],
+        torch.arange(length, device=device)[None],
+        torch.from_numpy(visible[None, None]).to(device),
+        row.positions_T[torch.from_numpy(q).to(device)][None],
+        row.positions_T[torch.from_numpy(k).to(device)][None],
+    )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: AttentionBlock,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B * Q, h * d]: outputs of one block."""
+    q = _gather(query, block.queries_BQ)
+    k, v = _gather(key, block.keys_BK), _gather(value, block.keys_BK)
+    mask, factor = block.mask(window), scale or query.shape[-1] ** -0.5
+    causal = mask is None
+    if mask is not None and q.is_cuda:
+        k, v = _for_each_query_head(k, q.shape[1]), _for_each_query_head(v, q.shape[1])
+    width = v.shape[-1]
+    if sinks is not None:
+        q, k, v, mask = _with_sinks(q, k, v, mask, sinks / factor)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=factor, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    if sinks is not None:
+        out = out[:, :, 1:, :width]
+    return out.transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores_h: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Put one more token in front, whose score with every query is the head's sink and whose value is zero. It takes a
+    further dimension of queries and keys, so that any kernel can be used and causal stays causal."""
+    scores = scores_h.to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, scores], -1), (0, 0, 1, 0))
+    sink = F.pad(k.new_ones(1), (k.shape[-1], 0)).expand(*k.shape[:2], 1, -1)
+    k = torch.cat([sink, F.pad(k, (0, 1))], 2)
+    return q, k, F.pad(v, (0, 1, 1, 0)), None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+
+
+def _for_each_query_head(x_BhKd: Tensor, heads: int) -> Tensor:
+    """Repeat keys or values: torch's kernels for grouped queries on GPUs take no mask but a whole [B, h, Q, K]."""
+    return x_BhKd if x_BhKd.shape[1] == heads else x_BhKd.repeat_interleave(heads // x_BhKd.shape[1], 1)
+
+
+def _gather(x_Thd: Tensor, index_BL: Tensor) -> Tensor:
+    """[B, h, L, d]"""
+    batch, length = index_BL.shape
+    if batch == 1 and length == x_Thd.shape[0]:  # the whole row, in order
+        return x_Thd.transpose(0, 1)[None]
+    return x_Thd.index_select(0, index_BL.flatten()).view(batch, length, *x_Thd.shape[1:]).transpose(1, 2)

@@ -1,0 +1,216 @@
+"""Packed rows: the tensors of one micro-batch, and which token attends to which.
+
+A row is a sequence of units. A unit is a prompt and the completions behind it: one rollout on its own, or all
+rollouts of a group behind the one copy of their prompt. Every completion continues the positions of its prompt, and
+attends to the prompt and to itself. A row's tokens stand under context parallelism as Megatron's zigzag of the whole
+row.
+
+Suffixes: T tokens of the row, C chosen tokens, U positions whose next token was chosen, L layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rlctl.backends.batch import BatchShard, Fetch, MicroBatch, RolloutRow
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
+from rlctl.errors import InputError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Where a prompt and its completions stand in a row."""
+
+    start: int
+    prompt: int
+    """Tokens of the prompt; all tokens of a unit that has no completions."""
+    completions: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.completions)
+
+
+@dataclass
+class PackedRow:
+    """One micro-batch on the device, whole: context-parallel ranks slice it."""
+
+    tokens_T: torch.Tensor  # int64, padded
+    positions_T: torch.Tensor  # int64
+    units: tuple[Unit, ...]
+    tokens: int
+    """Without padding."""
+    sources_U: torch.Tensor  # int64: index into T
+    inverse_C: torch.Tensor  # int64: index into U of the position that predicts the token
+    targets_C: torch.Tensor  # int64: the chosen tokens
+    columns_C: dict[str, torch.Tensor] = field(default_factory=dict)
+    """rollout, rollout_logprobs, advantages, token_weights, and old_logprobs and reference_logprobs once computed."""
+    routing_TLK: torch.Tensor | None = None
+    """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
+
+
+def fetch_rows(
+    shard: BatchShard, fetch: Fetch, multiple: int, device: torch.device, *, routing: bool
+) -> list[list[PackedRow]]:
+    """Fetch the columns of a rank's part and pack them: for each mini-batch its rows, with `routing` the recorded
+    experts too. Raises as `build_row` and `row_routing` do."""
+    columns = dict(zip(shard.columns, fetch(list(shard.columns.values())), strict=True))
+
+    def packed(micro: MicroBatch) -> PackedRow:
+        row = build_row(micro, columns, shard.share_prompts, multiple, device, shard.rectangular)
+        row.routing_TLK = row_routing(micro, columns, shard.share_prompts, row) if routing else None
+        return row
+
+    return [[packed(micro) for micro in minibatch] for minibatch in shard.minibatches]
+
+
+def build_row(
+    micro_batch: MicroBatch,
+    columns: dict[int, RolloutColumns],
+    share: bool,
+    multiple: int,
+    device: torch.device,
+    rectangular: bool = False,
+) -> PackedRow:
+    """Pack the rollouts of `micro_batch` into a row padded to a multiple of `multiple` tokens. `rectangular` (without
+    `share`) pads each to the longest: attention is then one batch of equal lengths. Raises InputError where rollouts of
+    one group have different prompts, or the columns disagree with the driver's lengths."""
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    units: list[Unit] = []
+    sources: list[np.ndarray] = []
+    chosen: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
+    }
+    start = padding = 0
+    width = max((row.tokens for row in micro_batch), default=0) if rectangular else 0
+    for index, rows in unit_rows(micro_batch, share):
+        prompt, parts = _unit_parts(rows, columns[rows[0].group], share)
+        offset = start + len(prompt)
+        for number, (row, (completion, mask, logprobs)) in enumerate(zip(rows, parts, strict=True)):
+            where = np.flatnonzero(mask)
+            before = offset + where - 1
+            before[where == 0] = start + len(prompt) - 1
+            sources.append(before)
+            chosen["targets"].append(completion[where])
+            chosen["logprobs"].append(logprobs[where])
+            for name, value in (
+                ("rollout", index + number),
+                ("advantages", row.advantage),
+                ("weights", row.token_weight),
+            ):
+                chosen[name].append(np.full(len(where), value, np.int64 if name == "rollout" else np.float32))
+            offset += len(completion)
+        tokens += [prompt, *(part[0] for part in parts)]
+        positions += [np.arange(len(prompt)), *(len(prompt) + np.arange(len(part[0])) for part in parts)]
+        if (short := width - (offset - start)) > 0:  # behind the rollout, where causal attention never looks
+            tokens.append(np.zeros(short, np.int64))
+            positions.append(offset - start + np.arange(short))
+            offset, padding = offset + short, padding + short
+        lengths = tuple(len(part[0]) for part in parts)
+        units.append(Unit(start, len(prompt), lengths) if share else Unit(start, offset - start))
+        start = offset
+    return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
+
+
+def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[RolloutRow]]]:
+    """(index of the first rollout, rollouts) of each unit."""
+    units: list[tuple[int, list[RolloutRow]]] = []
+    for index, row in enumerate(micro_batch):
+        if share and units and units[-1][1][0].group == row.group:
+            units[-1][1].append(row)
+        else:
+            units.append((index, [row]))
+    return units
+
+
+def row_routing(
+    micro_batch: MicroBatch, columns: Mapping[int, RolloutColumns], share: bool, row: PackedRow
+) -> torch.Tensor | None:
+    """int16 [T, L, K]: the recorded experts where `row` has the tokens, -1 elsewhere; None of a row without rollouts.
+    Raises InputError where the rollouts have no such record."""
+    routing_TLK: np.ndarray | None = None
+    for unit, (_, rollouts) in zip(row.units, unit_rows(micro_batch, share), strict=False):  # the last may be padding
+        at = unit.start
+        for number, rollout in enumerate(rollouts):
+            group = columns[rollout.group]
+            if ROUTED_EXPERTS not in group.extra_T:
+                raise InputError(
+                    f"the rollouts of group {rollout.group} came without a record of their experts.",
+                    "Turn training.router_replay off, or generate with an engine that records them.",
+                )
+            own = group.extra_T[ROUTED_EXPERTS][group.slice(rollout.row)]
+            own = own[rollout.prompt_tokens :] if number else own  # the prompt stands there once
+            if routing_TLK is None:
+                routing_TLK = np.full((len(row.tokens_T), *own.shape[1:]), -1, np.int16)
+            routing_TLK[at : at + len(own)] = own
+            at += len(own)
+    return None if routing_TLK is None else torch.from_numpy(routing_TLK).to(row.tokens_T.device)
+
+
+def _unit_parts(
+    rows: Sequence[RolloutRow], columns: RolloutColumns, share: bool
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Prompt tokens, and (tokens, loss mask, engine log-probs) of each completion."""
+    prompt: np.ndarray | None = None
+    parts = []
+    for row in rows:
+        span, split = columns.slice(row.row), row.prompt_tokens
+        tokens, mask = columns.tokens_T[span], columns.loss_mask_T[span]
+        if len(tokens) != row.tokens or mask[:split].any():
+            raise InputError(
+                f"rollout {row.row} of group {row.group} has {len(tokens)} tokens, the first chosen one at "
+                f"{int(np.argmax(mask))}; the driver counts {row.tokens} and {split}."
+            )
+        if prompt is not None and not np.array_equal(prompt, tokens[:split]):
+            raise InputError(
+                f"the rollouts of group {row.group} have different prompts and cannot share one.",
+                "Set training.share_prompts to false.",
+            )
+        prompt = tokens[:split]
+        parts.append((tokens[split:], mask[split:], columns.logprobs_T[span][split:]))
+    assert prompt is not None
+    return prompt, parts
+
+
+def _to_device(
+    tokens: list[np.ndarray],
+    positions: list[np.ndarray],
+    units: list[Unit],
+    sources: list[np.ndarray],
+    chosen: dict[str, list[np.ndarray]],
+    lengths: tuple[int, int],
+    multiple: int,
+    device: torch.device,
+) -> PackedRow:
+    """`lengths` with and without the padding inside."""
+    length, used = lengths
+    padding = max(multiple, -(-length // multiple) * multiple) - length
+    if padding:
+        units = [*units, Unit(length, padding)]
+        tokens, positions = [*tokens, np.zeros(padding, np.int64)], [*positions, np.arange(padding)]
+
+    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        joined = np.concatenate(parts) if parts else np.zeros(0)
+        return torch.from_numpy(joined).to(device=device, dtype=dtype)
+
+    sources_U, inverse_C = torch.unique(tensor(sources, torch.int64), return_inverse=True)
+    return PackedRow(
+        tokens_T=tensor(tokens, torch.int64),
+        positions_T=tensor(positions, torch.int64),
+        units=tuple(units),
+        tokens=used,
+        sources_U=sources_U,
+        inverse_C=inverse_C,
+        targets_C=tensor(chosen["targets"], torch.int64),
+        columns_C={
+            "rollout": tensor(chosen["rollout"], torch.int64),
+            "rollout_logprobs": tensor(chosen["logprobs"], torch.float32),
+            "advantages": tensor(chosen["advantages"], torch.float32),
+            "token_weights": tensor(chosen["weights"], torch.float32),
+        },
+    )

@@ -1,0 +1,24 @@
+"""The record of the vLLM backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlctl.backends.base import EngineSpec
+from rlctl.backends.lookup import EngineBackend, SectionArguments
+from rlctl.backends.vllm.args import engine_spec, refuse_unsupported
+
+
+def arguments(spec: EngineSpec) -> list[SectionArguments]:
+    ours = {key: value for key, value in spec.arguments.items() if key not in spec.passed} | spec.replaced
+    return [SectionArguments("vllm", "EngineArgs", ours, spec.passed)]
+
+
+BACKEND = EngineBackend("vllm", "rlctl.backends.vllm.engine:VllmEngine", engine_spec, arguments, refuse_unsupported)
+
+
+if TYPE_CHECKING:
+    from rlctl.backends.base import EngineWorker
+    from rlctl.backends.vllm.engine import VllmEngine
+
+    WORKER: type[EngineWorker] = VllmEngine

@@ -1,0 +1,174 @@
+"""Reads back what a running vLLM model computes with, as fingerprints or values, and spoils it on purpose.
+
+Spoiling is kept apart from writing (`write.py`), so that it cannot forget what that forgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from rlctl.backends.vllm.weights.locate import Site, Sites, sites
+from rlctl.backends.vllm.weights.reload import abandon
+from rlctl.checkpoints.tensor_fingerprints import fingerprint
+from rlctl.weights.fingerprints import Reading
+
+READ_COLUMNS = 256
+"""Columns of a repacked matrix that are read back at once."""
+ROTARY_TABLE = "cos_sin_cache"
+ROUNDED = (torch.bfloat16, torch.float16)
+"""Dtypes to which the first call of a layer that computes in them rounds its float32 table."""
+Expected = dict[tuple[str, torch.dtype], int]
+_recorded: WeakKeyDictionary[torch.nn.Module, Expected] = WeakKeyDictionary()
+
+
+# Weights
+
+
+def read(found: list[Site]) -> Iterator[Reading]:
+    """Fingerprints of what products and look-ups really use."""
+    for site in found:
+        if site.packed:
+            yield from _read_packed(site)
+        if not site.packed or site.lookup:
+            stored = site.stored()
+            for part in site.parts:
+                box = site.box(part, stored)
+                value = fingerprint(box, part.shape, part.start)
+                yield Reading(part.tensor, part.shape, part.start, tuple(box.shape), value, site.name)
+
+
+def unread(every: Sites) -> list[Reading]:
+    """Why values are not known: one reading for each tensor of an opaque site and for each unknown parameter."""
+    tensors = {part.tensor: site for site in every.opaque for part in site.parts}
+    found = {name: f"{site.full_name} {site.opaque}" for name, site in tensors.items()}
+    found |= {name: every.unreadable[name] for name in every.unknown}
+    return [Reading(name, (), (), (), 0, name, unreadable=why) for name, why in found.items()]
+
+
+def _read_packed(site: Site) -> Iterator[Reading]:
+    """Multiply the identity: each output is one weight times one, plus zeros, hence exact."""
+    sums = [0] * len(site.parts)
+    for first, columns in _products(site):
+        for index, part in enumerate(site.parts):
+            box = columns[:, part.row : part.row + part.rows].t()
+            start = (part.start[0], part.start[1] + first)
+            sums[index] += fingerprint(box, part.shape, start)
+    for part, value in zip(site.parts, sums, strict=True):
+        extent = (part.rows, site.columns)
+        yield Reading(part.tensor, part.shape, part.start, extent, value & ((1 << 64) - 1), f"{site.path} (repacked)")
+
+
+def _products(site: Site) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, the matrix's columns from there on as rows [c, N]) of a repacked matrix."""
+    module, weight = site.module, getattr(site.module, site.parameter)
+    for first in range(0, site.columns, READ_COLUMNS):
+        width = min(READ_COLUMNS, site.columns - first)
+        eye = torch.zeros(width, site.columns, dtype=weight.dtype)
+        eye[:, first : first + width].fill_diagonal_(1.0)
+        yield first, module.cpu_linear(eye, weight, None)
+
+
+def values(found: list[Site], tensor: str) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+    """Every copy of `tensor` that the engine computes with: (site, start of the box, values as float32)."""
+    for site in found:
+        parts = [part for part in site.parts if part.tensor == tensor]
+        if parts and (not site.packed or site.lookup):
+            stored = site.stored()
+            for part in parts:
+                yield site.name, part.start, site.box(part, stored).float().cpu().numpy()
+        if parts and site.packed:
+            whole = torch.cat([columns for _, columns in _products(site)]).t()
+            for part in parts:
+                yield f"{site.path} (repacked)", part.start, site.box(part, whole).float().numpy()
+
+
+# Buffers: no refit sends them, and every refit must leave them as they were
+
+
+def record_buffers(model: torch.nn.Module) -> Expected:
+    """Fingerprints that the buffers must have; to be called before the first refit, the first call counts.
+
+    Rotary tables are computed again from the model's configuration. The others (scales of the attention's cache,
+    Gemma's embedding factor, which experts a rank holds) depend on no weight, and must stay as they are now.
+    """
+    if model not in _recorded:
+        found = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
+        for name, table in _rotary_tables(model):
+            for dtype in (table.dtype, *(ROUNDED if table.dtype == torch.float32 else ())):
+                found[name, dtype] = _fingerprint(table.to(dtype))
+        _recorded[model] = found
+    return _recorded[model]
+
+
+def read_buffers(model: torch.nn.Module) -> Iterator[Reading]:
+    """The value of each buffer, and the one that it must have."""
+    expected = record_buffers(model)
+    for name, buffer in _buffers(model):
+        shape = tuple(buffer.shape)
+        value, wanted = _fingerprint(buffer), expected.get((name, buffer.dtype), 0)
+        yield Reading(name, shape, (0,) * len(shape), shape, value, name, expected=wanted)
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer is not None and buffer.numel())
+
+
+def _rotary_tables(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tables that the configuration of each rotary embedding implies."""
+    for path, module in model.named_modules():
+        table, compute = getattr(module, ROTARY_TABLE, None), getattr(module, "_compute_cos_sin_cache", None)
+        if isinstance(table, torch.Tensor) and callable(compute):
+            with table.device:
+                computed = compute()
+                assert isinstance(computed, torch.Tensor)
+                yield f"{path}.{ROTARY_TABLE}", computed.to(table.dtype)
+
+
+def _fingerprint(buffer: torch.Tensor) -> int:
+    return fingerprint(buffer, tuple(buffer.shape))
+
+
+# Spoiling: a refit that compares equal afterwards wrote every weight
+
+
+def poison(model: torch.nn.Module) -> int:
+    """Fill what is made of weights with not-a-number; return how many tensors. Buffers, which no refit sends, stay."""
+    abandon(model)  # parameters of an interrupted reload are not in place
+    every = sites(model)
+    known = {site.full_name for site in every.found}
+    for site in every.found:
+        if site.packed:
+            _poison_packed(site)
+        elif site.parts:  # the zeros that other ranks add to one rank's bias are no weights
+            site.kept().fill_(float("nan"))
+    for site in every.opaque:
+        if site.derived:  # no parameter in every version of vLLM
+            _poison_latent_halves(site)
+    unknown = [parameter for name, parameter in model.named_parameters() if name not in known]
+    for parameter in unknown:
+        if parameter.is_floating_point():
+            parameter.data.fill_(float("nan"))
+    return len(every.found) + len(unknown)
+
+
+def _poison_latent_halves(site: Site) -> None:
+    for name in ("W_UK_T", "W_UV"):
+        made = getattr(site.module, name, None)
+        if isinstance(made, torch.Tensor):
+            made.data.fill_(float("nan"))
+
+
+def _poison_packed(site: Site) -> None:
+    """Let the module pack a matrix of not-a-number as it packs its weight at the start."""
+    module, kept = site.module, getattr(site.module, site.parameter)
+    if kept.numel():
+        kept.data.fill_(float("nan"))
+    else:
+        rows = max(part.row + part.rows for part in site.parts)
+        spoiled = torch.full((rows, site.columns), float("nan"), dtype=kept.dtype)
+        module.register_parameter(site.parameter, torch.nn.Parameter(spoiled, requires_grad=False))
+    module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,369 @@
+"""Finds where a running vLLM model holds each published tensor, by walking its modules in the engine's worker.
+
+The functions of `weights/vllm.py` say which parts of tensors each kind of layer holds; this file finds the kinds and
+their sizes, how each module keeps its matrices, and which parameters it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from rlctl.backends.vllm import compat
+from rlctl.errors import VerificationError
+from rlctl.weights import vllm as held
+from rlctl.weights.vllm import LocalMatrix, Part, Rows
+
+CORRECTION_BIAS = "e_score_correction_bias"
+# vLLM's model classes whose modules have other names than the published tensors: (vLLM's, published).
+RENAMED = {"GptOssForCausalLM": ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))}
+DIGIT_BITS = 8  # indices travel as digits that every floating-point type of weights holds exactly
+
+
+class Form(Enum):
+    """How a module keeps a matrix."""
+
+    PLAIN = "plain"
+    REPACKED = "repacked"
+    """In a copy that only the module's own product can read."""
+    PERMUTED = "permuted"
+    """The same elements in the order of the CPU's grouped product of experts (`pack_expert`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(LocalMatrix):
+    """A matrix or vector of a running model, and how its module keeps it."""
+
+    module: Any
+    """The module or other object that has `parameter` as an attribute."""
+    form: Form = Form.PLAIN
+    lookup: bool = False
+    """Rows are looked up in the parameter itself; a repacked copy is used for products."""
+    output: bool = False
+    """The output embedding."""
+    isa: str = ""
+    """PERMUTED: the instruction set that decides the order."""
+    label: str = ""
+    """The name in readings, if the boxes of one tensor lie in several sites."""
+    derived: bool = False
+    """Made from, or the same memory as, what another module was loaded with: no loader writes here."""
+    opaque: str = ""
+    """Why it is unknown how the parts are kept; their shapes and rows mean nothing then. Empty: it is known."""
+
+    @property
+    def packed(self) -> bool:
+        return self.form is Form.REPACKED
+
+    @property
+    def name(self) -> str:
+        return self.label or self.full_name
+
+    def because(self, why: str) -> Site:
+        """The site as an opaque one; itself where `why` is empty."""
+        return replace(self, opaque=why) if why else self
+
+    def kept(self) -> torch.Tensor:
+        """The tensor as the module keeps it: the matrix of the stack, in whatever order it is in."""
+        value = getattr(self.module, self.parameter).data
+        return value if self.index is None else value[self.index]
+
+    def stored(self) -> torch.Tensor:
+        """The matrix or vector with the published tensor's rows and columns; memory of its own only if PERMUTED."""
+        value = self.kept()
+        if self.form is Form.PERMUTED:
+            value = unpacked_expert(value, self.isa)
+        return value.t() if self.transposed else value
+
+    def box(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
+        """The view of `stored` that holds `part`, with as many dimensions as the published tensor."""
+        rows = stored[part.row : part.row + part.rows]
+        rows = rows if rows.dim() == 1 else rows[:, : self.columns]
+        return rows if rows.dim() == len(part.shape) else rows.unsqueeze(0)
+
+
+def _site(matrix: LocalMatrix, module: Any, **kept: Any) -> Site:
+    return Site(**vars(matrix), module=module, **kept)
+
+
+# The order in which the CPU platform keeps experts
+
+
+def pack_expert(plain: torch.Tensor, kept: torch.Tensor, isa: str) -> None:
+    """Write the matrix `plain` into `kept` in the order of the CPU's grouped product."""
+    torch.ops._C.prepack_moe_weight(plain.unsqueeze(0), kept.unsqueeze(0), isa)
+
+
+def unpacked_expert(kept: torch.Tensor, isa: str) -> torch.Tensor:
+    """An expert's matrix [rows, columns] in its published order, from the one that the kernel keeps."""
+    order = _order(tuple(kept.shape), kept.dtype, isa)
+    plain = torch.empty_like(kept).view(-1)
+    plain[order] = kept.reshape(-1)
+    return plain.view(kept.shape)
+
+
+@lru_cache(maxsize=16)
+def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Published index of each element in the kernel's order, which vLLM tells when it packs matrices of indices. Raises
+    VerificationError if the order is no permutation."""
+    count = shape[0] * shape[1]
+    index, order = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    for shift in range(0, max(1, (count - 1).bit_length()), DIGIT_BITS):
+        digits = ((index >> shift) & ((1 << DIGIT_BITS) - 1)).to(dtype).view(shape)
+        moved = torch.empty_like(digits)
+        pack_expert(digits, moved, isa)
+        order |= moved.view(-1).to(torch.int64) << shift
+    if not torch.equal(order.sort().values, index):
+        raise VerificationError(f"vLLM's order of experts ({isa}, {shape}) is no permutation: no reading back.")
+    return order
+
+
+# A model as a whole
+
+
+class Sites(NamedTuple):
+    """Everything found in a model."""
+
+    found: list[Site]
+    """The sites that rlctl can read and write itself."""
+    opaque: list[Site]
+    """Sites whose tensors are known, and not how they are kept."""
+    unreadable: dict[str, str]
+    """Parameter -> why its values are not known."""
+    unknown: tuple[str, ...]
+    """Unreadable parameters whose tensors are not known either."""
+
+
+def sites(model: torch.nn.Module) -> Sites:
+    """The parameters that rlctl can read and write itself, and those that it cannot."""
+    every = _walk(model)
+    if getattr(model.config, "tie_word_embeddings", False):
+        every = _name_after_input_embedding(every)
+    for vllm, published in RENAMED.get(type(model).__name__, ()):
+        every = [_renamed(site, vllm, published) for site in every]
+    every = [site.because(site.opaque or _why_misshapen(site)) for site in every]
+    found, opaque = [site for site in every if not site.opaque], [site for site in every if site.opaque]
+    readable = {site.full_name for site in found}
+    unreadable = {name: site.opaque for site in opaque for name in _parameters(site) if name not in readable}
+    covered = readable | set(unreadable)
+    unknown = [name for name, _ in model.named_parameters() if name not in covered]
+    for name in unknown:
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        unreadable[name] = f"is stored in a form of its own by {owner}"
+    return Sites(found, opaque, unreadable, tuple(unknown))
+
+
+def _parameters(site: Site) -> Iterator[str]:
+    """The names of an opaque site's parameter and of the others of its module, such as scales."""
+    yield site.full_name
+    if isinstance(site.module, torch.nn.Module):
+        yield from (f"{site.path}.{name}" for name, _ in site.module.named_parameters(recurse=False))
+
+
+def dtypes(model: torch.nn.Module) -> dict[str, str]:
+    """The dtype of each published tensor in the engine: a router's correction bias is float32 among bfloat16."""
+    return {part.tensor: dtype_name(site) for site in sites(model).found for part in site.parts}
+
+
+def dtype_name(site: Site) -> str:
+    """The dtype in which the module keeps the matrix, as layouts spell it."""
+    return str(site.kept().dtype).removeprefix("torch.")
+
+
+def _why_misshapen(site: Site) -> str:
+    """Why the parameter cannot hold its parts: kernels may have taken its memory away. Empty: it can."""
+    if site.form is Form.REPACKED or not site.parts:
+        return ""
+    kept = site.kept()
+    last, shape = max(part.row + part.rows for part in site.parts), tuple(kept.shape)
+    if site.transposed:
+        shape = shape[::-1]
+    holds = len(shape) > 0 and shape[0] >= last and (len(shape) == 1 or shape[1] >= site.columns)
+    return "" if holds else f"is kept with shape {tuple(kept.shape)}"
+
+
+def _name_after_input_embedding(found: list[Site]) -> list[Site]:
+    """With tied embeddings the output module computes with a copy of the input embedding's published tensor."""
+    names = {site.parts[0].tensor for site in found if site.lookup}
+    return [
+        replace(site, parts=tuple(replace(part, tensor=name) for part in site.parts)) if site.output else site
+        for site in found
+        for name in names
+    ]
+
+
+def _renamed(site: Site, vllm: str, published: str) -> Site:
+    parts = tuple(replace(part, tensor=part.tensor.replace(vllm, published)) for part in site.parts)
+    return replace(site, parts=parts)
+
+
+# Its modules
+
+
+def _walk(model: torch.nn.Module) -> list[Site]:
+    fused: dict[str, list[str]] = held.FUSED | getattr(model, "packed_modules_mapping", {})
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [site for path, module in model.named_modules() for site in _of_module(path, module, fused, paths)]
+
+
+def _of_module(
+    path: str, module: torch.nn.Module, fused: dict[str, list[str]], paths: dict[int, str]
+) -> Iterator[Site]:
+    kind = {base.__name__ for base in type(module).__mro__}
+    if "VocabParallelEmbedding" in kind:
+        yield _embedding(path, module, output="ParallelLMHead" in kind).because(compat.why_quantised(module))
+    elif "LinearBase" in kind:
+        why = compat.why_quantised(module)
+        yield from (site.because(why) for site in _linear(path, module, kind, fused))
+        yield from _correction_bias(path, module, path)
+    elif "MLAAttention" in kind:
+        yield from _latent_attention(path, module, paths)
+    elif "RoutedExperts" in kind or ("FusedMoE" in kind and hasattr(module, "w13_weight")):
+        yield from _experts(path, module)
+        yield from _correction_bias(path, module, f"{_block(path)}.gate", derived=True)
+    elif any("Norm" in name for name in kind):
+        yield from _replicated(path, module)
+    if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+        yield from _sinks(path, module)
+    router = getattr(module, "router", None)
+    if router is not None and not isinstance(router, torch.nn.Module):
+        yield from _correction_bias(f"{path}.router", router, f"{_block(path)}.gate", derived=True)
+
+
+def _replicated(path: str, module: torch.nn.Module) -> Iterator[Site]:
+    """A module whose parameters are stored as published and on every rank (norms)."""
+    for name, parameter in module.named_parameters(recurse=False):
+        rows, *columns = parameter.shape
+        matrix = held.stacked_rows(path, name, [f"{path}.{name}"], [held.all_rows(rows)], sum(columns))
+        yield _site(matrix, module)
+
+
+def _embedding(path: str, module: Any, output: bool) -> Site:
+    own = module.shard_indices
+    first, end = own.org_vocab_start_index, own.org_vocab_end_index
+    rows = Rows(module.org_vocab_size, first, end - first)
+    matrix = held.stacked_rows(path, "weight", [f"{path}.weight"], [rows], module.embedding_dim)
+    return _site(matrix, module, form=_form(module), lookup=not output, output=output)
+
+
+def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]]) -> Iterator[Site]:
+    parent, _, leaf = path.rpartition(".")
+    names = [f"{parent}.{name}" if parent else name for name in fused.get(leaf, [leaf])]
+    tp = 1 if getattr(module, "disable_tp", False) else getattr(module, "tp_size", 1)
+    rank = getattr(module, "tp_rank", 0) if tp > 1 else 0
+    if "RowParallelLinear" in kind:
+        names, rows = [path], [held.all_rows(module.output_size)]
+        matrix = held.row_parallel(path, f"{path}.weight", module.output_size, module.input_size, tp, rank)
+    else:
+        rows = _output_rows(module, kind, tp, rank)
+        count = sum(own.count for own in rows)
+        if len(rows) != len(names) or count != getattr(module, "output_size_per_partition", count):
+            return  # composed in a way of its own
+        matrix = held.stacked_rows(path, "weight", [f"{name}.weight" for name in names], rows, module.input_size)
+    yield _site(matrix, module, form=_form(module))
+    if getattr(module, "bias", None) is not None:
+        yield _site(held.stacked_rows(path, "bias", [f"{name}.bias" for name in names], rows), module)
+
+
+def _output_rows(module: Any, kind: set[str], tp: int, rank: int) -> list[Rows]:
+    """The rows of each published matrix in one that is column-parallel or replicated."""
+    if "QKVParallelLinear" in kind:
+        head_dim = module.head_size
+        v_head_dim = getattr(module, "v_head_size", head_dim)
+        return held.qkv_rows(module.total_num_heads, module.total_num_kv_heads, head_dim, v_head_dim, tp, rank)
+    if "MergedColumnParallelLinear" in kind:
+        return [held.equal_rows(size, tp, rank) for size in module.output_sizes]
+    if "ColumnParallelLinear" in kind:
+        return [held.equal_rows(module.output_size, tp, rank)]
+    return [held.all_rows(module.output_size)]
+
+
+def _form(module: torch.nn.Module) -> Form:
+    product = getattr(module, "cpu_linear", None)
+    # The plain fallback is a lambda around the live weight: it reads the parameter at each call.
+    packed = product is not None and bool(getattr(product, "__closure__", None))
+    return Form.REPACKED if packed else Form.PLAIN
+
+
+def _block(path: str) -> str:
+    """The MoE block that experts or their router belong to."""
+    return path.removesuffix(".routed_experts").removesuffix(".experts")
+
+
+def _correction_bias(path: str, holder: Any, gate: str, derived: bool = False) -> Iterator[Site]:
+    """The expert score correction bias, as the gate, the experts and the router hold it: each must be up to date."""
+    bias = getattr(holder, CORRECTION_BIAS, None)
+    if isinstance(bias, torch.Tensor):
+        tensor, rows = f"{gate}.{CORRECTION_BIAS}", held.all_rows(bias.shape[0])
+        yield _site(held.stacked_rows(path, CORRECTION_BIAS, [tensor], [rows]), holder, derived=derived)
+
+
+def _sinks(path: str, module: Any) -> Iterator[Site]:
+    """Attention sinks, one a head of this rank, in the module and in the kernel that computes with them."""
+    tp, rank = _tensor_parallel()
+    matrix = held.stacked_rows(
+        path, "sinks", [f"{path}.sinks"], [held.equal_rows(module.sinks.shape[0] * tp, tp, rank)]
+    )
+    yield _site(matrix, module)
+    kernel = getattr(getattr(module, "attn", None), "impl", None)
+    if isinstance(getattr(kernel, "sinks", None), torch.Tensor):
+        yield _site(replace(matrix, path=f"{path}.attn.impl"), kernel, derived=True)
+
+
+def _tensor_parallel() -> tuple[int, int]:
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+
+
+def _latent_attention(path: str, module: Any, paths: dict[int, str]) -> Iterator[Site]:
+    """Latent attention decodes with the two halves of each head of kv_b, transposed and apart."""
+    tensor = f"{paths[id(module.kv_b_proj)]}.weight"
+    if why := _why_not_halved(module):
+        yield _opaque(path, module, "W_UK_T", [tensor], why, derived=True)
+        return
+    heads, keys, columns = module.W_UK_T.shape
+    values = module.W_UV.shape[2]
+    for matrix in held.latent_halves(path, tensor, heads, keys, values, columns, *_tensor_parallel()):
+        yield _site(matrix, module, derived=True, label=f"{path}.W_UK_T and W_UV")
+
+
+def _why_not_halved(module: Any) -> str:
+    """Why the halves of kv_b are not its own elements; empty: they are."""
+    if why := compat.why_quantised(module.kv_b_proj):
+        return f"is made from kv_b_proj, which {why}"
+    return "" if hasattr(module, "W_UK_T") and hasattr(module, "W_UV") else "is kept in an order of the kernel's own"
+
+
+def _opaque(path: str, module: Any, parameter: str, tensors: list[str], why: str, derived: bool = False) -> Site:
+    parts = tuple(Part(name, (), (), 0, 0) for name in tensors)
+    return Site(path, parameter, parts, module=module, opaque=why, derived=derived)
+
+
+def _experts(path: str, module: Any) -> Iterator[Site]:
+    order, prefix, numbers = compat.expert_order(module), f"{_block(path)}.experts", compat.local_experts(module)
+    stacked = bool(getattr(module, "w13_bias", None) is not None) and "GptOss" in type(module).__name__
+    if order.reason:
+        own = next((name for name, _ in module.named_parameters(recurse=False) if name != CORRECTION_BIAS), "weights")
+        yield _opaque(path, module, own, _expert_tensors(prefix, module, numbers, stacked), order.reason)
+        return
+    sizes = compat.expert_sizes(module)
+    for index, number in enumerate(numbers):
+        if stacked:
+            matrices = held.gpt_oss_expert(path, prefix, number, index, module.moe_config.num_experts, sizes)
+        else:
+            half, names = module.w13_weight.shape[1] // 2, compat.expert_names(module)
+            matrices = held.expert(path, prefix, number, index, names, sizes, half, order.swapped)
+        for matrix in matrices:
+            permuted = order.isa and matrix.columns
+            yield _site(matrix, module, form=Form.PERMUTED if permuted else Form.PLAIN, isa=order.isa)
+
+
+def _expert_tensors(prefix: str, module: Any, numbers: list[int], stacked: bool) -> list[str]:
+    if stacked:
+        return [f"{prefix}.{name}{end}" for name in ("gate_up_proj", "down_proj") for end in ("", "_bias")]
+    return [f"{prefix}.{number}.{name}.weight" for number in numbers for name in compat.expert_names(module)]

@@ -1,0 +1,91 @@
+"""Runs vLLM's layerwise reload on a part of a model, and repairs two silent errors of it on the CPU platform.
+
+1. Experts: the set-up of their kernel skips the prepacking when a kernel object already exists, so that unpacked bytes
+   land in packed storage.
+2. Output embedding: its repacked copy is not renewed when the reload wrote only the shared (tied) parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+from rlctl.backends.vllm import compat
+from rlctl.backends.vllm.weights.assign import MODEL
+from rlctl.errors import VerificationError
+
+_kernels: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The kernel that the method of each layer of experts had before its reload began."""
+
+
+class Reload:
+    """One reload of the modules at `paths` with all below them; the other modules stay in use. Between `begin` and
+    `finish` the loader must be given all tensors of these modules, and of no other."""
+
+    def __init__(self, model: torch.nn.Module, paths: Sequence[str], opaque: Sequence[str] = ()) -> None:
+        """`opaque`: paths of modules that the loader must have filled, as what they hold cannot be read back."""
+        self.model, self.opaque = model, opaque
+        # vLLM's functions walk the modules of what they are given; a list that only holds some of them has no others.
+        self.part = model if MODEL in paths else torch.nn.ModuleList([model.get_submodule(path) for path in paths])
+        self.fixes = _CpuFixes(self.part)
+
+    def begin(self) -> None:
+        """Take the modules out of use."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.fixes.before()
+        initialize_layerwise_reload(self.part)
+
+    def finish(self, config: Any) -> None:
+        """Put them back with what was loaded. Raises VerificationError naming a module for which nothing has come."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        left = [path for path in self.opaque if compat.waits_for_weights(self.model.get_submodule(path))]
+        if left:
+            raise VerificationError(
+                f"vLLM's loader was given no weights for {len(left)} of its modules ({left[0]}).",
+                "--receive loader sends it all tensors of the model at once.",
+            )
+        with torch.no_grad():
+            finalize_layerwise_reload(self.part, config)
+            for module in compat.made_of_others(self.model, self.part):
+                module.process_weights_after_loading(config.dtype)
+            self.fixes.after()
+        _kernels.clear()
+
+
+def abandon(model: torch.nn.Module) -> None:
+    """Put modules back whose reload was begun and not finished: with a mixture of weights, until a full refit."""
+    compat.abandon_layerwise_reload(model)
+    for method, kernel in _kernels.items():
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+    _kernels.clear()
+
+
+class _CpuFixes:
+    """`before` a layerwise reload begins and `after` it is finished. Does nothing on other platforms."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        from vllm.platforms import current_platform
+
+        self.part, self.active = part, current_platform.is_cpu()
+
+    def before(self) -> None:
+        if not self.active:
+            return
+        for module in self.part.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                _kernels[method] = method.moe_kernel
+                method.moe_kernel = None
+
+    def after(self) -> None:
+        if not self.active:
+            return
+        for module in self.part.modules():
+            if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
+                cast(Any, module.quant_method).process_weights_after_loading(module)

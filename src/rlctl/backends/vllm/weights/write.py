@@ -1,0 +1,269 @@
+"""Writes rounds of weights into a running vLLM model: straight into what it computes with, or through its loader.
+
+A matrix that is stored plainly is overwritten in place. One that the CPU platform keeps repacked, and an expert that it
+keeps in an order of its own, is packed again from the staging memory. `assign.py` says which tensors come which way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rlctl.backends.vllm.weights.locate import Form, Site, dtype_name, pack_expert
+from rlctl.errors import VerificationError
+from rlctl.transport.base import TimedReceiver
+from rlctl.transport.changes import MOST_ELEMENTS, read_piece, region
+from rlctl.transport.packing import chunk_view, copy_all
+from rlctl.transport.rounds import Chunk, Rounds, rows_of
+from rlctl.weights.layout import Layout
+from rlctl.weights.vllm import layout_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a parameter's rows go: into `memory`, if there is any, and then to `packs`."""
+
+    memory: torch.Tensor | None
+    rows: int
+    packs: tuple[Callable[[torch.Tensor], None], ...] = ()
+
+
+class LiveParameters:
+    """The places in one worker's model that are written directly."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites = [_without_unused_copy(site) for site in sites]
+        self._padded: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def layout(self) -> Layout:
+        """The layout of their contents: each site's rows one below the other. A site that shares its memory with
+        another (tied embeddings, a router's bias) is filled with the other."""
+        shared = self.shared()
+        return layout_of(0, ((s, dtype_name(s)) for at, s in enumerate(self.sites) if at not in shared))
+
+    def targets(self) -> dict[str, Target]:
+        """Where each parameter of `layout` goes, as things are now."""
+        found: dict[str, Target] = {}
+        shared = self.shared()
+        for index, site in enumerate(self.sites):
+            name = self.sites[shared.get(index, index)].param
+            packs = (partial(self.pack, site),) if site.form is not Form.PLAIN else ()
+            if index in shared:
+                found[name] = replace(found[name], packs=found[name].packs + packs)
+            else:
+                found[name] = Target(_memory(site), site.rows, packs)
+        return found
+
+    def shared(self) -> dict[int, int]:
+        """Sites that compute with, or pack from, the memory of an earlier site; both by their place in `sites`."""
+        first: dict[tuple, int] = {}
+        found: dict[int, int] = {}
+        for index, site in enumerate(self.sites):
+            memory = _memory(site)
+            if memory is not None:
+                earlier = first.setdefault((memory.data_ptr(), memory.shape, memory.stride()), index)
+                if earlier != index:
+                    found[index] = earlier
+        return found
+
+    def pack(self, site: Site, rows: torch.Tensor) -> None:
+        """Renew the copy in another order from the site's whole matrix."""
+        if site.form is Form.PERMUTED:
+            self._permute(site, rows)
+            return
+        module = site.module
+        if not getattr(module, site.parameter).numel():
+            module.register_parameter(site.parameter, torch.nn.Parameter(rows, requires_grad=False))
+        module.quant_method.process_weights_after_loading(module)
+
+    def _permute(self, site: Site, rows: torch.Tensor) -> None:
+        """Write an expert in its kernel's order; the kernel's padding is zeros."""
+        kept = site.kept()
+        if not site.transposed and rows.shape == kept.shape and rows.dtype == kept.dtype:
+            pack_expert(rows.contiguous(), kept, site.isa)
+            return
+        plain = self._padded.setdefault(tuple(kept.shape), torch.zeros_like(kept))
+        stored, row = plain.t() if site.transposed else plain, 0
+        for part in site.parts:
+            stored[part.row : part.row + part.rows, : site.columns].copy_(rows[row : row + part.rows])
+            row += part.rows
+        pack_expert(plain, kept, site.isa)
+
+
+def _memory(site: Site) -> torch.Tensor | None:
+    """The live rows of a site; None where the engine holds nothing but a copy in another order."""
+    if site.form is Form.PERMUTED or not site.kept().numel():
+        return None
+    stored = site.stored()[: site.rows]
+    return stored if stored.dim() == 1 else stored[:, : site.columns]
+
+
+def _without_unused_copy(site: Site) -> Site:
+    """vLLM packs the input embedding for products too, which nobody computes with it."""
+    if not (site.lookup and site.packed):
+        return site
+    site.module.cpu_linear = torch.nn.functional.linear
+    return replace(site, form=Form.PLAIN)
+
+
+@dataclass
+class _Bound:
+    """The work of one round: copies into live memory, and matrices to pack once those are made."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    packs: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = field(default_factory=list)
+
+
+class DirectWriter:
+    """Writes rounds into live parameters. The copies are worked out in the first refit and kept."""
+
+    def __init__(self, targets: Callable[[], Mapping[str, Target]]) -> None:
+        """`targets` says where parameters are now; it is asked once a refit."""
+        self.look = targets
+        self._bound: dict[tuple[int, int], _Bound] = {}
+        self._where: dict[str, int] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def write_rounds(self, rounds: Rounds, receiver: TimedReceiver) -> None:
+        self.begin()
+        for index, chunks in enumerate(rounds):
+            self.write(index, chunks, receiver.wait(index))
+            receiver.done(index)
+
+    def begin(self) -> None:
+        """Begin a refit: see where parameters are."""
+        self._targets = self.look()
+        where = {name: one.memory.data_ptr() for name, one in self._targets.items() if one.memory is not None}
+        if where != self._where:  # parameters have moved: work everything out again
+            self._where, self._bound = where, {}
+
+    def holds(self, chunk: Chunk) -> bool:
+        return chunk.param in self._targets
+
+    def write(self, index: int, chunks: Sequence[Chunk], buffer: torch.Tensor) -> None:
+        key = (index, buffer.data_ptr())
+        if key not in self._bound:
+            self._bound[key] = self._bind(chunks, buffer)
+        bound = self._bound[key]
+        copy_all(bound.targets, bound.sources)
+        for pack, rows in bound.packs:
+            pack(rows)
+
+    def _bind(self, chunks: Sequence[Chunk], buffer: torch.Tensor) -> _Bound:
+        bound = _Bound()
+        for chunk in chunks:
+            target, values = self._targets[chunk.param], chunk_view(buffer, chunk)
+            whole = target.memory
+            if whole is None and chunk.last and values.shape[0] == target.rows:
+                bound.packs += [(pack, values) for pack in target.packs]  # packed from where it is
+                continue
+            if whole is None:
+                whole = self._assembled(chunk.param, target.rows, values)
+            bound.targets.append(whole[rows_of(chunk.box)])
+            bound.sources.append(values)
+            if chunk.last:
+                bound.packs += [(pack, whole) for pack in target.packs]
+        return bound
+
+    def _assembled(self, name: str, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a packed matrix that does not fit a buffer; it stays, as the next refit needs it again."""
+        if name not in self._scratch:
+            self._scratch[name] = like.new_empty(rows, *like.shape[1:])
+        return self._scratch[name]
+
+
+class ModelLoader:
+    """Hands whole published tensors to the model's loader, and what is written directly to `direct`. The loader keeps
+    tensors until a layer is complete, so each is copied out of its buffer: memory for one layer, or a whole tensor."""
+
+    def __init__(
+        self, load: Callable[[Iterator[tuple[str, torch.Tensor]]], Any], device: torch.device, direct: DirectWriter
+    ) -> None:
+        self.load, self.device, self.direct = load, device, direct
+
+    def write_rounds(self, rounds: Rounds, receiver: TimedReceiver) -> None:
+        """Write all rounds; those before the first tensor for the loader are written before it is called."""
+        self.direct.begin()
+        alone = next((at for at, own in enumerate(rounds) if not all(map(self.direct.holds, own))), len(rounds))
+        for index, chunks in enumerate(rounds[:alone]):
+            self.direct.write(index, chunks, receiver.wait(index))
+            receiver.done(index)
+        self.load(self._tensors(rounds, alone, receiver))
+
+    def _tensors(self, rounds: Rounds, first: int, receiver: TimedReceiver) -> Iterator[tuple[str, torch.Tensor]]:
+        shapes = {chunk.param: tuple(span.last + 1 for span in chunk.box) for own in rounds for chunk in own}
+        open_: dict[str, torch.Tensor] = {}
+        for index, chunks in enumerate(rounds[first:], first):
+            buffer = receiver.wait(index)
+            self.direct.write(index, [chunk for chunk in chunks if self.direct.holds(chunk)], buffer)
+            ready: list[tuple[str, torch.Tensor]] = []
+            for chunk in chunks:
+                if self.direct.holds(chunk):
+                    continue
+                values = chunk_view(buffer, chunk)
+                if chunk.param not in open_ and chunk.last:
+                    ready.append((chunk.param, values.to(self.device, copy=True)))
+                    continue
+                if chunk.param not in open_:
+                    shape, dtype = shapes[chunk.param], values.dtype
+                    open_[chunk.param] = torch.empty(shape, dtype=dtype, device=self.device)
+                open_[chunk.param][rows_of(chunk.box)].copy_(values)
+                if chunk.last:
+                    ready.append((chunk.param, open_.pop(chunk.param)))
+            receiver.done(index)
+            yield from ready
+
+
+class SparseWriter:
+    """Writes changed elements over live parameters."""
+
+    def __init__(self, targets: Mapping[str, Target], order: Sequence[str], senders: int, capacity: int) -> None:
+        """`order`: the parameters in the order of the layout; `capacity`: bytes of a staging buffer of all senders."""
+        self.memory = [_plain(targets[name]) for name in order]
+        self.dtypes = [memory.dtype for memory in self.memory]
+        self.senders, self.capacity = senders, capacity
+
+    def write_rounds(self, rounds: int, receiver: TimedReceiver) -> None:
+        for index in range(rounds):
+            self.write(receiver.wait(index))
+            receiver.done(index)
+
+    def write(self, buffer: torch.Tensor) -> None:
+        for sender in range(self.senders):
+            for param, places, values in read_piece(region(buffer, self.capacity, self.senders, sender), self.dtypes):
+                _put(self.memory[param], places.long(), values)
+
+
+def _plain(target: Target) -> torch.Tensor:
+    assert target.memory is not None  # `why_whole` is asked before changed elements are sent
+    return target.memory
+
+
+def _put(memory: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    places, values = places.to(memory.device), values.to(memory.device)
+    if memory.is_contiguous():
+        memory.view(-1).index_copy_(0, places, values)
+    else:
+        memory[places // memory.shape[1], places % memory.shape[1]] = values
+
+
+def why_whole(targets: Mapping[str, Target]) -> str:
+    """Why changed elements alone cannot be written into these parameters; empty: they can."""
+    for name, target in targets.items():
+        if target.memory is None or target.packs:
+            return f"{name} is computed with from a repacked copy"
+        if target.memory.numel() >= MOST_ELEMENTS:
+            return f"{name} has more elements than places can count"
+    return ""
+
+
+def require_base(held: int | None, base: int) -> None:
+    """Raise VerificationError unless changes since `base` come to parameters that hold it."""
+    if held != base:
+        found = "no whole version" if held is None else f"version {held}"
+        raise VerificationError(f"Changes since version {base} of the weights came to an engine that holds {found}.")

@@ -1,0 +1,121 @@
+"""The weights that a Hugging Face directory is written from: a Megatron checkpoint's and those that its run began with.
+
+The latter are needed where the run trained adapters or left layers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, is_of_run
+from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
+from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.weights.layout import Layout
+from rlctl.weights.plan import SingleWorld, World
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlctl.checkpoints.conversion.stream import Source
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Weights as a source, and the configuration and tokenizer that go with them."""
+
+    companions: Path
+    config: dict[str, Any]
+    facts: ModelFacts
+    world: World
+    source: Source
+    dtype: str
+
+
+def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: Callable[[str], None]) -> Exported:
+    """A checkpoint's weights: adapters merged, and with the multi-token-prediction layers that a run does not train as
+    they were in the model that it began with. `tell` hears what is not there.
+
+    Raises InputError for a damaged checkpoint, and where the model that adapters belong to is not found.
+    """
+    reader = TorchDistReader.open(found.shards)
+    if own := adapter_keys(reader.shapes):
+        return _merged(found, reader, config_from, reader.shapes[own[0]].dtype)
+    companions = config_from or found.huggingface()
+    if companions is None:
+        hint = "Name the Hugging Face model it was made from with --config-from."
+        raise InputError(f"{found.shards} has no config.json next to it.", hint)
+    own_weights = _of_checkpoint(found, companions)
+    untrained = facts_from_hf_config(own_weights.config)
+    if own_weights.facts.mtp_layers == untrained.mtp_layers:
+        return own_weights
+    try:
+        if not is_of_run(found):
+            raise InputError(f"{found.shards} holds none of them.")
+        return _with_untrained(own_weights, _of_base(base_of(found, config_from), own_weights.dtype), untrained)
+    except InputError as error:
+        tell(f"without the multi-token-prediction layers that config.json calls for: {error.message}")
+        return own_weights
+
+
+def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
+    config = read_config(companions)
+    model = open_megatron_model(found, facts_from_hf_config(config))
+    blocks = Blocks(model.reader, model.blocks)
+    return Exported(companions, config, model.facts, model.world, blocks, model.dtype)
+
+
+def _of_base(base: Base, dtype: str) -> Exported:
+    if base.megatron is not None:
+        return _of_checkpoint(base.megatron, base.directory)
+    model = open_hf_model(base.directory)
+    return Exported(base.directory, model.config, model.facts, model.world, model.source, dtype)
+
+
+def _merged(found: MegatronDirectory, reader: TorchDistReader, config_from: Path | None, dtype: str) -> Exported:
+    base = base_of(found, config_from)
+    under = _of_base(base, dtype)
+    adapters = read_adapters(reader, under.facts, scale_of(base))
+    world = SingleWorld(adapters.onto(under.world.layout(0)))
+    return replace(under, world=world, source=_Beside(under.source, adapters, adapters.params), dtype=dtype)
+
+
+def _with_untrained(own: Exported, base: Exported, facts: ModelFacts) -> Exported:
+    """`own`, and those tensors of `base` that a model of these `facts` has in addition.
+
+    Raises InputError where the base does not have them either.
+    """
+    if base.facts.mtp_layers != facts.mtp_layers:
+        raise InputError(f"{base.companions} has none of them either.")
+    lacking = weights_of(facts).tensors.keys() - weights_of(own.facts).tensors.keys()
+    ours, theirs = own.world.layout(0), base.world.layout(0)
+    pieces = tuple(piece for piece in theirs.pieces if piece.tensor in lacking)
+    read = {name for piece in pieces for name in (piece.param, *(n for t in piece.transforms for n in t.reads))}
+    layout = Layout(0, ours.params | {name: theirs.params[name] for name in read}, ours.pieces + pieces, ours.fills)
+    return replace(own, facts=facts, world=SingleWorld(layout), source=_Beside(own.source, base.source, read))
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """A source, some of whose params are read from another."""
+
+    own: Source
+    other: Source
+    of_other: Collection[str]
+
+    def read(self, param: str) -> torch.Tensor:
+        return self._of(param).read(param)
+
+    def drop(self, param: str) -> None:
+        self._of(param).drop(param)
+
+    def _of(self, param: str) -> Source:
+        return self.other if param in self.of_other else self.own

@@ -1,0 +1,245 @@
+"""Conversions between Hugging Face directories and Megatron checkpoints: plan, stream, verify, and only then rename."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlctl.checkpoints.conversion import record
+from rlctl.checkpoints.conversion.exported import exported_weights
+from rlctl.checkpoints.conversion.stream import Progress, Streamed, compare, plan_between, read_back, stream
+from rlctl.checkpoints.hf.hf_files import copy_companions
+from rlctl.checkpoints.hf.hf_model import PublishedFiles, open_hf_model
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
+from rlctl.checkpoints.identity import damaged_files
+from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
+from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
+from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
+from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
+from rlctl.errors import InputError, listed
+from rlctl.models.facts import ModelFacts
+from rlctl.models.registry import weights_of
+from rlctl.weights import hf
+from rlctl.weights import torch_dist as keys
+from rlctl.weights.layout import ParamSpec
+from rlctl.weights.plan import SingleWorld, TransferPlan
+
+BLOCK_BYTES = 64 << 20
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert."""
+
+    dtype: str | None = None
+    verify: bool = True
+    force: bool = False
+    reuse: bool = False
+    """A destination that was made of the same source before is the result."""
+    shard_bytes: int = 5_000_000_000
+    progress: Progress = lambda what, done, total: None
+    tell: Tell = lambda line: None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished conversion."""
+
+    tensors: int
+    bytes: int
+    seconds: float
+    verified: bool
+    destination: str
+    dtype: str
+    reused: bool = False
+    nans: tuple[str, ...] = ()
+
+
+def hf_to_megatron(source: Path, destination: Path, options: Options | None = None) -> Report:
+    """Write the Megatron checkpoint of a Hugging Face directory.
+
+    Raises:
+        InputError: the source is damaged or contradicts its configuration, or the destination exists.
+        MachineError: not enough free space.
+        VerificationError: what was written is not what was read; nothing is left.
+    """
+    options = options or Options()
+    model = open_hf_model(source)
+    dtype = options.dtype or model.dtype
+
+    def write(aside: Path) -> Streamed:
+        style = keys.default_style(model.facts)
+        whole = keys.layout(model.facts, dtype, style)
+        blocks = {
+            chunk.name: chunk
+            for key, spec in whole.params.items()
+            for chunk in keys.chunk_of(spec, key, keys.lead_axes(key, model.facts, style), BLOCK_BYTES)
+        }
+        plan = plan_between(model.world, SingleWorld(keys.chunked(whole, list(blocks.values()))))
+        shards = aside / RELEASE
+        shards.mkdir()
+        writer = TorchDistWriter(shards, whole.params)
+        order = _source_order(plan, model.source)
+        shapes = weights_of(model.facts).tensors
+        put = lambda n, v: writer.write(blocks[n], v)  # noqa: E731
+        done = stream(plan, shapes, model.source, order, put, options.progress)
+        for key in keys.extra_state_keys(model.facts, style):
+            writer.write_object(key, [None])
+        writer.finish(common_values(model.facts, dtype))
+        copy_companions(source, aside / HF_FOLDER, ("quantization_config",), **_dtype_value(model.config, dtype))
+        (aside / LATEST).write_text(RELEASE)
+        if options.verify:
+            reader = TorchDistReader.open(shards)
+            compare(done.fingerprints, read_back(plan, shapes, Blocks(reader, blocks), options.progress))
+        return done
+
+    return _convert(destination, (source,), model.facts, options, record.wanted(source, dtype), write)
+
+
+def megatron_to_hf(
+    source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
+) -> Report:
+    """Write the Hugging Face directory of a Megatron checkpoint, whole (see `exported`). Raises as `hf_to_megatron`.
+
+    `config_from` is a directory with the model's config.json and tokenizer, where the checkpoint has none next to it.
+    """
+    options = options or Options()
+    found = find(source)
+    if found is None:
+        hint = "Name a directory with latest_checkpointed_iteration.txt or .metadata."
+        raise InputError(f"{source} is no Megatron checkpoint.", hint)
+    if options.verify:
+        _require_undamaged(found)
+    model = exported_weights(found, config_from, options.tell)
+    dtype = options.dtype or model.dtype
+    wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
+
+    def write(aside: Path) -> Streamed:
+        target = hf.layout(model.facts, dtype, copies=True)
+        rows = {c.name: c for key, spec in target.params.items() for c in keys.chunk_of(spec, key, 0, BLOCK_BYTES)}
+        plan = plan_between(model.world, SingleWorld(keys.chunked(target, list(rows.values()))))
+        writer = SafetensorsWriter(aside, target.params, options.shard_bytes)
+        shapes = weights_of(model.facts).tensors
+        put = lambda n, v: writer.write(rows[n].key, v)  # noqa: E731
+        done = stream(plan, shapes, model.source, rows, put, options.progress)
+        writer.finish()
+        if options.verify:
+            _require_as_converted(found, dtype, done.fingerprints)
+        copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
+        if options.verify:
+            written = _Rows(SafetensorsDirectory.open(aside), rows)
+            compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
+        return done
+
+    return _convert(destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write)
+
+
+def _require_undamaged(found: MegatronDirectory) -> None:
+    """Raise InputError where files of a run's checkpoint have other digests than its `state.json` says."""
+    state = found.shards.parent / "state.json"
+    if found.shards.name != "policy" or not state.is_file():
+        return
+    try:
+        digests = json.loads(state.read_text()).get("files", {})
+        damaged = damaged_files(found.shards, digests)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        damaged = [f"{state} is not the state of a run ({error})"]
+    if damaged:
+        hint = "Convert another: name RUN/checkpoints/step_N."
+        raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
+
+
+def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, int]) -> None:
+    """Raise InputError where tensors are not what the conversion that wrote them found."""
+    stored = record.fingerprints(found.shards, dtype)
+    changed = sorted(name for name, value in stored.items() if read.get(name, value) != value)
+    if changed:
+        raise InputError(
+            f"{found.root} is damaged: {len(changed)} tensors are not those that were converted ({listed(changed)}).",
+            "Remove it, and convert the model again.",
+        )
+
+
+class _Rows:
+    """Blocks of rows of the tensors of safetensors files."""
+
+    def __init__(self, files: SafetensorsDirectory, rows: dict[str, keys.Chunk]) -> None:
+        self._files, self._rows = files, rows
+
+    def read(self, param: str) -> torch.Tensor:
+        chunk = self._rows[param]
+        whole = self._files.read(chunk.key)
+        return whole[chunk.box[0].start : chunk.box[0].start + chunk.box[0].count] if chunk.box else whole
+
+    def drop(self, param: str) -> None:
+        self._files.drop(self._rows[param].key)
+
+
+def _convert(
+    destination: Path,
+    sources: tuple[Path, ...],
+    facts: ModelFacts,
+    options: Options,
+    wanted: dict[str, Any],
+    write: Callable[[Path], Streamed],
+) -> Report:
+    """Run `write` under the lock of the destination (of what it points to), and put a record next to the result.
+
+    A result that another process has just made of the same source is reused.
+    """
+    require_replaceable(destination, sources)
+    destination = destination.resolve()
+    shapes, dtype = weights_of(facts).tensors, wanted["dtype"]
+    with locked(destination, options.tell) as waited:
+        begun = time.perf_counter()
+        made = _record(destination) if waited or options.reuse else None
+        if made is not None and made.get("wanted") == json.loads(json.dumps(wanted)):
+            options.tell(f"reusing {destination}" + (", which another process has just finished" if waited else ""))
+            return Report(**{**made["report"], "nans": tuple(made["report"]["nans"]), "reused": True})
+        if options.reuse and not options.force and destination.exists() and any_content(destination):
+            why = f"{destination} exists, but is not the complete conversion of {sources[0]} to {dtype}."
+            raise InputError(why, "Give --force to replace it, or another destination.")
+        needed = sum(ParamSpec(shape, dtype).bytes for shape in shapes.values())
+        with staged(destination, needed, options.force) as aside:
+            done = write(aside)
+            seconds, nans = time.perf_counter() - begun, tuple(done.nans)
+            report = Report(len(shapes), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
+            record.write(aside, wanted, report.__dict__, done.fingerprints)
+            return report
+
+
+def _record(destination: Path) -> dict[str, Any] | None:
+    """The record that a conversion wrote next to its result.
+
+    None: there is none, files of the result are not whole, or the checkpoint to load was trained from the conversion.
+    """
+    try:
+        checkpoint = find(destination)
+        if checkpoint is not None and checkpoint.shards.name != RELEASE:
+            return None
+        TorchDistReader.open(checkpoint.shards) if checkpoint else SafetensorsDirectory.open(destination)
+    except (OSError, ValueError, RecursionError):
+        return None
+    made = record.read(destination)
+    return None if made is None or record.damage(destination, made) else made
+
+
+def _source_order(plan: TransferPlan, source: PublishedFiles) -> list[str]:
+    """Destination blocks in the order in which their first data lies in the source files: sequential reading."""
+    first: dict[str, tuple[str, int, int]] = {}
+    for copy in plan.copies:
+        at = source.place(copy.source_param)
+        first[copy.destination_param] = min(first.get(copy.destination_param, at), at)
+    return sorted(plan.layout.params, key=lambda name: first.get(name, ("", 0, 0)))
+
+
+def _dtype_value(config: dict[str, Any], dtype: str) -> dict[str, str]:
+    """config.json's own key of the dtype (`torch_dtype` before transformers 5)."""
+    return {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}

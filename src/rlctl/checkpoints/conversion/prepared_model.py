@@ -1,0 +1,212 @@
+"""Models that a run converts once, keeps in the checkpoint directory, and starts from ever after.
+
+Every rank then reads its part of plain, verified weights that all nodes see. The published files may be float8 or have
+four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+from rlctl import errors
+from rlctl.checkpoints import locations
+from rlctl.checkpoints.conversion import record
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.identity import source_identity
+from rlctl.checkpoints.locations import NAMED
+from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
+from rlctl.checkpoints.model_source import ModelSource, of_megatron
+from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
+from rlctl.errors import InputError, MachineError, RlctlError
+
+DIGITS = 12
+"""Digits of the model's identity in the name of its conversion."""
+
+
+def place_of(directory: Path, dtype: str) -> Path:
+    """Where the conversion of a model directory is kept: one for each content and precision."""
+    cached = directory.parent.name == "snapshots"  # a hub model: models--owner--name/snapshots/revision
+    name = directory.parents[1].name.removeprefix("models--") if cached else directory.name
+    return locations.converted_directory() / f"{name}-{source_identity(directory)[:DIGITS]}-{dtype}"
+
+
+def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], None]) -> ModelSource:
+    """Return the model that a run on `nodes` starts from: the conversion of `source`, made now unless it exists.
+
+    A Megatron checkpoint is taken as it is. Where the user has not said where conversions belong and the default place
+    cannot be used, the run starts from the published files, and `tell` hears why.
+
+    Raises the error of a conversion that fails, and InputError where something else or a damaged one is in its place.
+    """
+    if source.megatron is not None:
+        return source
+    place, named = place_of(source.directory, dtype), locations.named_directory() is not None
+    why = None if named else _unseen(place, source.directory, nodes)
+    if why is None and _is_there(place, source, dtype):
+        tell(f"starting from {place}, converted by an earlier run")
+    elif not named and (why := why or _unsuitable(place, source.directory, dtype)):
+        tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
+        return source
+    else:
+        tell(f"converting the model once, for every run to start from: {place} (model.convert=false does without)")
+        try:
+            _convert(source, place, dtype)
+        except MachineError:  # what was free when it began is no more
+            if named:
+                raise
+            tell(f"starting from the published files ({NAMED[0]} names another place for conversions)")
+            return source
+    # Not the iteration that somebody trained from it with other tools and saved beside it.
+    converted = of_megatron(source.label, MegatronDirectory(place, place / RELEASE, None))
+    return ModelSource(converted.directory, source.label, source.note, converted.megatron)
+
+
+def _is_there(place: Path, source: ModelSource, dtype: str) -> bool:
+    """Whether the conversion of `source` lies at `place`: its record does not before all else does.
+
+    Raises InputError for one that is damaged (by the sizes of its files), and for anything else at `place`.
+    """
+    made = record.read(place)
+    if made is None or made.get("wanted") != record.wanted(source.directory, dtype):
+        if not os.path.exists(place) or not any_content(place):
+            return False
+        raise _to_be_removed(place, "is not a complete conversion")
+    if problem := record.damage(place, made):
+        raise _to_be_removed(place, f"was converted by an earlier run and has been damaged since: {problem}")
+    return True
+
+
+def _to_be_removed(place: Path, what: str) -> InputError:
+    return InputError(
+        f"{place} {what}.",
+        f"Remove it, and the next run converts the model again: rm -r {shlex.quote(str(place))}. "
+        "--set model.convert=false starts from the published files.",
+    )
+
+
+def _unseen(place: Path, source: Path, nodes: int) -> str | None:
+    """Why processes on other nodes may not find what is at `place`, though they find `source`; None: they do."""
+    beside = source.resolve().is_relative_to(locations.hub_directory().resolve())
+    return None if nodes == 1 or beside else f"other nodes may not see {place.parent}"
+
+
+def _unsuitable(place: Path, source: Path, dtype: str) -> str | None:
+    """Why no conversion of `source` can be written at `place`; None: one can."""
+    there = locations.nearest_existing(place.parent)
+    if problem := locations.write_problem(there):
+        return problem
+    needed, free = converted_bytes(source, dtype), shutil.disk_usage(there).free
+    if free < needed * FREE_SPACE_MARGIN:
+        return f"{there} has {free / 1e9:.3g} GB free of {needed / 1e9:.3g} GB needed"
+    return None
+
+
+def converted_bytes(directory: Path, dtype: str) -> int:
+    """Bytes of a published model's weights in `dtype`, read from the headers of its files."""
+    size = 4 if dtype == "float32" else 2
+    tensors = SafetensorsDirectory.open(directory).tensors.items()
+    packed = 2  # values in one byte of the four-bit experts
+    return sum(prod(t.shape) * size * (packed if name.endswith("_blocks") else 1) for name, t in tensors)
+
+
+def _convert(source: ModelSource, place: Path, dtype: str) -> None:
+    """Convert in a child, under the lock of the place: of several runs one converts, the others wait and reuse."""
+    try:
+        convert_in_child(source.directory, place, dtype)
+    except RlctlError as error:
+        raise type(error)(
+            f"{source.label} could not be converted into {place.parent}: {error.message}",
+            (f"{error.hint} " if error.hint else "")
+            + f"Where it is the place: set {NAMED[0]} to a directory with room that every node sees, or start from "
+            "the published files with --set model.convert=false.",
+        ) from error
+
+
+def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
+    """Fingerprints of the tensors of a model that rlctl has converted to `dtype`; empty for any other."""
+    return {} if source.megatron is None else record.fingerprints(source.megatron, dtype)
+
+
+CLEARING_S = 30.0
+"""Most seconds that an interrupted conversion may take to remove what it wrote."""
+
+
+def convert_in_child(source: Path, destination: Path, dtype: str) -> None:
+    """Run `hf_to_megatron` in a child, content with a destination that was made of the same source before.
+
+    Its memory and threads end with it, and a signal to either process stops both: the child removes what it wrote. It
+    shows progress on stderr, and says on stdout what went wrong: that error is raised, of the class that it had there.
+    """
+    # -P: no module of the directory that the user works in replaces one of Python's.
+    command = [sys.executable, "-P", "-m", __name__, str(source), str(destination), dtype]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        answer, _ = process.communicate()
+    except BaseException:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(CLEARING_S)
+        raise
+    finally:
+        process.kill()  # does nothing where it has ended
+        process.wait()
+    if process.returncode < 0:
+        why = f"The conversion of {source} was killed by signal {-process.returncode}."
+        raise RlctlError(why, "Was memory short? Run again; what it left is removed then.")
+    if process.returncode:
+        raise _error(answer)
+
+
+def _error(answer: str) -> RlctlError:
+    """The error that a child has written to stdout."""
+    try:
+        kind, message, hint = json.loads(answer)
+    except ValueError:
+        return RlctlError("The conversion failed unexpectedly; its traceback is above.")
+    found = getattr(errors, kind, RlctlError)
+    return cast(type[RlctlError], found)(message, hint)
+
+
+def _main(source: str, destination: str, dtype: str) -> int:
+    """Convert; exit code 130 for an interruption, and 1 for an error, which is written to stdout."""
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:  # later signals let the clean-up go on
+            interrupted = True
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron
+        from rlctl.checkpoints.conversion.stream import progress_bar
+
+        with progress_bar() as show:
+            tell = partial(print, file=sys.stderr, flush=True)
+            hf_to_megatron(Path(source), Path(destination), Options(dtype, reuse=True, progress=show, tell=tell))
+    except KeyboardInterrupt:
+        return errors.EXIT_INTERRUPTED
+    except RlctlError as error:
+        found = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        json.dump([found.__name__, error.message, error.hint], sys.stdout)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The record next to the result of a conversion: its source, its report and the tensors' fingerprints. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlctl.checkpoints.identity import source_identity
+from rlctl.checkpoints.megatron.megatron_directory import LATEST, RELEASE
+
+RECORD = "rlctl_conversion.json"
+
+
+def wanted(source: Path, dtype: str) -> dict[str, str]:
+    """The values that tell one conversion of a Hugging Face directory to Megatron from another."""
+    return {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
+
+
+def write(directory: Path, wanted: dict[str, Any], report: dict[str, Any], fingerprints: Mapping[str, int]) -> None:
+    """Write the record of a `directory` that is finished otherwise.
+
+    `wanted` tells one conversion from another; `fingerprints` are those of the tensors in their dtype there.
+    """
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = {str(path.relative_to(directory)): path.stat().st_size for path in found}
+    files.pop(LATEST, None)  # names another iteration once one is saved beside it
+    values = {"wanted": wanted, "report": report, "files": files}
+    values["fingerprints"] = {name: f"{value:016x}" for name, value in fingerprints.items()}
+    (directory / RECORD).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """The record, or None where there is none or only a part of one."""
+    try:
+        found = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("report"), dict) else None
+
+
+def damage(directory: Path, made: Mapping[str, Any], below: str = "") -> str | None:
+    """Compare the sizes of the files (those `below` a folder) with the record `made`; None: they agree."""
+    files = made.get("files")
+    for name, size in files.items() if isinstance(files, dict) else ():
+        if not name.startswith(below):
+            continue
+        try:
+            found = (directory / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
+    return None
+
+
+def fingerprints(shards: Path, dtype: str) -> dict[str, int]:
+    """Tensor of a Megatron checkpoint -> its fingerprint when it was converted to `dtype`.
+
+    Empty where nothing is known: for example of iterations that were trained from it and saved next to it.
+    """
+    found = read(shards.parent) if shards.name == RELEASE else None
+    if found is None or found["report"].get("dtype") != dtype:
+        return {}
+    try:
+        return {name: int(value, 16) for name, value in found.get("fingerprints", {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        return {}

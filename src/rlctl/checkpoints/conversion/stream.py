@@ -1,0 +1,274 @@
+"""Running a plan from files to files: a destination block at a time, fingerprinted, read back and compared."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Protocol, Self
+
+import torch
+
+from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transformed
+from rlctl.checkpoints.tensor_fingerprints import fingerprint
+from rlctl.errors import InputError, VerificationError, listed
+from rlctl.weights.fingerprints import combine
+from rlctl.weights.layout import Fill, ParamSpec, Shape
+from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, bytes done, bytes in all)."""
+
+
+MOST_THREADS = 8
+"""The most threads that make and check blocks. Each holds one block: their number bounds the memory."""
+
+
+class Source(Protocol):
+    """Where params are read from."""
+
+    def read(self, param: str) -> torch.Tensor:
+        """The param, contiguous; not to be written to."""
+        ...
+
+    def drop(self, param: str) -> None:
+        """The param will not be read again soon."""
+        ...
+
+
+@dataclass
+class Streamed:
+    """The findings of one pass over a plan."""
+
+    bytes: int = 0
+    fingerprints: dict[str, int] = field(default_factory=dict)
+    """Tensor -> fingerprint in the dtype of the destination."""
+    nans: list[str] = field(default_factory=list)
+    """Tensors with values that are not numbers."""
+
+
+def stream(
+    plan: TransferPlan,
+    shapes: Mapping[str, Shape],
+    source: Source,
+    order: Iterable[str],
+    write: Callable[[str, torch.Tensor], None],
+    progress: Progress,
+) -> Streamed:
+    """Make every destination param in `order` and hand it to `write`, a few of them side by side.
+
+    Memory holds one for each thread, one that is written, and what they are made of. `shapes` are those of the tensors.
+    """
+    by_param: dict[str, list[Copy]] = {name: [] for name in plan.layout.params}
+    for copy in plan.copies:
+        by_param[copy.destination_param].append(copy)
+    fills: dict[str, list[Fill]] = {}
+    for padding in plan.fills:
+        fills.setdefault(padding.param, []).append(padding)
+    result, total, threads = Streamed(), plan.layout.bytes, thread_count()
+    locked, scratch = _Locked(source), _Scratch(plan, threads + 1)
+    seen_nan: set[str] = set()
+
+    def make(name: str, values: torch.Tensor) -> dict[str, int]:
+        """The fingerprints of the parts of tensors in it."""
+        fill(fills.get(name, ()), {name: values}, plan.layout.params)
+        parts: dict[str, int] = {}
+        for copy in by_param[name]:
+            target = strided(values, copy.destination_view)
+            values_read = transformed(strided(locked.read(copy.source_param), copy.source_view), copy, locked.read)
+            target.copy_(values_read)
+            _refuse_overflow(copy.tensor, values_read, target)
+            locked.drop(copy.source_param)
+            if copy.primary:
+                _add(parts, copy, target, shapes)
+                if target.is_floating_point() and _has_nan(target):
+                    seen_nan.add(copy.tensor)
+        return parts
+
+    def put(name: str, values: torch.Tensor, made: Future[dict[str, int]]) -> None:
+        for tensor, part in made.result().items():
+            result.fingerprints[tensor] = combine([result.fingerprints.get(tensor, 0), part])
+        write(name, values)
+        result.bytes += plan.layout.params[name].bytes
+        progress("convert", result.bytes, total)
+
+    with _one_thread_each(), ThreadPoolExecutor(threads) as makers, _Behind(threads=1, depth=threads) as writer:
+        for name in order:
+            writer.make_room()
+            values = scratch.tensor(plan.layout.params[name])
+            writer.run(put, name, values, makers.submit(make, name, values))
+    result.nans = sorted(seen_nan)
+    return result
+
+
+def read_back(plan: TransferPlan, shapes: Mapping[str, Shape], written: Source, progress: Progress) -> dict[str, int]:
+    """Fingerprints of the tensors as they lie in the destination's files."""
+    by_param: dict[str, list[Copy]] = {}
+    for copy in plan.copies:
+        if copy.primary:
+            by_param.setdefault(copy.destination_param, []).append(copy)
+    found: dict[str, int] = {}
+    done, total, lock = 0, sum(plan.layout.params[name].bytes for name in by_param), Lock()
+
+    def look(name: str, values: torch.Tensor) -> None:
+        nonlocal done
+        parts: dict[str, int] = {}
+        for copy in by_param[name]:
+            _add(parts, copy, strided(values, copy.destination_view), shapes)
+        with lock:
+            for tensor, part in parts.items():
+                found[tensor] = combine([found.get(tensor, 0), part])
+            written.drop(name)
+            done += plan.layout.params[name].bytes
+            progress("verify", done, total)
+
+    with _one_thread_each(), _Behind(threads=thread_count(), depth=thread_count()) as readers:
+        for name in by_param:
+            readers.make_room()
+            with lock:
+                values = written.read(name)
+            readers.run(look, name, values)
+    return found
+
+
+def compare(expected: Mapping[str, int], found: Mapping[str, int]) -> None:
+    """Raise VerificationError, which names the tensors, where fingerprints differ."""
+    wrong = [name for name, value in expected.items() if found.get(name) != value]
+    if wrong or len(found) != len(expected):
+        raise VerificationError(
+            f"{len(wrong)} of {len(expected)} tensors differ between source and destination: {listed(wrong, 8)}.",
+            "The destination was removed. Check the disk, and run the conversion again.",
+        )
+
+
+def _add(into: dict[str, int], copy: Copy, values: torch.Tensor, shapes: Mapping[str, Shape]) -> None:
+    starts, steps = [s.start for s in copy.tensor_box], [s.step for s in copy.tensor_box]
+    into[copy.tensor] = combine([into.get(copy.tensor, 0), fingerprint(values, shapes[copy.tensor], starts, steps)])
+
+
+def _refuse_overflow(tensor: str, values: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise InputError where float16, whose range is narrower than that of every other dtype, made values infinite."""
+    if target.dtype != torch.float16 or values.dtype == torch.float16 or not target.isinf().any():
+        return
+    if bool((target.isinf() & ~values.isinf()).any()):
+        largest = float(values[values.isfinite()].abs().amax())
+        why = f"tensor {tensor} holds {largest:.3g}, which float16 cannot represent."
+        raise InputError(why, "Choose --dtype bfloat16 or float32.")
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    """Whether a value is not a number: the largest is none then, and is found ten times as fast as a mask is made."""
+    return values.numel() > 0 and bool(torch.isnan(values.amax()))
+
+
+def thread_count() -> int:
+    """Threads that make and check blocks: memory and disks are busy with a few."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """torch computes with one thread in each of ours, which share the same cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Locked:
+    """A source for several threads. Tensors are mapped, so that their data are read outside of the lock."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._lock = source, Lock()
+
+    def read(self, param: str) -> torch.Tensor:
+        with self._lock:
+            return self._source.read(param)
+
+    def drop(self, param: str) -> None:
+        with self._lock:
+            self._source.drop(param)
+
+
+class _Behind:
+    """Calls that run in threads next to their caller, no more than `depth` of them waiting or running.
+
+    The next `make_room` or the end of the block raises their errors. torch and file writes let other threads run.
+    """
+
+    def __init__(self, threads: int, depth: int) -> None:
+        self._pool, self._depth = ThreadPoolExecutor(threads), depth
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._pending and kind is None:
+                self._pending.popleft().result()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def make_room(self) -> None:
+        """Wait until another call may be handed over."""
+        while len(self._pending) >= self._depth:
+            self._pending.popleft().result()
+
+    def run(self, function: Callable[..., None], *args: object) -> None:
+        self._pending.append(self._pool.submit(function, *args))
+
+
+class _Scratch:
+    """Memory that destination params are made in, by turns: fresh pages cost more than copying does."""
+
+    def __init__(self, plan: TransferPlan, blocks: int) -> None:
+        largest = max((spec.bytes for spec in plan.layout.params.values()), default=0)
+        self._memory = deque(bytearray(largest) for _ in range(blocks))
+
+    def tensor(self, spec: ParamSpec) -> torch.Tensor:
+        """An uninitialised tensor; its storage is just as long as it is. Valid until all blocks have been asked for."""
+        if not spec.size:
+            return torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+        self._memory.rotate(1)
+        part = memoryview(self._memory[0])[: spec.bytes]
+        return torch.frombuffer(part, dtype=dtype_of(spec.dtype)).reshape(spec.shape)
+
+
+def plan_between(source: World, destination: World) -> TransferPlan:
+    """The proven plan of a conversion: every element of the destination is written exactly once."""
+    return receive_plan(source, destination, 0).prove()
+
+
+@contextmanager
+def progress_bar(wanted: bool = True) -> Iterator[Progress]:
+    """Yield a function that shows progress on a terminal; in a log, or where it is not wanted, it does nothing."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda what, done, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield show

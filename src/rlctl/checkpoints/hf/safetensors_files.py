@@ -1,0 +1,243 @@
+"""The safetensors files of a Hugging Face directory: what they hold, the values, and writing new ones.
+
+The safetensors library parses and checks the headers and maps the tensors; it needs no torch until a value is read.
+Two things are done here because the library has no way for them. It keeps a file mapped while it is open: files are
+closed every now and then, so that memory does not grow with the model. And it writes a file from all its tensors at
+once: `SafetensorsWriter` writes the header itself and then appends one block of rows after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+
+from rlctl.checkpoints.hf.hf_files import read_object
+from rlctl.checkpoints.staging import open_to_write
+from rlctl.errors import InputError, listed
+from rlctl.weights.layout import ITEM_BYTES, ParamSpec, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAPPED_BYTES = 64 << 20
+"""A file is closed, and with it its pages are given back, when about this much of it has been read."""
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of one file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: Shape
+    position: int
+    """Its place in the order of the file's data."""
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file.
+
+    Raises InputError where it is truncated, damaged or no safetensors file, or holds a dtype that rlctl cannot read.
+    """
+    if file.is_dir():
+        raise InputError(f"{file} is a directory, not a safetensors file.", "Download it again.")
+    try:
+        with safe_open(str(file), framework="numpy") as opened:
+            found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            dtypes = {name: part.get_dtype() for name, part in found}
+            unknown = next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None)
+            if unknown is not None:
+                raise InputError(f"{file}: tensor {unknown} has dtype {dtypes[unknown]}, which rlctl cannot read.")
+            return {
+                name: StoredTensor(name, file, DTYPES[dtypes[name]], tuple(part.get_shape()), position)
+                for position, (name, part) in enumerate(found)
+            }
+    except (SafetensorError, OSError) as error:
+        why = f"{file} is no safetensors file, or it is truncated or damaged ({error})."
+        raise InputError(why, "Download it again.") from error
+
+
+@dataclass
+class SafetensorsDirectory:
+    """The safetensors files of a directory, by tensor."""
+
+    directory: Path
+    tensors: dict[str, StoredTensor]
+    _open: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _read_bytes: dict[Path, int] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def open(directory: Path) -> SafetensorsDirectory:
+        """Read every header. Raises InputError where there are no weights, or files are absent or damaged."""
+        tensors: dict[str, StoredTensor] = {}
+        for file in shard_files(directory):
+            for name, tensor in read_header(file).items():
+                if name in tensors:
+                    raise InputError(f"Tensor {name} is in both {tensors[name].file.name} and {file.name}.")
+                tensors[name] = tensor
+        _check_index(directory, tensors)
+        return SafetensorsDirectory(directory, tensors)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+    @cached_property
+    def dtypes(self) -> dict[str, int]:
+        """dtype -> elements in it, most first."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] += prod(tensor.shape)
+        return dict(counts.most_common())
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, mapped from its file: its pages are read when its values are."""
+        file = self.tensors[name].file
+        if file not in self._open:
+            self._open[file] = safe_open(str(file), framework="pt")
+        return self._open[file].get_tensor(name)
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes."""
+        import torch
+
+        first, second = self.tensors[one], self.tensors[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        return torch.equal(*(self.read(name).reshape(-1).view(torch.uint8) for name in (one, other)))
+
+    def drop(self, name: str) -> None:
+        """Say that a tensor has been read. Tensors in use keep the mapping of their file alive."""
+        tensor = self.tensors[name]
+        read = self._read_bytes.get(tensor.file, 0) + tensor.bytes
+        if read >= MAPPED_BYTES:
+            self._open.pop(tensor.file, None)
+        self._read_bytes[tensor.file] = read % MAPPED_BYTES
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The files that hold the weights: those of the index, else the single file, else all `*.safetensors`.
+
+    Raises InputError where there are none, or some of those that the index names are missing.
+    """
+    if (directory / INDEX).is_file():
+        files = [directory / name for name in sorted(set(_weight_map(directory).values()))]
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            why = f"{directory} lacks {len(absent)} shard(s) that {INDEX} names: {listed(absent, 3)}."
+            raise InputError(why, "Download the missing files.")
+        return files
+    files = [directory / SINGLE] if (directory / SINGLE).exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickled = any(directory.glob("*.bin"))
+        hint = "Its weights are pickles (*.bin): save them as safetensors first." if pickled else "Download it again."
+        raise InputError(f"{directory} has no safetensors weights.", hint)
+    return files
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    named = read_object(directory, INDEX).get("weight_map")
+    files = list(named.values()) if isinstance(named, dict) else [None]
+    if not isinstance(named, dict) or any(not isinstance(file, str) or Path(file).name != file for file in files):
+        raise InputError(f"{directory / INDEX} is damaged (its `weight_map` names no files).", "Download it again.")
+    return named
+
+
+def _check_index(directory: Path, tensors: dict[str, StoredTensor]) -> None:
+    if not (directory / INDEX).is_file():
+        return
+    for name, file in _weight_map(directory).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise InputError(f"{directory}: the index puts tensor {name} into {file}, which does not hold it.")
+
+
+@dataclass
+class SafetensorsWriter:
+    """Writes tensors in the order of `specs` into shards of at most `shard_bytes` (one tensor may exceed it)."""
+
+    directory: Path
+    specs: dict[str, ParamSpec]
+    shard_bytes: int
+    _shards: list[list[str]] = field(init=False)
+    _shard: int = 0
+    _expected: list[str] = field(default_factory=list)
+    _written: int = 0
+    """Bytes of the tensor that comes next."""
+    _stream: BinaryIO | None = None
+
+    def __post_init__(self) -> None:
+        self._shards, size = [[]], 0
+        for name, spec in self.specs.items():
+            if self._shards[-1] and size + spec.bytes > self.shard_bytes:
+                self._shards.append([])
+                size = 0
+            self._shards[-1].append(name)
+            size += spec.bytes
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Append the next tensor, or the next rows of it (contiguous)."""
+        import torch
+
+        stream = self._stream or self._begin()
+        if not self._expected or self._expected[0] != name:
+            raise ValueError(f"tensor {name} comes out of order")
+        stream.write(values.reshape(-1).view(torch.uint8).numpy().data)
+        self._written += values.nbytes
+        if self._written == self.specs[name].bytes:
+            self._expected.pop(0)
+            self._written = 0
+        if not self._expected:
+            self._end(stream)
+
+    def finish(self) -> None:
+        """Write the index where there are several files."""
+        if len(self._shards) == 1:
+            return
+        weight_map = {name: self._file(i) for i, shard in enumerate(self._shards) for name in shard}
+        index = {"metadata": {"total_size": sum(s.bytes for s in self.specs.values())}, "weight_map": weight_map}
+        (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _file(self, shard: int) -> str:
+        return SINGLE if len(self._shards) == 1 else f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
+
+    def _begin(self) -> BinaryIO:
+        names, offset = self._shards[self._shard], 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name in names:
+            spec = self.specs[name]
+            span = [offset, offset + spec.bytes]
+            header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+            offset += spec.bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._stream = open_to_write(self.directory / self._file(self._shard))
+        self._stream.write(struct.pack("<Q", len(text)) + text)
+        self._expected = list(names)
+        return self._stream
+
+    def _end(self, stream: BinaryIO) -> None:
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.close()
+        self._stream, self._shard = None, self._shard + 1

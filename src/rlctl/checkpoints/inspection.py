@@ -1,0 +1,116 @@
+"""Looking at a checkpoint without loading it: format, family, size, and problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+from rlctl.checkpoints.conversion import record
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.hf_model import SCALE, open_hf_model
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.megatron.adapters import adapter_keys
+from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
+from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, open_megatron_model
+from rlctl.errors import InputError
+from rlctl.models.registry import facts_from_hf_config, family_of_config, weights_of
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Inspection:
+    """The answer of `rlctl convert inspect`."""
+
+    path: str
+    format: str
+    family: str | None = None
+    parameters: int = 0
+    """Elements of the model's weights."""
+    dtype: str | None = None
+    bytes: int = 0
+    """Size of the model's weights, without an optimizer."""
+    iteration: int | None = None
+    parallelism_agnostic: bool = False
+    """Loads under any parallel sizes."""
+    optimizer: bool = False
+    adapters: bool = False
+    """Adapters alone (`training.lora`): `parameters` are theirs."""
+    problems: list[str] = field(default_factory=list)
+
+
+def inspect(path: Path) -> Inspection:
+    """Look at a Hugging Face directory, a Megatron checkpoint, or a run.
+
+    Raises:
+        InputError: there is nothing at `path`, or it is no checkpoint of a known format.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist.")
+    found = find(path) if path.is_dir() else None
+    if found is not None:
+        return _inspect_megatron(path, found)
+    if (path / "config.json").is_file() or any(path.glob("*.safetensors")):
+        return _inspect_huggingface(path)
+    hint = "Known: a Hugging Face directory, a Megatron torch_dist checkpoint, a run of rlctl."
+    raise InputError(f"{path} is no checkpoint of a known format.", hint)
+
+
+def _inspect_huggingface(path: Path) -> Inspection:
+    result = Inspection(str(path), "huggingface", parallelism_agnostic=True)
+    files = _noting(result, lambda: SafetensorsDirectory.open(path))
+    if files is not None:
+        weights = [tensor for name, tensor in files.tensors.items() if not name.endswith(SCALE)]
+        result.parameters = sum(prod(tensor.shape) for tensor in weights)
+        result.bytes, result.dtype = files.bytes, next(iter(files.dtypes), None)
+    config = _noting(result, lambda: read_config(path))
+    if config is not None:
+        family = _noting(result, lambda: family_of_config(config))
+        result.family = family.name if family else None
+        if family and files is not None:
+            _noting(result, lambda: open_hf_model(path))
+    return result
+
+
+def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
+    from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+
+    result = Inspection(str(path), "megatron torch_dist", iteration=found.iteration, parallelism_agnostic=True)
+    reader = _noting(result, lambda: TorchDistReader.open(found.shards))
+    if reader is None:
+        return result
+    made = record.read(found.root) if found.shards == found.root / RELEASE else None
+    if made and (problem := record.damage(found.root, made, f"{RELEASE}/")):
+        result.problems.append(f"changed since its conversion: {problem}")
+    model = {key: spec for key, spec in reader.shapes.items() if key.startswith(MODEL_PREFIXES)}
+    result.adapters = bool(adapter_keys(reader.shapes))
+    result.parameters = sum(spec.size for spec in model.values())
+    result.bytes = sum(spec.bytes for spec in model.values())
+    result.dtype = max((s.dtype for s in model.values()), key=[s.dtype for s in model.values()].count, default=None)
+    result.optimizer = any(key.startswith(("optimizer.", "chained_")) for key in reader.shapes)
+    companions = found.huggingface()
+    if companions is None:
+        result.problems.append("no config.json next to it: `megatron-to-hf` needs --config-from")
+        return result
+    facts = _noting(result, lambda: facts_from_hf_config(read_config(companions)))
+    if facts is not None:
+        result.family = facts.family
+        if result.adapters:
+            _noting(result, lambda: base_of(found))
+            return result
+        opened = _noting(result, lambda: open_megatron_model(found, facts))
+        if opened is not None:  # without padding rows and second spellings of norms
+            result.parameters = weights_of(opened.facts).parameters
+    return result
+
+
+def _noting(result: Inspection, make: Callable[[], _T]) -> _T | None:
+    """The result of `make`; its InputError becomes a problem of the inspection."""
+    try:
+        return make()
+    except InputError as error:
+        result.problems.append(error.message)
+        return None

@@ -1,0 +1,68 @@
+"""Where rlctl keeps models: converted ones where every node finds them, fetched ones in its own cache."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlctl.config.paths import user_path
+from rlctl.errors import InputError
+
+NAMED = ("RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
+"""Variables by which users say where converted models belong."""
+
+
+def named_directory(environment: Mapping[str, str] | None = None) -> Path | None:
+    """Folder `rlctl` in the directory that the first set variable of NAMED names.
+
+    Raises InputError where that is in the home of a user who is not known here.
+    """
+    environment = os.environ if environment is None else environment
+    name = next((name for name in NAMED if environment.get(name)), None)
+    if name is None:
+        return None
+    directory = user_path(environment[name])
+    if directory.parts[:1] and directory.parts[0].startswith("~"):
+        raise InputError(f"{name}={directory}: there is no user {directory.parts[0][1:]}.", "Write the whole path.")
+    return directory / "rlctl"
+
+
+def hub_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """HF_HOME, else ~/.cache/huggingface: the Hugging Face libraries' own directory, models of the hub below it."""
+    environment = os.environ if environment is None else environment
+    return user_path(environment.get("HF_HOME") or "~/.cache/huggingface")
+
+
+def converted_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """The `named_directory`, else folder `rlctl` in the `hub_directory`.
+
+    rlctl writes only below its own folder, so the directory may be shared.
+    """
+    return named_directory(environment) or hub_directory(environment) / "rlctl"
+
+
+def cache_directory() -> Path:
+    """rlctl's own cache: RLCTL_CACHE_DIR, else `rlctl` in XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("RLCTL_CACHE_DIR")
+    return user_path(own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rlctl")
+
+
+def nearest_existing(directory: Path) -> Path:
+    """`directory`, or the first of its parents that exists."""
+    directory = user_path(directory).absolute()
+    return next(place for place in (directory, *directory.parents) if os.path.exists(place))  # False: not to be seen
+
+
+def write_problem(place: Path) -> str | None:
+    """Why no file can be written in `place`, or None: tried with a real file, since modes do not tell it all."""
+    if not place.is_dir():
+        return f"{place} is not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"rlctl")
+            file.flush()
+    except OSError as error:
+        return f"no file can be written in {place} ({error.strerror})"
+    return None

@@ -1,0 +1,128 @@
+"""Megatron checkpoint directories: where shards, iteration and configuration are. Nothing here imports torch.
+
+Known arrangements: Megatron-LM and Megatron-Bridge (`latest_checkpointed_iteration.txt` next to `release/` or
+`iter_0000100/`), one of their iterations, a bare torch_dist directory, and rlctl's runs (`checkpoints/step_N/policy`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.errors import InputError
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Folder of the shards of a checkpoint that was converted and not trained."""
+HF_FOLDER = "huggingface"
+"""The folder of configuration and tokenizer next to the shards."""
+
+
+@dataclass(frozen=True)
+class MegatronDirectory:
+    """A checkpoint on disk."""
+
+    root: Path
+    shards: Path
+    iteration: int | None
+    """None: a release, that is, converted and not trained."""
+
+    def huggingface(self) -> Path | None:
+        """The directory with `config.json`: next to the shards, above them, or the one that a run began with."""
+        for base in (self.shards, *self.shards.parents[:4]):
+            for candidate in (base / HF_FOLDER, base / "tokenizer", base / "hf_metadata", base):
+                if (candidate / "config.json").is_file():
+                    return candidate
+        return self._of_run()
+
+    def _of_run(self) -> Path | None:
+        """For a run's checkpoint (RUN/checkpoints/step_N/policy): the model directory that its manifest names."""
+        manifest = self.shards.parents[2] / "manifest.json" if len(self.shards.parents) > 2 else self.shards
+        if not manifest.is_file():
+            return None
+        try:
+            directory = Path(json.loads(manifest.read_text())["model"]["directory"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return directory if (directory / "config.json").is_file() else None
+
+
+def find(path: Path) -> MegatronDirectory | None:
+    """The Megatron checkpoint at `path`, the latest iteration where there are several; None: it is none."""
+    if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
+        return MegatronDirectory(path, path, _iteration_of(path.name))
+    if (path / LATEST).is_file():
+        return _tracked(path)
+    for shards in (path / "policy", *sorted(path.glob("checkpoints/step_*/policy"), key=_step)[::-1]):
+        if (shards / "metadata.json").is_file():
+            return MegatronDirectory(path, shards, _step(shards))
+    return None
+
+
+def _tracked(root: Path) -> MegatronDirectory:
+    text = (root / LATEST).read_text(errors="replace").strip()[:40]
+    name = RELEASE if text == RELEASE else f"iter_{int(text):07d}" if text.isdecimal() else None
+    if name is None:
+        raise InputError(f"{root / LATEST} says `{text}`; expected `release` or a number.")
+    if not (root / name).is_dir():
+        raise InputError(f"{root / LATEST} names {name}, which is missing.", "Copy the checkpoint again.")
+    return MegatronDirectory(root, root / name, None if name == RELEASE else int(text))
+
+
+def _iteration_of(name: str) -> int | None:
+    digits = name.removeprefix("iter_").removeprefix("step_")
+    return int(digits) if digits.isdigit() else None
+
+
+def _step(shards: Path) -> int:
+    return _iteration_of(shards.parent.name) or 0
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model directory as a run's manifest names it."""
+
+    directory: Path
+    """With configuration and tokenizer."""
+    weights: Path
+    """A Hugging Face directory, or the shards of a Megatron checkpoint."""
+    config: dict[str, Any]
+    """The run's own configuration: by key, its value and where that is from."""
+
+    @property
+    def megatron(self) -> MegatronDirectory | None:
+        """The Megatron checkpoint with the weights; None: they are safetensors."""
+        return find(self.weights) if self.weights != self.directory else None
+
+
+def is_of_run(found: MegatronDirectory) -> bool:
+    """Whether a checkpoint is one that a run saved: RUN/checkpoints/step_N/policy."""
+    return found.shards.name == "policy"
+
+
+def base_of(found: MegatronDirectory, named: Path | None = None) -> Base:
+    """The model that the run of a checkpoint began with; `named`: where it is now.
+
+    Raises InputError where the run's manifest cannot be read, or the model is gone or another.
+    """
+    path = found.shards.absolute().parents[2] / "manifest.json"
+    try:
+        stored = json.loads(path.read_text())
+        model, config = stored["model"], stored["config"]
+        directory = named or Path(model["directory"])
+        weights = directory if named else Path(model.get("weights", directory))
+        fingerprint = model.get("fingerprint")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{found.shards} holds a part of a model, but {path}, which names the model, cannot be read.",
+            "Name the run, or a checkpoint inside of it.",
+        ) from error
+    hint = "Name the model that the run began with, wherever it is now, with --config-from."
+    if not (directory / "config.json").is_file() or not weights.is_dir():
+        raise InputError(f"The model that the run of {found.shards} began with is not at {weights} any more.", hint)
+    if model_fingerprint(directory, weights) != fingerprint:
+        raise InputError(f"{weights} is not the model that the run of {found.shards} began with.", hint)
+    return Base(directory, weights, config)

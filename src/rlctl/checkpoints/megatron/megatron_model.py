@@ -1,0 +1,137 @@
+"""Reading a Megatron checkpoint as a source of weights, and the files that rlctl writes next to its shards."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.hf.hf_model import without_absent_mtp
+from rlctl.checkpoints.megatron.adapters import adapter_keys
+from rlctl.checkpoints.megatron.megatron_directory import MegatronDirectory
+from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.weights import torch_dist as keys
+from rlctl.weights.layout import Layout
+from rlctl.weights.plan import SingleWorld, World
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """An opened checkpoint: every block a param, so that a plan reads only what it needs."""
+
+    directory: MegatronDirectory
+    facts: ModelFacts
+    reader: TorchDistReader
+    layout: Layout
+    blocks: dict[str, keys.Chunk]
+    dtype: str
+
+    @property
+    def world(self) -> World:
+        return SingleWorld(self.layout)
+
+
+def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False) -> MegatronModel:
+    """Open a checkpoint of the model and check its keys against the model's.
+
+    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not. Raises
+    InputError for keys that are missing, have other shapes, or that the model does not have.
+    """
+    reader = TorchDistReader.open(directory.shards)
+    if adapter_keys(reader.shapes):
+        raise InputError(
+            f"{directory.shards} holds adapters and not the weights they belong to.",
+            f"Merge them first: rlctl convert megatron-to-hf {directory.root} DIR.",
+        )
+    facts = without_absent_mtp(facts, reader.shapes)
+    style = keys.style_of(reader.shapes)
+    rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
+    if not rows or min(rows) < facts.vocab:
+        why = f"{directory.shards} holds no embedding of {facts.vocab} rows."
+        raise InputError(why, "Is it another model's checkpoint?")
+    plain = keys.layout(facts, "float32", style, rows[0], holds=reader.shapes.__contains__)
+    for key, spec in plain.params.items():
+        _check_key(directory.shards, key, spec.shape, reader)
+    _refuse_unknown(directory.shards, plain, reader, ("mtp.",) if without_mtp else ())
+    params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
+    blocks = [chunk for key in params for chunk in reader.chunks(key)]
+    layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
+    dtype = reader.shapes[keys.VOCAB_KEYS[0]].dtype
+    return MegatronModel(directory, facts, reader, layout, {chunk.name: chunk for chunk in blocks}, dtype)
+
+
+def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDistReader) -> None:
+    if key not in reader.shapes:
+        raise InputError(f"{shards}: {key} is missing.", "The configuration calls for it; is it this model's?")
+    if reader.shapes[key].shape != shape:
+        found = list(reader.shapes[key].shape)
+        raise InputError(f"{shards}: {key} has shape {found}, but the configuration implies {list(shape)}.")
+    held = sum(prod(span.count for span in chunk.box) for chunk in reader.chunks(key))
+    if held != prod(shape):
+        why = f"{shards}: the blocks of {key} hold {held:,} of its {prod(shape):,} elements."
+        raise InputError(why, "Copy the checkpoint again.")
+
+
+def _refuse_unknown(shards: Path, plain: Layout, reader: TorchDistReader, left_out: tuple[str, ...]) -> None:
+    """Weights that the model does not have would be lost. The other spelling of a norm is no loss."""
+    for key in reader.shapes:
+        known = key in plain.params or key.endswith(keys.NORM_KEYS) or key.startswith(left_out)
+        if key.startswith(MODEL_PREFIXES) and not known:
+            raise InputError(f"{shards}: {key} belongs to no part of a {reader.directory.name} of this configuration.")
+
+
+class Blocks:
+    """The blocks of a torch_dist checkpoint by param name: a source of `stream`."""
+
+    def __init__(self, reader: TorchDistReader, blocks: dict[str, keys.Chunk]) -> None:
+        self._reader, self._blocks = reader, blocks
+
+    def read(self, param: str) -> torch.Tensor:
+        return self._reader.read(self._blocks[param])
+
+    def drop(self, param: str) -> None:
+        """The reader itself bounds what it holds."""
+
+
+def common_values(facts: ModelFacts, dtype: str) -> dict[str, Any]:
+    """The content of `common.pt`: Megatron-LM's `args` as far as they follow from the model, version and iteration."""
+    args = Namespace(
+        num_layers=facts.layers,
+        hidden_size=facts.hidden,
+        ffn_hidden_size=facts.intermediate,
+        num_attention_heads=facts.heads,
+        group_query_attention=facts.kv_heads != facts.heads,
+        num_query_groups=facts.kv_heads,
+        kv_channels=facts.head_dim,
+        max_position_embeddings=facts.max_length,
+        seq_length=facts.max_length,
+        padded_vocab_size=facts.vocab,
+        make_vocab_size_divisible_by=1,
+        untie_embeddings_and_output_weights=not facts.tied_embeddings,
+        normalization="RMSNorm",
+        norm_epsilon=facts.norm_eps,
+        swiglu=facts.activation == "silu",
+        add_bias_linear=False,
+        add_qkv_bias=facts.qkv_bias,
+        qk_layernorm=facts.qk_norm,
+        position_embedding_type="rope",
+        use_rotary_position_embeddings=True,
+        rotary_base=int(facts.rope.theta),
+        num_experts=facts.moe.experts if facts.moe else None,
+        params_dtype=dtype,
+        bf16=dtype == "bfloat16",
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        iteration=0,
+        consumed_train_samples=0,
+    )
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 0}

@@ -1,0 +1,247 @@
+"""Files of Megatron's torch_dist checkpoints: written and read block by block, without Megatron and its processes.
+
+The format is that of torch.distributed.checkpoint (items made by torch.save at offsets of `__R_N.distcp`, a pickled
+`.metadata`) with Megatron's `metadata.json` and `common.pt` next to it (megatron/core/dist_checkpointing/strategies).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from rlctl.checkpoints.megatron.pickles import DAMAGE, load_common, load_metadata, tensor_record
+from rlctl.checkpoints.plan_execution import dtype_of
+from rlctl.checkpoints.staging import open_to_write
+from rlctl.errors import InputError
+from rlctl.weights.layout import ParamSpec, Span
+from rlctl.weights.torch_dist import Chunk
+
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+FILE_BYTES = 4 << 30
+CACHE_BYTES = 128 << 20
+
+
+@dataclass
+class TorchDistWriter:
+    """Writes one checkpoint. Call `write` for every block, then `finish`; memory holds one block at a time."""
+
+    directory: Path
+    shapes: dict[str, ParamSpec]
+    """Global shape and dtype of each key."""
+    file_bytes: int = FILE_BYTES
+    _chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
+    _storage: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
+    _objects: list[str] = field(default_factory=list)
+    _stream: BinaryIO | None = None
+    _file: int = -1
+
+    def write(self, chunk: Chunk, values: torch.Tensor) -> None:
+        """Append one block (a contiguous tensor of its own)."""
+        offsets = torch.Size(span.start for span in chunk.box)
+        sizes = torch.Size(span.count for span in chunk.box)
+        info = self._append(values)
+        self._chunks.setdefault(chunk.key, []).append(ChunkStorageMetadata(offsets, sizes))
+        self._storage[MetadataIndex(chunk.key, offsets)] = info
+
+    def write_object(self, key: str, value: Any) -> None:
+        """Append a small Python value (`_extra_state`)."""
+        self._storage[MetadataIndex(key)] = self._append(value)
+        self._objects.append(key)
+
+    def finish(self, common: dict[str, Any]) -> None:
+        """Write `common.pt`, `.metadata` and `metadata.json`, and flush everything to the disk."""
+        self._close()
+        torch.save(common, self.directory / "common.pt")
+        entries: dict[str, Any] = {key: self._tensor_entry(key, chunks) for key, chunks in self._chunks.items()}
+        entries |= {key: BytesStorageMetadata() for key in self._objects}
+        metadata = Metadata(state_dict_metadata=entries, planner_data=None, storage_data=self._storage)
+        (self.directory / ".metadata").write_bytes(pickle.dumps(metadata))
+        (self.directory / "metadata.json").write_text(json.dumps(BACKEND))
+
+    def _tensor_entry(self, key: str, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
+        spec = self.shapes[key]
+        return TensorStorageMetadata(TensorProperties(dtype=dtype_of(spec.dtype)), torch.Size(spec.shape), chunks)
+
+    def _append(self, value: Any) -> _StorageInfo:
+        stream = self._open()
+        offset = stream.tell()
+        with _without_checksums():
+            torch.save(value, stream)
+        return _StorageInfo(f"__0_{self._file}.distcp", offset, stream.tell() - offset)
+
+    def _open(self) -> BinaryIO:
+        if self._stream is not None and self._stream.tell() >= self.file_bytes:
+            self._close()
+        if self._stream is None:
+            self._file += 1
+            self._stream = open_to_write(self.directory / f"__0_{self._file}.distcp")
+        return self._stream
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            self._stream = None
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """The checksums of a zip archive halve the speed of writing, and no reader of torch_dist looks at them."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+@dataclass
+class TorchDistReader:
+    """The blocks of one checkpoint, read when asked for; the last ones stay in memory."""
+
+    directory: Path
+    metadata: Metadata
+    common: dict[str, Any]
+    shapes: dict[str, ParamSpec]
+    _cache: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict)
+    _held_bytes: int = 0
+
+    @staticmethod
+    def open(directory: Path) -> TorchDistReader:
+        """Read metadata through the restricted unpickler and check that every item lies inside of its file.
+
+        Raises InputError where there is no torch_dist checkpoint, or a damaged, truncated or hostile one.
+        """
+        _check_backend(directory)
+        metadata = load_metadata(directory)
+        if not isinstance(metadata, Metadata):
+            raise InputError(f"{directory / '.metadata'} holds no checkpoint metadata.")
+        try:
+            shapes = {
+                key: ParamSpec(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata) and _is_regular(entry)
+            }
+            _check_items(directory, metadata)
+        except (AttributeError, TypeError) as error:  # an object that lacks what its class has
+            hint = "Take another copy of the checkpoint."
+            raise InputError(f"{directory / '.metadata'} is damaged ({error}).", hint) from error
+        return TorchDistReader(directory, metadata, load_common(directory), shapes)
+
+    def chunks(self, key: str) -> list[Chunk]:
+        """The blocks in which a key was written."""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)  # the keys of `shapes`
+        return [
+            Chunk(key, tuple(Span(o, n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+            for chunk in entry.chunks
+        ]
+
+    def read(self, chunk: Chunk) -> torch.Tensor:
+        """The values of a block, contiguous."""
+        held = self._cache.get(chunk.name)
+        if held is not None:
+            self._cache.move_to_end(chunk.name)
+            return held
+        info = self.metadata.storage_data.get(MetadataIndex(chunk.key, torch.Size(s.start for s in chunk.box)))
+        if info is None:
+            at = [span.start for span in chunk.box]
+            raise InputError(f"{self.directory}: {chunk.key} has no data for the block at {at}.")
+        values = _load_item(self.directory / info.relative_path, info.offset, info.length)
+        expected = tuple(span.count for span in chunk.box)
+        if values.numel() != prod(expected) or values.dtype != dtype_of(self.shapes[chunk.key].dtype):
+            found = f"{tuple(values.shape)} {values.dtype}"
+            raise InputError(f"{self.directory}: {chunk.key} holds {found} instead of {expected}.")
+        values = values.reshape(expected).contiguous()
+        self._cache[chunk.name] = values
+        self._held_bytes += values.nbytes
+        while self._held_bytes > CACHE_BYTES and len(self._cache) > 1:
+            _, old = self._cache.popitem(last=False)
+            self._held_bytes -= old.nbytes
+        return values
+
+
+def _check_backend(directory: Path) -> None:
+    path = directory / "metadata.json"
+    if not path.is_file() or not (directory / ".metadata").is_file():
+        raise InputError(f"{directory} is no torch_dist checkpoint: metadata.json or .metadata is missing.")
+    try:
+        backend = json.loads(path.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path} names no backend ({error}).", "Copy the checkpoint again.") from error
+    if backend != "torch_dist":
+        hint = "Save it with --dist-ckpt-format torch_dist, or convert it with Megatron's own tools."
+        raise InputError(f"{directory} is a checkpoint of format `{backend}`; rlctl reads torch_dist.", hint)
+
+
+def _is_regular(entry: TensorStorageMetadata) -> bool:
+    """True where blocks have as many axes as their tensor and a dtype is one; TypeError says what is not so."""
+    axes = len(entry.size)
+    if not isinstance(entry.properties.dtype, torch.dtype):
+        raise TypeError(f"{entry.properties.dtype!r} is no dtype")
+    if any(len(chunk.offsets) != axes or len(chunk.sizes) != axes for chunk in entry.chunks):
+        raise TypeError(f"a block of a tensor of {axes} axes has another number of them")
+    return True
+
+
+def _check_items(directory: Path, metadata: Metadata) -> None:
+    """Every item lies inside of a file of this directory."""
+    sizes: dict[str, int] = {}
+    hint = "Copy the checkpoint again."
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if name not in sizes:
+            path = directory / name
+            if Path(name).name != name:
+                raise InputError(f"{directory / '.metadata'} points outside of the checkpoint: {name}.")
+            if not path.is_file():
+                raise InputError(f"{directory}: shard {name} is missing; it holds {index.fqn}.", hint)
+            sizes[name] = path.stat().st_size
+        if info.offset + info.length > sizes[name]:
+            raise InputError(f"{directory}: shard {name} is truncated; it holds {index.fqn}.", hint)
+
+
+def _load_item(path: Path, offset: int, length: int) -> torch.Tensor:
+    """One tensor that torch.save wrote, mapped from its file. Its pickle is only looked at, never run."""
+    try:
+        with path.open("rb") as stream:
+            record = tensor_record(stream, offset, length, str(path))
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except InputError:  # it is a ValueError too
+        raise
+    except DAMAGE as error:
+        raise InputError(f"{path}: the item at byte {offset} is damaged ({error}).") from error
+    dtype = dtype_of(record.dtype)
+    if not prod(record.shape):
+        return torch.empty(record.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        flat = torch.frombuffer(mapped, dtype=dtype, count=record.bytes // dtype.itemsize, offset=record.data)
+    return torch.as_strided(flat, record.shape, record.strides, record.first)

@@ -1,0 +1,141 @@
+"""Where a model's files are: `--model` as a local directory, a name in the Hugging Face cache, or a name on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.safetensors_files import read_header, shard_files
+from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
+from rlctl.config.paths import user_path
+from rlctl.errors import InputError, RlctlError
+
+CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+# Copies of the same weights in other formats, which some repositories carry beside the published ones.
+IGNORED_FILES = ["original/*", "consolidated*", "*/*"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's directory, how to call it, and what a reader of the results must know about it (or None)."""
+
+    directory: Path
+    """Holds configuration and tokenizer, and the weights as safetensors unless `megatron` is set."""
+    label: str
+    note: str | None = None
+    megatron: Path | None = None
+    """The shards of the Megatron checkpoint that holds the weights."""
+
+    @property
+    def weights(self) -> Path:
+        """The directory that the policy loads."""
+        return self.megatron or self.directory
+
+
+Tell = Callable[[str], None]
+"""Called with a line before anything that takes long."""
+Supplier = Callable[[str, str | None, Tell], ModelSource | None]
+"""(name, revision, tell) -> a model that comes from elsewhere than the hub; None: the supplier does not have it."""
+
+
+def resolve_model(
+    name: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    trust_remote_code: bool = False,
+    tell: Tell = lambda _: None,
+    otherwise: Supplier = lambda name, revision, tell: None,
+) -> ModelSource:
+    """Find or fetch the model that `--model` names: a local directory, the Hugging Face cache, the hub, in this order.
+
+    A local directory is Hugging Face's or a Megatron checkpoint (torch_dist, or a run of rlctl). `weights=False` is
+    content with config and tokenizer. `otherwise` is asked where the hub cannot be reached. Raises InputError where a
+    directory has no config or lacks shards, or a name is unknown, gated or cannot be reached.
+    """
+    local = user_path(name)
+    if local.is_dir() and (checkpoint := find(local)) is not None:
+        return of_megatron(name, checkpoint)
+    if local.is_dir():
+        check_directory(local, weights=weights)
+        return ModelSource(local.resolve(), name)
+    if local.exists() or local.is_symlink() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"model {name}: there is no such directory.", "Give a Hugging Face directory or a hub name.")
+    patterns = [*CONFIG_FILES, *(("*.safetensors",) if weights else ()), *(("*.py",) if trust_remote_code else ())]
+    directory = from_cache(name, revision, patterns, weights)
+    if directory is None:
+        tell(f"{name}: looking on the Hugging Face hub")
+        directory = from_hub(name, revision, patterns)
+    if directory is None:
+        if (supplied := otherwise(name, revision, tell)) is not None:
+            return supplied
+        raise InputError(
+            f"model {name}: no directory here, not in the Hugging Face cache, "
+            "and the hub cannot be reached (or HF_HUB_OFFLINE is set).",
+            "Give a local directory, or download the model where there is a network with `hf download`.",
+        )
+    check_directory(directory, weights=weights)
+    return ModelSource(directory, name)
+
+
+def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
+    """A Megatron checkpoint, with the configuration and the tokenizer that lie next to it."""
+    companions = checkpoint.huggingface()
+    if companions is None:
+        hint = f"Put the Hugging Face model's config.json and tokenizer into {checkpoint.root / HF_FOLDER}."
+        raise InputError(f"model {name} is a Megatron checkpoint without config.json next to it.", hint)
+    check_directory(companions, weights=False)
+    return ModelSource(companions.resolve(), name, megatron=checkpoint.shards.resolve())
+
+
+def from_cache(name: str, revision: str | None, patterns: list[str], weights: bool) -> Path | None:
+    """The cached snapshot of a hub name, or None where there is none or it lacks files."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True)
+        check_directory(Path(directory), weights=weights)
+    except HFValidationError as error:
+        raise InputError(f"model {name}: neither a directory nor a hub name such as `owner/model`.") from error
+    except (LocalEntryNotFoundError, InputError):
+        return None
+    return Path(directory)
+
+
+def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """Download a snapshot into the Hugging Face cache; None where the hub cannot be reached."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED_FILES))
+    except errors.GatedRepoError as error:
+        hint = "Ask for access on its page of the hub, then log in with `hf auth login` or set HF_TOKEN."
+        raise InputError(f"model {name} is gated: its owner grants access one by one.", hint) from error
+    except errors.RepositoryNotFoundError as error:
+        hint = "Check the spelling; a private model needs `hf auth login` or HF_TOKEN."
+        raise InputError(f"model {name}: the hub has no such model.", hint) from error
+    except errors.RevisionNotFoundError as error:
+        raise InputError(f"model {name} has no revision {revision!r}.", "Name a branch, tag or commit.") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        return None
+    # errors.HTTPError is that of the httpx which huggingface_hub uses.
+    except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        hint = "Run it again: it continues where it stopped."
+        raise RlctlError(f"downloading {name} failed: {error}", hint) from error
+
+
+def check_directory(directory: Path, *, weights: bool = True) -> None:
+    """Raise InputError unless `directory` has a readable config.json and (with `weights`) every safetensors shard."""
+    read_config(directory)
+    if weights:
+        shard_files(directory)
+
+
+def stored_parameters(directory: Path) -> int:
+    """Elements of all tensors in a directory's safetensors files, read from their headers; 0 where there are none."""
+    headers = (read_header(path) for path in sorted(directory.glob("*.safetensors")))
+    return sum(prod(tensor.shape) for header in headers for tensor in header.values())

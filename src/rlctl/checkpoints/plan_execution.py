@@ -1,0 +1,86 @@
+"""Executing a transfer plan on tensors of this process: strided views, transforms, fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from rlctl.errors import RlctlError
+from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
+from rlctl.weights.plan import Copy
+from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform
+
+Read = Callable[[str], torch.Tensor]
+"""Reads a whole param of the source by name, for transforms that need more than their data."""
+
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of a layout's dtype name."""
+    return getattr(torch, name)
+
+
+def strided(memory: torch.Tensor, view: View) -> torch.Tensor:
+    """A plan's view of a contiguous param."""
+    return torch.as_strided(memory, view.shape, view.strides, memory.storage_offset() + view.offset)
+
+
+def transformed(values: torch.Tensor, copy: Copy, read: Read | None = None) -> torch.Tensor:
+    """`values`, a box of the source, after the copy's transforms; casts are left to the copy into the destination.
+
+    `read` gives further source params (FP8 scales, adapters) whole, where a transform asks for them.
+    """
+    for transform in copy.transforms:
+        if not isinstance(transform, Cast):
+            values = _apply(transform, values, copy, read)
+    return values
+
+
+def execute(copy: Copy, source: torch.Tensor, destination: torch.Tensor, read: Read | None = None) -> None:
+    """One copy between two contiguous params of this process."""
+    values = transformed(strided(source, copy.source_view), copy, read)
+    strided(destination, copy.destination_view).copy_(values)
+
+
+def fill(fills: Iterable[Fill], params: Mapping[str, torch.Tensor], shapes: Mapping[str, ParamSpec]) -> None:
+    """Write the padding that no tensor determines."""
+    for item in fills:
+        strided(params[item.param], view_of(shapes[item.param], item.box)).fill_(item.value)
+
+
+def _apply(transform: Transform, values: torch.Tensor, copy: Copy, read: Read | None) -> torch.Tensor:
+    if isinstance(transform, Add):
+        return values + transform.value
+    if read is None:
+        raise RlctlError(f"{copy.tensor}: `{transform.name}` needs {transform.inputs}, which are not at hand here.")
+    if isinstance(transform, Dequantize):
+        return _dequantize(values, read(transform.scale), transform.block_size, copy)
+    if isinstance(transform, MergeLora):
+        rows, columns = (_indices(span) for span in copy.tensor_box)
+        delta = read(transform.b)[rows].float() @ read(transform.a)[:, columns].float()
+        return values.float() + transform.scale * delta
+    raise RlctlError(f"{copy.tensor}: rlctl cannot apply `{transform.name}` here.")
+
+
+def _dequantize(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...], copy: Copy) -> torch.Tensor:
+    """Block-scaled values in float32; the box may start and end anywhere within a block."""
+    rows, columns = (_indices(span) // size for span, size in zip(copy.tensor_box, block, strict=True))
+    out = values.to(torch.float32)
+    wide = scale.float()[:, columns]
+    for first in range(0, len(rows), 1024):  # the scales of all rows at once would double the memory
+        out[first : first + 1024] *= wide[rows[first : first + 1024]]
+    return out
+
+
+def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., G, B] pairs of e2m1 and [..., G] biased exponents -> [..., G * B * 2] (OCP Microscaling Formats 1.0)."""
+    table = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
+    pairs = torch.stack([table[(blocks & 0x0F).long()], table[(blocks >> 4).long()]], dim=-1)
+    scaled = torch.ldexp(pairs, (scales.to(torch.int32) - 127)[..., None, None])
+    return scaled.flatten(-3).to(dtype)
+
+
+def _indices(span: Span) -> torch.Tensor:
+    return torch.arange(span.start, span.last + 1, span.step)

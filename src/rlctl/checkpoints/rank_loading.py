@@ -1,0 +1,74 @@
+"""Filling the live weights of one rank from a model directory, Hugging Face's or Megatron's, without the other form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.checkpoints.megatron.megatron_directory import find
+from rlctl.errors import InputError
+from rlctl.models.facts import ModelFacts
+from rlctl.weights.layout import Layout
+from rlctl.weights.plan import World, receive_plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlctl.checkpoints.conversion.stream import Source
+
+
+def load_rank(
+    directory: Path, world: World, rank: int, params: dict[str, torch.Tensor], facts: ModelFacts | None = None
+) -> int:
+    """Stream a model directory into the live params of one rank; returns bytes read.
+
+    `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
+    (proven beforehand). Each rank reads only what it holds. `facts` are the policy's: a Megatron checkpoint is checked
+    against them, a Hugging Face directory against its own configuration.
+
+    Raises InputError for a damaged directory or one of another model, and for a param of the layout that the engine
+    does not have, or has in another shape.
+    """
+    from rlctl.checkpoints.plan_execution import execute, fill
+
+    stored, opened, order = _open(directory, facts)
+    plan = receive_plan(stored, world, rank).prove()
+    check_params(plan.layout, params)
+    fill(plan.fills, params, plan.layout.params)
+    read = 0
+    for copy in sorted(plan.copies, key=lambda c: order[c.source_param]):
+        execute(copy, opened.read(copy.source_param), params[copy.destination_param], opened.read)
+        opened.drop(copy.source_param)
+        read += copy.elements * params[copy.destination_param].element_size()
+    return read
+
+
+def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, Source, dict[str, int]]:
+    """A directory's world and params, and where each param lies: files are read front to back."""
+    from rlctl.checkpoints.hf.hf_model import open_hf_model
+
+    found = find(directory)
+    if found is None or facts is None:
+        model = open_hf_model(directory)
+        names = sorted(model.layout.params, key=model.source.place)
+        return model.world, model.source, {name: i for i, name in enumerate(names)}
+    from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
+
+    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers)
+    order = {name: i for i, name in enumerate(checkpoint.blocks)}
+    return checkpoint.world, Blocks(checkpoint.reader, checkpoint.blocks), order
+
+
+def check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:
+    """Raise InputError unless the engine's params are the layout's, name by name and shape by shape."""
+    for name, spec in layout.params.items():
+        if name not in params:
+            raise InputError(f"The engine has no parameter {name}, which the layout expects.")
+        shape, expected = tuple(params[name].shape), spec.shape
+        if shape != expected:
+            raise InputError(f"{name} has shape {list(shape)} in the engine, but {list(expected)} in the layout.")
+        if not params[name].is_contiguous():
+            raise InputError(f"{name} is not stored contiguously.")
+    extra = sorted(set(params) - set(layout.params))
+    if extra:
+        raise InputError(f"The engine's parameter {extra[0]} is in no layout: it would keep its random values.")

@@ -1,0 +1,101 @@
+"""How a policy is divided over ranks: its parallel sizes, and what follows from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+"""The fields of `ParallelSpec` that are sizes of groups, in the order in which they are named to users."""
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """Sizes of a policy's parallel groups, as Megatron names and orders them: tp is fastest, then cp, dp, pp; within a
+    pipeline stage etp is fastest for experts, then ep."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Virtual pipeline stages (model chunks) of each pipeline rank."""
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    """Tensor parallel size of the experts; 0, or left out, stands for `tp`, and reads as that."""
+    dp: int = 1
+    sequence_parallel: bool | None = None
+    """None, or left out, stands for `tp > 1`, and reads as that."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; None: as many as the stages that are not named."""
+    last_stage_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "etp", self.etp or self.tp)
+        if self.sequence_parallel is None:
+            object.__setattr__(self, "sequence_parallel", self.tp > 1)
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold the dense weights once, and work on one sample together."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.stage_size * self.pp
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks of one pipeline stage that hold its experts once."""
+        return self.ep * self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return max(1, self.stage_size // self.expert_size)
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel
+        rank."""
+        return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The micro-batches of an optimizer step must divide by this: the interleaved schedule takes them in groups as
+        many as there are stages, and refuses a smaller last group."""
+        return self.pp if self.vpp > 1 else 1
+
+    def data_rank(self, rank: int) -> int:
+        """Return the data-parallel rank of world rank `rank`: the index of the `BatchShard` it trains on."""
+        return rank // (self.tp * self.cp) % self.dp
+
+    @property
+    def result_rank(self) -> int:
+        """The world rank whose results are returned: the first of the last pipeline stage."""
+        return self.stage_size * (self.pp - 1)
+
+    def stage_layers(self, layers: int) -> list[int] | None:
+        """Return the layers of each pipeline stage; None: `layers` do not come out, or leave a stage empty.
+
+        Stages whose layers are named have those, and the others are even. Where no end is named and `layers` do not
+        divide over the stages, the first and the last are shorter.
+        """
+        ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
+        named = {stage: count for stage, count in ends.items() if count is not None}
+        if not named and layers % self.pp:
+            left = layers - (self.pp - 2) * -(-layers // self.pp)
+            named = {0: -(-left // 2), self.pp - 1: left // 2}
+        left, others = layers - sum(named.values()), self.pp - len(named)
+        if left < others or min(named.values(), default=1) < 1 or (left % others if others else left):
+            return None
+        return [named.get(stage, left // max(1, others)) for stage in range(self.pp)]
+
+    def name(self) -> str:
+        """Return a short name that leaves out sizes of 1: `TP4 PP2 DP8`."""
+        sizes = [(size, getattr(self, size)) for size in SIZES]
+        shown = [(size, value) for size, value in sizes if size == "dp" or value > 1]
+        return " ".join(f"{size.upper()}{value}" for size, value in shown)

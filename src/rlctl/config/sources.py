@@ -1,0 +1,280 @@
+"""The sources of the configuration. Each yields values by dotted key, and each value knows where it came from.
+
+A source is strict: it finds everything that is wrong with its keys before anything is merged. pydantic-settings calls
+the sources of `Settings`, the strongest first, shows each what the stronger ones have said, merges and validates.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
+from rlctl.config.passthrough import canonical, checked, target_of
+from rlctl.config.presets import Preset, preset_chain
+from rlctl.config.schema import RlctlConfig
+from rlctl.config.yaml_values import parse_value, read_mapping
+from rlctl.errors import ConfigError
+
+PRESET_KEYS = {"extends", "description"}
+"""Keys of a preset file that are no configuration; a --config file may have them too."""
+
+PREFIX = "RLCTL_"
+OWN_VARIABLES = (
+    "RLCTL_ADDRESS", "RLCTL_CACHE_DIR", "RLCTL_DEBUG", "RLCTL_MACHINE_PROFILE", "RLCTL_MEGATRON_CHECKPOINT_DIR",
+    "RLCTL_NODE", "RLCTL_PLAIN_PARAMETERS",
+)  # fmt: skip
+"""Environment variables of rlctl that are no configuration keys."""
+
+# A preset's values for these keys describe the data or the model that it names: another one does not inherit them.
+BELONGS_TO = {
+    "data.name": (
+        "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_suffix", "data.size",
+    ),
+    "model.name": ("model.revision", "model.tokenizer", "model.chat_template"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A value given by a flag of the command line, with the flag as the user typed it."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Value:
+    """One leaf of a source."""
+
+    key: str
+    value: Any
+    origin: str
+    """Where the value came from, in the user's words."""
+    optional: bool = False
+    """The value is accepted even where the model lacks what it is for."""
+
+
+class Settings(RlctlConfig, BaseSettings):
+    """The configuration as pydantic-settings resolves it from `sources`, the strongest first."""
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        BaseSettings.__init__(self, sources=tuple(sources))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        **_: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the sources given to `__init__` instead of the library's own, which pass over unknown names."""
+        return init_settings()["sources"]
+
+
+class Source(PydanticBaseSettingsSource):
+    """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
+
+    def __init__(self, values: Iterable[Value], notes: Sequence[str] = (), refusals: Sequence[str] = ()) -> None:
+        super().__init__(Settings)
+        self.notes = tuple(notes)
+        """Lines on what runs differently from how the source has it."""
+        self.refusals = tuple(refusals)
+        """Lines on what the source asks for and rlctl cannot run yet."""
+        self.problems: list[str] = []
+        self.values = [self._checked(canonical_value(value)) for value in values]
+        self.kept: list[Value] = []
+        """The values that no stronger source has made meaningless, once the source has been called."""
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the kept values as nested sections."""
+        self.kept = [value for value in self.values if not self.overruled(value)]
+        return nest(self.kept)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Return one section; the library requires this method and calls the source as a whole."""
+        return self().get(field_name), field_name, False
+
+    def overruled(self, value: Value) -> bool:
+        """Return whether a stronger source asks for the other kind of machine: with GPUs, or `gpu: cpu` without."""
+        other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
+        if other is None or not (stronger := self.stronger(other)):
+            return False
+        now = {value.key: value.value, other: stronger[0]}
+        return now["cluster.gpu"] != "auto" and (now["cluster.gpu"] == "cpu") != (now["cluster.gpus_per_node"] == 0)
+
+    def stronger(self, key: str) -> tuple[Any, ...]:
+        """Return the value that stronger sources give to `section.key`, or an empty tuple."""
+        section, _, name = key.partition(".")
+        values = self.current_state.get(section, {})
+        return (values[name],) if name in values else ()
+
+    def _checked(self, value: Value) -> Value:
+        if field(value.key) is None:
+            self.problems.append(unknown_key(value))
+        elif is_section(value.key):
+            self.problems.append(
+                f"`{value.key}` ({value.origin}) is a section of keys and cannot be set to {value.value!r}."
+            )
+        elif target_of(value.key) is not None:
+            taken, why = checked(value.key, value.value)
+            if why:
+                self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): {why}")
+            return replace(value, value=taken)
+        return value
+
+
+class PresetSource(Source):
+    """The values of one preset file. `named` holds the data and the model that it and the weaker sources name."""
+
+    def __init__(self, preset: Preset, named: Mapping[str, Any]) -> None:
+        super().__init__(flatten(preset.values, f"preset {preset.name}"))
+        self.named = dict(named) | {value.key: value.value for value in self.values if value.key in BELONGS_TO}
+
+    def overruled(self, value: Value) -> bool:
+        """Return also whether the value describes other data, or another model, than a stronger source names."""
+        return super().overruled(value) or any(
+            owner in self.named
+            and self.stronger(owner) not in ((), (self.named[owner],))
+            and any(value.key == name or value.key.startswith(f"{name}.") for name in owned)
+            for owner, owned in BELONGS_TO.items()
+        )
+
+
+class EnvironmentSource(Source):
+    """`RLCTL_RUN__STEPS=5` sets run.steps. A name that begins with RLCTL_ and means nothing is a problem."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        names = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in OWN_VARIABLES]
+        keys = {name: name.removeprefix(PREFIX).lower().replace("__", ".") for name in names if "__" in name}
+        super().__init__(
+            value for name, key in keys.items() for value in text_values(key, environment[name], f"environment {name}")
+        )
+        self.problems += [unknown_variable(name) for name in names if name not in keys]
+
+
+class FlagSource(Source):
+    """Flags of the command line, by the key that each sets."""
+
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
+        super().__init__(Value(key, flag.value, f"flag {flag.name}") for key, flag in given.items())
+
+
+class SetSource(Source):
+    """One `--set section.key=value`."""
+
+    def __init__(self, text: str) -> None:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {text}: there is no value.", "Write --set section.key=value.")
+        super().__init__(text_values(key.strip(), value, "--set"))
+
+
+def sources_in_order(
+    preset: str | None,
+    files: Iterable[str | Path],
+    environment: Mapping[str, str],
+    flags: Mapping[str, Any],
+    sets: Iterable[str],
+) -> list[Source]:
+    """Return every source, the weakest first. Raises ConfigError for a file or preset that cannot be read."""
+    sources: list[Source] = []
+
+    def add_presets(chain: Iterable[Preset]) -> None:
+        for part in chain:
+            named = {value.key: value.value for below in sources for value in below.values if value.key in BELONGS_TO}
+            sources.append(PresetSource(part, named))
+
+    add_presets(preset_chain(preset) if preset is not None else ())
+    for path in files:
+        values = read_mapping(Path(path), "--config")
+        if values.keys() & PRESET_KEYS:
+            *below, own = preset_chain(str(path))
+            add_presets(below)
+            values = own.values
+        sources.append(file_source(Path(path), values))
+    return [*sources, EnvironmentSource(environment), FlagSource(flags), *map(SetSource, sets)]
+
+
+def file_source(path: Path, values: Mapping[Any, Any]) -> Source:
+    """Return the source of a --config file: rlctl's own keys, or a NeMo-RL recipe."""
+    from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl
+
+    if not is_nemo_rl(values):
+        return Source(flatten(values, f"file {path}"))
+    recipe = import_recipe(path)
+    leaves = (
+        # Recipes of dense models carry fields of experts, too.
+        Value(key, value, f"file {path}, {recipe.source[key]}", optional=key.startswith("megatron."))
+        for key, value in recipe.values.items()
+    )
+    return Source(leaves, [f"runs differently: {line}" for line in recipe.changed], recipe.unsupported)
+
+
+def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterator[Value]:
+    """Yield the leaves of nested sections. A section without keys has none."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if holds_keys(key) and value is None:
+            continue
+        # Unknown sections are walked too, so that the error names the whole key.
+        if isinstance(value, Mapping) and (holds_keys(key) or field(key) is None):
+            yield from flatten(value, origin, f"{key}.")
+        else:
+            yield Value(key, value, origin)
+
+
+def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
+    """Yield what a text of the command line or the environment spells; for a key that takes a text, the text."""
+    value = parse_value(text)
+    if takes_text(key) and value is not None and not isinstance(value, str):
+        value = text
+    if isinstance(value, Mapping) and holds_keys(key):
+        yield from flatten(value, origin, f"{key}.")
+    else:
+        yield Value(key, value, origin)
+
+
+def canonical_value(value: Value) -> Value:
+    """Return the value under rlctl's own key, where it was given under the engine's name for it."""
+    key, taken = canonical(value.key, value.value)
+    return value if key == value.key else Value(key, taken, f"{value.origin}, as {value.key}", value.optional)
+
+
+def nest(values: Iterable[Value]) -> dict[str, Any]:
+    """Return values by dotted key as nested sections."""
+    nested: dict[str, Any] = {}
+    for value in sorted(values, key=lambda value: value.key.count(".")):
+        *sections, name = value.key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = dict(value.value) if isinstance(value.value, Mapping) else value.value
+    return nested
+
+
+def unknown_key(value: Value) -> str:
+    """Say that a key does not exist, and which one was probably meant."""
+    meant = nearest(value.key)
+    return f"unknown key `{value.key}` ({value.origin})" + (f"; did you mean `{meant}`?" if meant else ".")
+
+
+def unknown_variable(name: str) -> str:
+    """Say that an environment variable means nothing, and which one was probably meant."""
+    text = name.removeprefix(PREFIX).lower()
+    spelled = {known.replace(".", "_"): known for known in known_keys()}
+    meant = spelled.get(text) or nearest(text)
+    close = difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
+    if close or meant is None:
+        hint = f"did you mean {close[0]}?" if close else f"a key is set by {PREFIX}<SECTION>__<KEY>."
+    else:
+        section, _, key = meant.upper().partition(".")
+        hint = f"`{meant}` is set by {PREFIX}{section}__{key or '<KEY>'}."
+    return f"unknown environment variable {name}; {hint}"

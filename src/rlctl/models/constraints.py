@@ -1,0 +1,158 @@
+"""The rules of Megatron-Core and vLLM for parallel sizes that follow from the model: heads, widths, layers, experts.
+
+Planner, weight layouts and backends all ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlctl.config.parallel import ParallelSpec
+from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import Role
+from rlctl.models.registry import FAMILIES, weights_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A rule that some sizes break."""
+
+    key: str
+    """The configuration key to blame, for example `training.tp`."""
+    message: str
+    """The rule that is broken, as a clause that can stand after a colon."""
+    over: float = math.inf
+    """Memory needed over memory there is; infinite where the rule is about something else."""
+
+
+def require_policy_sizes(facts: ModelFacts, parallel: ParallelSpec) -> None:
+    """Raise ConfigError for the first rule that these sizes of the policy break."""
+    for problem in policy_problems(facts, parallel):
+        raise ConfigError(f"{problem.key}: {problem.message}.", "Change it, or leave it out.")
+
+
+def require_engine_sizes(facts: ModelFacts, tp: int) -> None:
+    """Raise ConfigError where engines of `tp` ranks cannot divide the model."""
+    for problem in engine_problems(facts, tp):
+        raise ConfigError(f"generation.tp = {tp}: {problem.message}.", "Choose another, or leave it out.")
+
+
+def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
+    """Return the rules of Megatron-Core that these sizes break for this model; empty: they are valid."""
+    found = []
+    if parallel.stage_size % parallel.expert_size:
+        why = f"EP {parallel.ep} x ETP {parallel.etp} does not divide TP x CP x DP = {parallel.stage_size}"
+        found.append(Problem("training.ep", why))
+    return [*found, *lone_problems(facts, parallel)]
+
+
+def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
+    """Return the rules that relate single sizes to the model, whatever the number of ranks."""
+    rules = (_tensor_problems, _pipeline_problems, _expert_problems)
+    return [problem for rule in rules for problem in rule(facts, parallel)]
+
+
+def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, ep: int = 1) -> list[Problem]:
+    """Return the rules of vLLM that these sizes of one engine break for this model; empty: they are valid."""
+    found = _head_problems(facts, tp, "generation.tp")
+    width = facts.moe.expert_intermediate if facts.moe else facts.intermediate
+    if ep == 1 and width % tp:
+        found.append(Problem("generation.tp", f"MLP width {width} does not split over {tp} ranks"))
+    if pp > facts.layers:
+        found.append(Problem("generation.pp", f"{facts.layers} layers are fewer than {pp} stages"))
+    if ep > 1 and facts.moe is None:
+        found.append(Problem("generation.ep", "expert parallelism needs a model with experts"))
+    elif facts.moe is not None and facts.moe.experts % ep:
+        found.append(Problem("generation.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
+    return found
+
+
+def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Problem]:
+    """Yield sides of products that are no multiples of 16, as TransformerEngine's `assert_dim_for_fp8_exec` wants."""
+    sides = [
+        ("training.tp", "hidden size", facts.hidden, 1),
+        ("training.tp", "MLP width", facts.intermediate, parallel.tp),
+    ]
+    if facts.mla is None:
+        sides.append(("training.tp", "attention width", facts.heads * facts.head_dim, parallel.tp))
+    if facts.moe is not None:
+        sides.append(("training.etp", "expert width", facts.moe.expert_intermediate, parallel.etp))
+    for key, name, side, ranks in sides:
+        if side % (16 * ranks):
+            has = f"a rank has {side / ranks:g} of the {name} (megatron.fp8)"
+            blamed = key if side % 16 == 0 else "megatron.fp8"
+            yield Problem(blamed, f"float8 products take multiples of 16, and {has}")
+
+
+def family_problem(family: str) -> str | None:
+    """Return why a model family cannot be trained; None: it has a file in `models/`."""
+    if family in FAMILIES:
+        return None
+    return f"model.name: family {family} has no weight map yet; {', '.join(FAMILIES)} have one"
+
+
+def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:
+    if facts.heads % tp:
+        return [Problem(key, f"{facts.heads} attention heads do not split over {tp} ranks")]
+    # KV heads are split, or repeated where there are fewer than ranks.
+    if facts.mla is None and facts.kv_heads % tp and tp % facts.kv_heads:
+        return [Problem(key, f"{facts.kv_heads} KV heads neither divide nor are divided by {tp}")]
+    return []
+
+
+def _tensor_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
+    found, tp, sp = _head_problems(facts, parallel.tp, "training.tp"), parallel.tp, parallel.sequence_parallel
+    if facts.intermediate % tp:
+        found.append(Problem("training.tp", f"MLP width {facts.intermediate} does not split over {tp} ranks"))
+    for part, name in ((facts.moe, "experts"), (facts.mla, "multi-head latent attention")):
+        if tp > 1 and part is not None and not sp:
+            why = f"{name} with tensor parallelism need{'s' * (part is facts.mla)} sequence parallelism"
+            found.append(Problem("training.sequence_parallel", why))
+    if sp and tp == 1:
+        found.append(Problem("training.sequence_parallel", "sequence parallelism needs training.tp > 1"))
+    return found
+
+
+def _pipeline_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
+    pp, vpp, layers = parallel.pp, parallel.vpp, facts.layers
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    ends = "training.first_stage_layers" if first is not None else "training.last_stage_layers"
+    named = (first, last) != (None, None)
+    if pp == 1:
+        found = [Problem("training.vpp", "virtual stages need training.pp > 1")] if vpp > 1 else []
+        return found + ([Problem(ends, f"{ends} needs training.pp > 1")] if named else [])
+    if not named and pp * vpp > layers:
+        key = "training.vpp" if vpp > 1 else "training.pp"
+        return [Problem(key, f"{layers} layers are fewer than PP {pp} x VPP {vpp} stages")]
+    if not named and vpp > 1 and layers % (pp * vpp):
+        return [Problem("training.vpp", f"{layers} layers do not split into PP {pp} x VPP {vpp}")]
+    stages = parallel.stage_layers(layers)
+    if stages is None and not named:
+        return [Problem("training.pp", f"{layers} layers leave a stage of PP {pp} empty")]
+    if stages is None:
+        given = [f"first {first}"] * (first is not None) + [f"last {last}"] * (last is not None)
+        why = f"{layers} layers with {' and '.join(given)} do not split evenly over the other stages of PP {pp}"
+        return [Problem(ends, why)]
+    uneven = next((size for size in stages if size % vpp), None)
+    if uneven is not None:
+        return [Problem("training.vpp", f"a stage of {uneven} layers does not split into {vpp} virtual stages")]
+    return []
+
+
+def _expert_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
+    ep, etp = parallel.ep, parallel.etp
+    if facts.moe is None:
+        wrong = [key for key, broken in (("ep", ep > 1), ("etp", etp not in (1, parallel.tp))) if broken]
+        return [Problem(f"training.{key}", "expert parallelism needs a model with experts") for key in wrong[:1]]
+    found = []
+    if facts.moe.experts % ep:
+        found.append(Problem("training.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
+    if facts.moe.expert_intermediate % etp:
+        why = f"expert width {facts.moe.expert_intermediate} does not split over {etp} ranks"
+        found.append(Problem("training.etp", why))
+    if etp > 1 and facts.family in FAMILIES and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
+        found.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
+    return found

@@ -1,0 +1,123 @@
+"""`make_plan`: a pure function of model facts, cluster facts, workload and pins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlctl.errors import ConfigError
+from rlctl.models.facts import ModelFacts
+from rlctl.planner import search
+from rlctl.planner.choice import Adapters, Precision
+from rlctl.planner.cluster import ClusterFacts
+from rlctl.planner.constants import DEFAULTS, Constants
+from rlctl.planner.fitting import device_seconds, fitting_plans, score
+from rlctl.planner.reasons import reasons_for
+from rlctl.planner.result import Plan, Rejected
+from rlctl.planner.search import Request
+from rlctl.planner.workload import Workload
+
+
+def make_plan(
+    facts: ModelFacts,
+    cluster: ClusterFacts,
+    workload: Workload,
+    pins: Mapping[str, Any] | None = None,
+    *,
+    constants: Constants = DEFAULTS,
+    precision: Precision | None = None,
+    adapters: Adapters | None = None,
+    gradient_bytes: int = 4,
+    top: int = 5,
+    prefer_runnable: bool = True,
+) -> Plan:
+    """The best plan for a model on a cluster.
+
+    `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
+    given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. `adapters` are trained
+    instead of the weights. A plan that `train` can run comes before a faster one that it cannot, unless
+    `prefer_runnable` is off.
+
+    Raises ConfigError for a pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing
+    fits, naming the smallest machine that would do and the cheapest change that would make this one do.
+    """
+    pins = {key: value for key, value in (pins or {}).items() if value is not None}
+    precision = precision or ("float32" if cluster.is_cpu else "bf16")
+    element = 4.0 if precision == "float32" else 2.0
+    request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes)
+    _check_mover(request)
+    plans, rejected = fitting_plans(request)
+    if workload.goal == "frugal":
+        plans = _frugal(request, plans)
+    if not plans:
+        from rlctl.planner.advice import no_plan
+
+        raise no_plan(request, rejected)
+    if prefer_runnable:
+        plans.sort(key=lambda plan: not plan.runnable)
+    best = plans[0]
+    others = _others(plans, best)[:top]
+    return replace(
+        best,
+        reasons=tuple(reasons_for(best, request, rejected)),
+        rejected=(*(Rejected(plan.name(), _slower(plan, best)) for plan in others), *rejected[:top]),
+        alternatives=tuple(others),
+    )
+
+
+def _others(plans: list[Plan], best: Plan) -> list[Plan]:
+    """The best plan of each other layout, and with the goal `frugal` of each other part of the cluster."""
+
+    def kind(plan: Plan) -> object:
+        return plan.cluster.gpus if plan.workload.goal == "frugal" else plan.name()
+
+    able = [plan for plan in plans if plan.runnable or not best.runnable or plan.workload.goal != "frugal"]
+    kinds = {kind(plan): plan for plan in sorted(able, key=score, reverse=True)}
+    kinds.pop(kind(best), None)
+    return sorted(kinds.values(), key=score)
+
+
+def _check_mover(request: Request) -> None:
+    """Raises ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
+    mover, colocated = request.pin("refit.mover"), request.pin("generation.colocated")
+    if mover == "cuda-ipc" and request.cluster.is_cpu:
+        raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
+    if mover == "cuda-ipc" and colocated is False:
+        why = "refit.mover = cuda-ipc, but with generation.colocated = false engines have devices of their own."
+        raise ConfigError(why, "Use auto or collective.")
+
+
+def _slower(plan: Plan, best: Plan) -> str:
+    if plan.workload.goal == "frugal":
+        more = device_seconds(plan) / device_seconds(best) - 1
+        if more >= 0.005:
+            return f"{100 * more:.0f}% more GPU seconds a step ({plan.total_s:.1f} s on {plan.cluster.gpus} GPUs)"
+    ratio = plan.total_s / best.total_s - 1
+    if best.runnable and not plan.runnable and ratio < 0.005:
+        gain = f"{-100 * ratio:.0f}% faster" if ratio < -0.005 else "as fast"
+        return f"{gain}, but it cannot be run yet: {plan.not_runnable_because[0]}"
+    if ratio < -0.005:
+        return f"{-100 * ratio:.0f}% faster, but less simple"
+    if ratio < 0.005:
+        return "as fast, but less simple"
+    return f"{100 * ratio:.0f}% slower ({plan.total_s:.1f} s{' a step' if plan.training else ''})"
+
+
+def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
+    """`plans` and those on a part of the cluster, the fewest GPU seconds first: more devices idle and communicate."""
+    whole = request.cluster
+    parts = [replace(whole, nodes=nodes) for nodes in search.powers(whole.nodes) if nodes < whole.nodes]
+    if whole.gpus_per_node:
+        sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
+        parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
+    for part in parts if not whole.is_cpu else []:
+        plans = plans + fitting_plans(replace(request, cluster=part))[0]
+    return sorted(plans, key=score)
+
+
+def refuse_unrunnable(plan: Plan) -> None:
+    """Raises ConfigError naming each key of a plan that rlctl cannot run yet."""
+    if why := plan.not_runnable_because:
+        hint = "Set those keys otherwise (--set section.key=value); `rlctl plan` shows the plan."
+        raise ConfigError(f"The plan cannot be run yet: {'; '.join(why)}.", hint)

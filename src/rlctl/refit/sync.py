@@ -1,0 +1,204 @@
+"""Weight synchronisation: the policy's weights in every engine, on devices that both may share, also after a loss.
+
+Where policy and engines share devices, one of them computes at a time, and what the other holds waits in host memory
+(`training.offload`, vLLM's sleep mode) or is dropped. While weights move both hold theirs, and nothing else that can
+wait. On a CPU nothing is given back unless `training.offload` is set, and the turns are only counted.
+
+An engine is lost when one of its processes is gone or does not answer. A new one takes its place (or the others go on
+without it), the refit session is formed again, and a full refit that is compared tensor by tensor brings all engines to
+the policy's weights. The trainers stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.config.schema import RefitConfig
+from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.models.facts import ModelFacts
+from rlctl.refit.policy import SendingPolicy
+from rlctl.refit.records import RefitReport
+from rlctl.refit.session import Receive, RefitSession
+from rlctl.telemetry.phases import RefitPhase
+
+
+class Turn(Enum):
+    """The side that has the devices."""
+
+    POLICY = "policy"
+    ENGINES = "engines"
+    WEIGHTS = "weights"
+    """Both, for a refit."""
+
+
+class DeviceTurns:
+    """Hands the devices from one to the other. Begins with the policy's turn, engines that sleep being asleep."""
+
+    def __init__(self, policy: PolicyClient, engines: EngineClient, *, offload: bool, engines_sleep: bool) -> None:
+        """`offload`: the policy can wait in host memory; `engines_sleep`: the engines can."""
+        self._policy, self._engines = policy, engines
+        self._offload, self._engines_sleep = offload, engines_sleep
+        self.turn = Turn.POLICY
+
+    @contextmanager
+    def generating(self) -> Iterator[int]:
+        """The engines' turn for the block, then the policy's; yields the bytes that the policy's devices got back."""
+        yield self.to_engines()
+        self.to_policy()
+
+    def make_room(self) -> int:
+        """Move the policy's state to host memory where it is to wait there; return the bytes that devices got."""
+        return self._policy.sleep() if self._offload else 0
+
+    def to_engines(self) -> int:
+        """Let the engines compute; return the bytes that the policy's devices got back."""
+        freed = self.make_room()
+        if self._engines_sleep:
+            self._engines.wake()
+        self.turn = Turn.ENGINES
+        return freed
+
+    def to_policy(self) -> None:
+        """Let the policy compute."""
+        if self._engines_sleep:
+            self._engines.sleep()
+        if self._offload:
+            self._policy.wake()
+        self.turn = Turn.POLICY
+
+    def to_weights(self) -> None:
+        """Let weights move: gradients and optimizer wait, and the engines wake for their weights alone."""
+        if self.turn is Turn.ENGINES:
+            self.to_policy()
+        if self._engines_sleep and self._offload:
+            self._policy.sleep(keep_weights=True)
+        self.turn = Turn.WEIGHTS
+
+
+class WeightSync:
+    """Owns the refit session, the turns on devices and the recovery of engines; open within a `with` block."""
+
+    def __init__(
+        self,
+        policy: PolicyClient[SendingPolicy],
+        engines: EngineClient,
+        facts: ModelFacts,
+        *,
+        settings: RefitConfig,
+        dtype: str,
+        offload: bool,
+        engines_sleep: bool,
+        receive: Receive = "auto",
+        converted: Mapping[str, int] | None = None,
+        converted_at: Path | None = None,
+        restarts: int = 0,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`dtype`, `receive`, `converted` and `converted_at` are those of `RefitSession`; `offload` and `engines_sleep`
+        those of `DeviceTurns`. At most `restarts` engines that are lost are replaced; `tell` hears of every loss and of
+        what became of it."""
+        self.engines = engines
+        self.session = RefitSession(
+            policy.group,
+            engines.group,
+            facts,
+            settings=settings,
+            dtype=dtype,
+            receive=receive,
+            converted=converted,
+            converted_at=converted_at,
+        )
+        self.turns = DeviceTurns(policy, engines, offload=offload, engines_sleep=engines_sleep)
+        self._restarts, self._tell = restarts, tell
+        self._lost_so_far = 0
+
+    def __enter__(self) -> WeightSync:
+        self.turns.to_weights()
+        self.session.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.session.close()
+
+    def generating(self) -> AbstractContextManager[int]:
+        """As `DeviceTurns.generating`."""
+        return self.turns.generating()
+
+    def to_policy(self) -> None:
+        """Let the policy compute: a refit leaves its optimizer aside."""
+        self.turns.to_policy()
+
+    def refit(self, version: int, *, verify: bool | None = None) -> RefitReport:
+        """Bring the policy's weights into every engine as `version`, also where an engine is lost on the way; `verify`
+        as `RefitSession.refit` takes it."""
+        begun = time.perf_counter()
+        self.turns.to_weights()
+        offloaded_s = time.perf_counter() - begun
+        try:
+            report = self.session.refit(version, verify=verify)
+        except (WorkerError, WaitTimeoutError) as error:
+            return self.recover(error, version)
+        return replace(report, seconds={RefitPhase.OFFLOAD: offloaded_s} | report.seconds)
+
+    def recover(self, error: RlctlError, version: int) -> RefitReport:
+        """After `error`: replace the engines that are lost, and bring all to `version`, which the policy holds.
+
+        The devices are whose they were before. Raises `error` where no engine is lost or none is to be replaced, and
+        WorkerError with the words of `error` where too many were lost.
+        """
+        generating = self.turns.turn is Turn.ENGINES
+        while True:
+            lost = self.engines.lost() if self._restarts else []
+            if not lost:
+                raise error
+            self._count(error, lost)
+            try:
+                self.turns.make_room()
+                self._replace(lost)
+                self.turns.to_policy()
+                self.turns.to_weights()
+                self.session.reform(self.engines.group)
+                report = self.session.refit(version, verify=True)
+                if generating:
+                    self.turns.to_engines()
+            except (WorkerError, WaitTimeoutError) as another:
+                error = another
+                continue
+            self._tell(
+                f"{len(self.engines)} engine(s) hold version {version} again: {report.bytes / 1e6:.0f} MB in "
+                f"{sum(report.seconds.values()):.1f} s, {report.verified} tensors compared, all equal"
+            )
+            return report
+
+    def _count(self, error: RlctlError, lost: list[int]) -> None:
+        """Say which engines are lost. Raises WorkerError when these are too many."""
+        self._lost_so_far += len(lost)
+        logs = ", ".join(str(self.engines.group.log_path(rank)) for rank in lost)
+        if self._lost_so_far > self._restarts:
+            raise WorkerError(
+                f"{self._lost_so_far} engines were lost in this run, more than cluster.engine_restarts = "
+                f"{self._restarts}. The last one: {error.message}",
+                error.hint or f"See {logs}.",
+            ) from None
+        self._tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
+
+    def _replace(self, lost: list[int]) -> None:
+        """Start new engines for `lost`; where they do not start and others are left, those go on alone."""
+        try:
+            self.engines.replace(lost)
+        except (WorkerError, WaitTimeoutError) as error:
+            if len(lost) == len(self.engines):
+                raise
+            self.engines.group.drop(lost)
+            self._tell(f"no other could be started ({_cause(error)}): going on with {len(self.engines)} engine(s)")
+
+
+def _cause(error: RlctlError) -> str:
+    """The message without the lines of a log."""
+    return error.message.splitlines()[0].partition(" Its last lines")[0].partition(" It wrote nothing")[0]

@@ -1,0 +1,161 @@
+"""The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `registry.py`.
+
+An algorithm reads the sections `advantage` and `loss` of the configuration, and nobody else does. Its object lives in
+the driver, where torch is not imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a
+file of an algorithm imports torch inside of those two only. Suffixes: G the rollouts of a group, N those of an
+optimizer mini-batch, R response tokens.
+
+`RunLoss` makes of it what a policy trains on, and metrics of the ranks' sums. It measures what every algorithm has: the
+entropy of the policy, and how far the engine's log-probs are from the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
+from rlctl.config.schema import RlctlConfig
+from rlctl.rl.advantages import token_weights
+from rlctl.telemetry.metrics import Metric, nested
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENS = "tokens"
+"""Name of the sum that counts response tokens."""
+MEASURED_ALWAYS = (
+    Metric("logprob_diff/mean", "mean", "log-prob difference of engine and trainer, mean", "diff", ".1e"),
+    Metric("logprob_diff/max", "max", "log-prob difference, max"),
+    Metric("logprob_diff/kl", "mean", "KL(engine || trainer)"),
+    Metric("logprob_diff/prob_error", "mean", "multiplicative probability error"),
+    Metric("entropy", "mean", "entropy (nats)", "entropy"),
+)
+"""The difference d of log-probs is between engine and trainer under the weights that sampled, so that it is arithmetic
+and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), which NeMo-RL calls the
+multiplicative token probability error."""
+
+
+class Algorithm:
+    """An algorithm with its configuration; a subclass gives at least `advantages` and `token_loss`."""
+
+    requires: frozenset[LogprobColumn] = frozenset()
+    """Log-probs without which it cannot run, whatever the configuration says."""
+    metrics: Sequence[Metric] = ()
+    """The metrics that `measure` computes."""
+
+    def __init__(self, config: RlctlConfig) -> None:
+        self.config = config
+        self.made_by: Callable[[RlctlConfig], Algorithm] = type(self)
+        """Factory that makes the same algorithm in another process."""
+
+    @property
+    def needs(self) -> frozenset[LogprobColumn]:
+        """Log-probs that are computed before training; the plan reckons with the same."""
+        return self.config.logprobs_needed
+
+    def keeps(self, rewards_G: np.ndarray) -> bool:
+        """Return whether a group with these rewards is trained on."""
+        return True
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        """Return the advantage of each rollout of a group; float64 [G]."""
+        raise NotImplementedError
+
+    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
+        """Return the weight of each response token of a rollout; float64 [N]. All normalisation is in them."""
+        return token_weights(response_tokens_N, self.config.loss.level)
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the loss of each response token [R], without its weight; differentiable in `batch.logprobs_R`."""
+        raise NotImplementedError
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
+        return {}
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what the run's manifest keeps of it, and a resume compares."""
+        code = getattr(self.made_by, "code", None)
+        return {"name": self.config.run.algorithm} | ({"file": code.fingerprint} if code else {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.made_by, self.config)
+
+
+def _made(make: Callable[[RlctlConfig], Algorithm], config: RlctlConfig) -> Algorithm:
+    algorithm = make(config)
+    algorithm.made_by = make
+    return algorithm
+
+
+def declared(algorithm: Algorithm) -> tuple[Metric, ...]:
+    """Return the metrics of a run of `algorithm` that are computed while it trains."""
+    return (*MEASURED_ALWAYS, *algorithm.metrics)
+
+
+@dataclass(frozen=True)
+class RunLoss:
+    """The `TokenLoss` of an algorithm: the weighted sum of its loss over response tokens, and its metrics' parts."""
+
+    algorithm: Algorithm
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        """Return the loss and metrics of one micro-batch."""
+        import torch
+
+        loss_R = self.algorithm.token_loss(batch)
+        # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
+        loss = torch.where(batch.loss_mask_R, batch.token_weights_R * loss_R, 0.0).sum()
+        with torch.no_grad():
+            values = {**_measured_always(batch), **self.algorithm.measure(batch)}
+            return self._reduced(loss, values, batch.loss_mask_R)
+
+    def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
+        """Raises ValueError where the algorithm measured something else than it declares."""
+        import torch
+
+        reductions = {metric.name: metric.reduce for metric in declared(self.algorithm)}
+        if reductions.keys() != values.keys():
+            odd = sorted(reductions.keys() ^ values.keys())
+            raise ValueError(f"metrics declared and measured by the algorithm differ: {', '.join(odd)}")
+        dtype = loss.dtype
+        sums, maxima = {TOKENS: mask_R.to(dtype).sum()}, {}
+        for name, value in values.items():
+            kept = torch.where(mask_R, value.detach().to(dtype), 0.0) if value.ndim else value.detach()
+            if reductions[name] == "max":
+                maxima[name] = kept.max()
+            else:
+                sums[name] = kept.sum()
+        return LossOutput(loss=loss, sums=sums, maxima=maxima)
+
+    def metrics(self, results: Sequence[MinibatchResult]) -> dict[str, Any]:
+        """Return the metrics over all optimizer steps of a batch; means over no tokens are 0."""
+        tokens = max(sum(result.sums[TOKENS] for result in results), 1.0)
+        found = {}
+        for metric in declared(self.algorithm):
+            if metric.reduce == "max":
+                found[metric.name] = max(result.maxima.get(metric.name, 0.0) for result in results)
+            else:
+                total = sum(result.sums.get(metric.name, 0.0) for result in results)
+                found[metric.name] = total / tokens if metric.reduce == "mean" else total
+        return nested(found)
+
+
+def _measured_always(batch: TokenBatch) -> dict[str, torch.Tensor]:
+    import torch
+
+    from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs
+
+    log_ratio_R = torch.where(batch.loss_mask_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
+    difference_R = log_ratio_R.abs()
+    return {
+        "entropy": batch.entropy_R,
+        "logprob_diff/mean": difference_R,
+        "logprob_diff/max": difference_R,
+        "logprob_diff/kl": k3(log_ratio_R),
+        "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
+    }

@@ -1,0 +1,222 @@
+"""Algorithms that are built in, registered from outside of the package, or in a user's file; losses from such files.
+
+A user's loss is tried before a run, in a process of its own: its file imports torch, which the driver does without.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.config.schema import RlctlConfig
+from rlctl.data.names import suggest
+from rlctl.envs.user_function import UserCode, is_reference
+from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.rl.algorithms.base import Algorithm
+from rlctl.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+Factory = Callable[[RlctlConfig], Algorithm]
+
+BUILT_IN = {"grpo": "rlctl.rl.algorithms.grpo:Grpo"}
+_registered: dict[str, Factory] = {}
+
+FORM = "Its form is `def loss(batch)` or `def loss(batch, options)`: see docs/training.md."
+TRIAL_TIMEOUT_S = 300.0
+TRIAL_TOKENS = 7
+PACKAGES = str(Path(__file__).parents[3])
+# What the file prints goes to stderr.
+TRIAL = (
+    "import os, pickle, sys; sys.path.append(sys.argv[1]); out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1)\n"
+    "from rlctl.rl.algorithms.registry import trial; out.write(pickle.dumps(trial(pickle.load(sys.stdin.buffer))))"
+)
+
+
+def register(name: str, factory: Factory) -> None:
+    """Add an algorithm. `factory` is a class or function that the policy's processes can import.
+
+    Raises ValueError where the name is taken by another.
+    """
+    if name in BUILT_IN or _registered.get(name, factory) is not factory:
+        raise ValueError(f"there is an algorithm {name!r} already")
+    _registered[name] = factory
+
+
+def algorithm_from_config(config: RlctlConfig) -> Algorithm:
+    """Return the algorithm that `run.algorithm` names, with the loss that `loss.function` names.
+
+    Raises InputError or ConfigError where a name is unknown, a user's file does not work, or the algorithm requires
+    log-probs that the configuration does not have computed.
+    """
+    algorithm = _factory(config.run.algorithm)(config)
+    if missing := sorted(algorithm.requires - config.logprobs_needed):
+        needs = ",".join(sorted(algorithm.requires | config.logprobs_needed))
+        raise ConfigError(
+            f"The algorithm {config.run.algorithm} needs {' and '.join(missing)}.", f"Add --set loss.needs=[{needs}]."
+        )
+    if not config.loss.function:
+        return algorithm
+    code = UserCode.read(config.loss.function, "Loss")
+    return UserLoss(algorithm, code, _tried(UserLoss(algorithm, code)))
+
+
+def _factory(name: str) -> Factory:
+    if name in _registered:
+        return _registered[name]
+    if name in BUILT_IN:
+        module, _, factory = BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(module), factory)
+    if is_reference(name):
+        return UserAlgorithm(UserCode.read(name, "Algorithm"))
+    known = (*BUILT_IN, *_registered)
+    raise ConfigError(
+        f"Unknown algorithm {name!r} (run.algorithm).",
+        suggest(name, known) or f"Algorithms are {', '.join(known)} and path/to/file.py:Class.",
+    )
+
+
+@dataclass(frozen=True)
+class UserAlgorithm:
+    """Makes the algorithm of a user's class; pickled with the file's source."""
+
+    code: UserCode
+
+    def __call__(self, config: RlctlConfig) -> Algorithm:
+        """Raises InputError where the class is none, or cannot be made."""
+        make = self.code.load()
+        if not (isinstance(make, type) and issubclass(make, Algorithm)):
+            raise InputError(
+                f"Algorithm {self.code.reference!r} is no class of an algorithm.",
+                "Derive it from rlctl.rl.algorithms.base.Algorithm.",
+            )
+        algorithm = make(config)
+        algorithm.made_by = self
+        return algorithm
+
+
+class UserLoss(Algorithm):
+    """An algorithm with the user's loss in place of its own, and with the metrics that this loss returns."""
+
+    def __init__(self, inner: Algorithm, code: UserCode, names: tuple[str, ...] = ()) -> None:
+        """`names` are those of the metrics that the function returns."""
+        super().__init__(inner.config)
+        self.inner, self.code, self._names = inner, code, names
+        self.metrics = tuple(Metric(name, "mean", curve=name) for name in names)
+        self.keeps, self.advantages, self.token_weights = inner.keeps, inner.advantages, inner.token_weights
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        return self.answer(batch)[0]
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        return self.answer(batch)[1] if self.metrics else {}
+
+    def manifest(self) -> dict[str, Any]:
+        return self.inner.manifest() | {"loss": self.code.fingerprint}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UserLoss, (self.inner, self.code, self._names)
+
+    def answer(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the function's loss [R] and its further values [R].
+
+        Raises InputError naming the line of the file where it fails, or what of its answer is wrong.
+        """
+        import torch
+
+        function = self.code.load()
+        parameters = inspect.signature(function).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        try:
+            found = function(batch, self.config.loss) if len(positional) > 1 else function(batch)
+        except Exception as error:
+            raise self.code.error(error, "computing a loss") from error
+        answer: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        loss_R, values = answer
+        shape = batch.logprobs_R.shape
+        for what, value in (("the loss", loss_R), *((f"metric {name}", value) for name, value in values.items())):
+            if not isinstance(value, torch.Tensor) or value.shape != shape:
+                given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise InputError(
+                    f"Loss function {self.code.reference} returned {given[:80]} as {what} of {shape[0]} tokens.",
+                    "It returns one number for each response token.",
+                )
+        return loss_R, values
+
+
+def _tried(loss: UserLoss) -> tuple[str, ...]:
+    """Call the function once on made-up tokens in a process of its own; return the names of its metrics.
+
+    Raises InputError where it fails, returns something else than a loss, or does not depend on the policy.
+    """
+    command = [sys.executable, "-c", TRIAL, PACKAGES]
+    try:
+        done = subprocess.run(
+            command, input=pickle.dumps(loss), stdout=subprocess.PIPE, timeout=TRIAL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise WaitTimeoutError(
+            f"Loss function {loss.code.reference} took longer than {TRIAL_TIMEOUT_S:.0f} s on a few tokens."
+        ) from error
+    if done.returncode != 0:
+        raise WorkerError(
+            f"The trial of loss function {loss.code.reference} ended with exit code {done.returncode}.",
+            "Its output is above.",
+        )
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, RlctlError):
+        raise answer
+    return answer
+
+
+def trial(loss: UserLoss) -> tuple[str, ...] | RlctlError:
+    """Return the names of the metrics that the function returns, or what is wrong with it."""
+    import torch
+
+    try:
+        batch = _made_up_batch(loss.needs)
+        loss_R, values = loss.answer(batch)
+        if not loss_R.requires_grad:
+            raise InputError(
+                f"Loss function {loss.code.reference} returned a loss that does not depend on batch.logprobs_R.",
+                "Without that nothing is learned: compute it from batch.logprobs_R, and do not detach it.",
+            )
+        loss_R.sum().backward()
+        gradient = batch.logprobs_R.grad
+        if gradient is None or not (torch.isfinite(loss_R).all() and torch.isfinite(gradient).all()):
+            raise InputError(f"Loss function {loss.code.reference} returned a loss or gradient that is not finite.")
+        return tuple(values)
+    except InputError as error:
+        return InputError(error.message, error.hint or FORM)
+
+
+def _made_up_batch(needs: frozenset[str]) -> TokenBatch:
+    """Return a batch of two rollouts with the columns that a run with these needs has."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+
+    def near(values_R: torch.Tensor) -> torch.Tensor:
+        return (values_R + 0.1 * torch.randn(TRIAL_TOKENS, generator=generator)).clamp(max=-0.01)
+
+    logprobs_R = near(torch.full((TRIAL_TOKENS,), -2.0))
+    return TokenBatch(
+        logprobs_R=logprobs_R.clone().requires_grad_(),
+        entropy_R=torch.ones(TRIAL_TOKENS),
+        rollout_logprobs_R=near(logprobs_R),
+        advantages_R=torch.tensor([1.0] * 4 + [-1.0] * 3),
+        token_weights_R=torch.full((TRIAL_TOKENS,), 1 / TRIAL_TOKENS),
+        loss_mask_R=torch.ones(TRIAL_TOKENS, dtype=torch.bool),
+        rollout_R=torch.tensor([0] * 4 + [1] * 3),
+        old_logprobs_R=near(logprobs_R) if "old_logprobs" in needs else None,
+        reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,
+    )

@@ -1,0 +1,90 @@
+"""The ledger of a run: which positions were trained on, which are finished, and which are under way.
+
+A position is *under way* from when it is taken until its group is sampled and scored, *finished* until the group is
+handed to the loop, and *trained* from then on (also where the algorithm dropped the group). Every position that was
+ever taken is in exactly one of the three, so that a resumed run loses none and repeats none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+Ranges = list[list[int]]
+"""Positions as [first, last] of each unbroken range, in order."""
+
+
+class Ledger:
+    """Positions by what became of them."""
+
+    def __init__(self) -> None:
+        self.finished: set[int] = set()
+        self.under_way: set[int] = set()
+        self._trained_below = 0  # all positions below this one are trained; those above it are in the set
+        self._trained: set[int] = set()
+        self._next = 0  # the first position that was never taken
+        self._again: list[int] = []  # positions that an earlier process took and did not train on
+
+    @property
+    def trained(self) -> Ranges:
+        """The trained positions."""
+        return [[0, self._trained_below - 1]] * (self._trained_below > 0) + ranges(self._trained)
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` positions that are not under way, the lowest first; they are under way from now on."""
+        again, self._again = self._again[:count], self._again[count:]
+        new = range(self._next, self._next + count - len(again))
+        self._next = new.stop
+        self.under_way.update(again, new)
+        return [*again, *new]
+
+    def finish(self, positions: Iterable[int]) -> None:
+        """Record that the groups at `positions`, which were under way, are sampled and scored."""
+        for position in positions:
+            self.under_way.remove(position)
+            self.finished.add(position)
+
+    def train(self, positions: Iterable[int]) -> None:
+        """Record that the groups at `positions`, which were finished, were handed to the loop."""
+        for position in positions:
+            self.finished.remove(position)
+            self._trained.add(position)
+        while self._trained_below in self._trained:
+            self._trained.remove(self._trained_below)
+            self._trained_below += 1
+
+    def state(self) -> dict[str, Ranges]:
+        """Return the ledger as JSON."""
+        under_way = self.under_way.union(self._again)
+        return {"trained": self.trained, "finished": ranges(self.finished), "under_way": ranges(under_way)}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Self:
+        """Return the ledger that `state` describes, with positions under way waiting to be taken again.
+
+        Raises ValueError where a position is missing or is there twice.
+        """
+        kinds = {
+            kind: [position for first, last in state[kind] for position in range(first, last + 1)]
+            for kind in ("trained", "finished", "under_way")
+        }
+        everything = sorted(position for positions in kinds.values() for position in positions)
+        if everything != list(range(len(everything))):
+            raise ValueError("not every position up to the last one is there exactly once")
+        ledger = cls()
+        ledger._next = len(everything)
+        ledger.finished = {*kinds["finished"], *kinds["trained"]}
+        ledger.train(kinds["trained"])
+        ledger._again = sorted(kinds["under_way"])
+        return ledger
+
+
+def ranges(positions: Iterable[int]) -> Ranges:
+    """Return `positions` as ranges."""
+    found: Ranges = []
+    for position in sorted(positions):
+        if found and found[-1][1] == position - 1:
+            found[-1][1] = position
+        else:
+            found.append([position, position])
+    return found

@@ -1,0 +1,307 @@
+"""The collective mover: policy ranks send their boxes to engine workers over a process group of both (gloo, NCCL).
+
+The group is made from a store of its own and the backend's own class. So it leaves the default groups of the trainers
+and of vLLM as they are, and can be made again, without either, when an engine leaves or joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
+
+from rlctl.errors import PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
+from rlctl.transport.changes import region, region_bytes
+from rlctl.transport.packing import Images, Packer
+from rlctl.transport.rounds import (
+    Channel,
+    Connection,
+    Lengths,
+    Rendezvous,
+    Rounds,
+    buffer_bytes,
+    decode_parts,
+    encode_parts,
+    message_bytes,
+)
+
+
+def serve_store(host: str, timeout_s: float) -> TCPStore:
+    """Serve a store at a free port of this process, as long as the object lives."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+class Message(NamedTuple):
+    """Memory to send or to receive into, the other member, and a tag that tells messages apart."""
+
+    memory: torch.Tensor
+    peer: int
+    tag: int
+
+
+class Group:
+    """This process's membership in a group: it sends and receives bytes, in order between each two members."""
+
+    def __init__(self, at: Rendezvous, rank: int, device: torch.device, timeout_s: float) -> None:
+        self.names, self.rank, self.device, self.timeout_s = at.names, rank, device, timeout_s
+        self._own = True
+        limit = timedelta(seconds=timeout_s)
+        try:
+            store = PrefixStore(at.prefix, TCPStore(at.host, at.port, is_master=False, timeout=limit))
+            self._group: Any = _backend(store, rank, len(at.names), device, limit)
+        except RuntimeError as error:
+            members = f"the group of {len(at.names)} at {at.host}"
+            raise WorkerError(f"{at.names[rank]} could not join {members}: {error}.") from None
+
+    @classmethod
+    def around(cls, existing: Any, names: tuple[str, ...], rank: int, device: torch.device, timeout_s: float) -> Group:
+        """Send messages over an existing group, which stays when this object is closed."""
+        group = cls.__new__(cls)
+        group.names, group.rank, group.device, group.timeout_s = names, rank, device, timeout_s
+        group._group, group._own = existing, False
+        return group
+
+    def send(self, memory: torch.Tensor, to: int, tag: int = 0) -> Pending:
+        """Begin to send; `memory` must not change until that is finished."""
+        return self._begin(self._group.send, memory, to, tag, "take")
+
+    def receive(self, memory: torch.Tensor, source: int, tag: int = 0) -> Pending:
+        """Begin to receive into `memory`."""
+        return self._begin(self._group.recv, memory, source, tag, "send")
+
+    def _begin(self, begin: Any, memory: torch.Tensor, peer: int, tag: int, verb: str) -> Pending:
+        """Begin a transfer. Raises PeerFailedError if the other member has left already."""
+        try:
+            return Pending(begin([memory], peer, tag), self.names[peer], verb, self.timeout_s)
+        except RuntimeError as error:
+            raise _left(self.names[peer], verb, "the next message", error) from None
+
+    def together(self, sends: list[Message], receives: list[Message]) -> list[Pending]:
+        """Begin to send and to receive several messages as one operation. One by one NCCL runs them in order, and two
+        ranks that begin by receiving would wait for ever. Without tags, both ends list messages alike."""
+        if self.device.type == "cpu":
+            return [self.receive(*one) for one in receives] + [self.send(*one) for one in sends]
+        if not sends and not receives:
+            return []
+        operations = [dist.P2POp(dist.irecv, one.memory, one.peer, self._group, one.tag) for one in receives]
+        operations += [dist.P2POp(dist.isend, one.memory, one.peer, self._group, one.tag) for one in sends]
+        peers = ", ".join(self.names[peer] for peer in sorted({one.peer for one in (*sends, *receives)}))
+        works = dist.batch_isend_irecv(operations)
+        return [Pending(work, peers, "exchange", self.timeout_s) for work in works]
+
+    def send_bytes(self, text: bytes, to: int, tag: int = 0) -> None:
+        """Send a message of any length, and wait until it is sent."""
+        length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        for memory in (length, body):
+            self.send(memory, to, tag).wait("its list of boxes")
+
+    def receive_bytes(self, source: int, tag: int = 0) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.receive(length, source, tag).wait("its list of boxes")
+        body = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        self.receive(body, source, tag).wait("its list of boxes")
+        return bytes(body.cpu().numpy())
+
+    def close(self) -> None:
+        """Leave the group; others that wait for this member fail at once."""
+        group, self._group = self._group, None
+        for method in ("abort", "shutdown"):
+            if group is not None and self._own and hasattr(group, method):
+                getattr(group, method)()
+                break
+
+
+class Pending:
+    """A transfer under way."""
+
+    def __init__(self, work: Any, peer: str, verb: str, timeout_s: float) -> None:
+        """`peer` and `verb` are for messages: the other member, and what it should do."""
+        self._work, self._peer, self._verb, self._timeout_s = work, peer, verb, timeout_s
+
+    def wait(self, what: str) -> None:
+        """Wait until it is finished. Raises WaitTimeoutError or WorkerError naming the other member."""
+        name, limit = self._peer, self._timeout_s
+        try:
+            done = self._work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            if "imed out" in str(error) or "imeout" in str(error):
+                raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.") from None
+            raise _left(name, self._verb, what, error) from None
+        if done is False:
+            raise WaitTimeoutError(f"{name} did not {self._verb} {what} in {limit:.0f} s.")
+
+
+def _left(name: str, verb: str, what: str, error: RuntimeError) -> PeerFailedError:
+    text = str(error).strip().splitlines()[0]
+    return PeerFailedError(f"{name} is gone or gave up: it did not {verb} {what} ({text}).")
+
+
+def _backend(store: Store, rank: int, size: int, device: torch.device, limit: timedelta) -> Any:
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        # Past its own limit NCCL's watchdog ends the process. `Pending.wait` comes first and raises an error instead.
+        options._timeout = 2 * limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, limit)
+
+
+class CollectiveSender:
+    """Sends one rank's messages to the first receiver of a channel. Two buffers let packing and sending overlap."""
+
+    def __init__(self, channel: Channel, packer: Packer, group: Group) -> None:
+        link = channel.connection
+        self.packer, self.group, self.tag = packer, group, channel.index
+        self.to = group.names.index(link.receivers[0])
+        size = max(map(message_bytes, packer.parts), default=0)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(2)]
+        self._leaving: dict[int, Pending] = {}
+        self._region = region_bytes(link.capacity, len(link.senders))
+        self._regions: list[torch.Tensor] = []
+
+    def introduce(self) -> None:
+        """Tell the receiver which boxes come in which round, once."""
+        self.group.send_bytes(encode_parts(self.packer.parts), self.to, self.tag)
+
+    @contextmanager
+    def begin(self, version: int, epoch: int) -> Iterator[None]:
+        try:
+            self._leaving = {}
+            told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
+            self._leaving[-1] = self.group.send(told, self.to, self.tag)
+            yield
+            for pending in self._leaving.values():
+                pending.wait("the last rounds")
+        except BaseException:
+            self._leaving.clear()  # what is under way would keep the connections open
+            self.group.close()  # so that nobody waits for this rank
+            raise
+
+    def wait(self, index: int) -> torch.Tensor:
+        if index - 2 in self._leaving:
+            self._leaving.pop(index - 2).wait(f"round {index - 1}")
+        return self._buffers[index % 2]
+
+    def done(self, index: int) -> None:
+        if length := message_bytes(self.packer.parts[index]):
+            if self.group.device.type != "cpu":
+                torch.cuda.current_stream(self.group.device).synchronize()
+            self._leaving[index] = self.group.send(self._buffers[index % 2][:length], self.to, self.tag)
+
+    def wait_changes(self, index: int) -> torch.Tensor:
+        if index - 2 in self._leaving:
+            self._leaving.pop(index - 2).wait(f"round {index - 1}")
+        if not self._regions:
+            self._regions = [torch.empty(self._region, dtype=torch.uint8, device=self.group.device) for _ in range(2)]
+        return self._regions[index % 2]
+
+    def done_changes(self, index: int, length: int) -> None:
+        if self.group.device.type != "cpu":
+            torch.cuda.current_stream(self.group.device).synchronize()
+        self._leaving[index] = self.group.send(self._regions[index % 2][:length], self.to, self.tag)
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class CollectiveReceiver:
+    """Receives rounds as messages over a process group. Where several receivers need the same, each passes rounds that
+    are finished on to the next: a sender sends once, and several rounds are under way in the chain."""
+
+    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+        if connection.group is None:
+            raise WorkerError(f"Channel {connection.channel} was opened before its process group was made.")
+        self.connection, self.rounds, self.names = connection, rounds, connection.group.names
+        chain = [self.names.index(receiver) for receiver in connection.receivers]
+        place = connection.receivers.index(name)
+        self.before = chain[place - 1] if place else None
+        self.after = chain[place + 1] if place + 1 < len(chain) else None
+        self.tag = connection.channel
+        self.group = Group(connection.group, chain[place], device, connection.timeout_s)
+        self.senders = [self.names.index(sender) for sender in connection.senders]
+        parts = [] if place else [decode_parts(self.group.receive_bytes(rank, self.tag)) for rank in self.senders]
+        self.images = Images(rounds, parts, device, connection.capacity)
+        self._arriving: dict[int, list[Pending]] = {}
+        self._leaving: dict[int, list[Pending]] = {}
+
+    @contextmanager
+    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> Iterator[None]:
+        try:
+            self._require_version(version)
+            self._arriving, self._leaving = {}, {}
+            self._changes, self._count = changes, len(self.rounds if changes is None else changes)
+            for index in range(2):
+                self._expect(index)
+            yield
+            for index in list(self._leaving):
+                self._left(index, "the last rounds")
+        except BaseException:
+            self._arriving, self._leaving = {}, {}  # what is under way would keep the connections open
+            self.close()  # so that nobody waits for this end
+            raise
+
+    def _require_version(self, version: int) -> None:
+        sources = [self.before] if self.before is not None else self.senders
+        for rank in sources:
+            found = torch.zeros(1, dtype=torch.int64, device=self.group.device)
+            self.group.receive(found, rank, self.tag).wait("the version")
+            if int(found) != version:
+                raise VerificationError(
+                    f"{self.names[rank]} sends version {int(found)} of the weights; version {version} was expected."
+                )
+        if self.after is not None:
+            told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
+            self.group.send(told, self.after, self.tag).wait("the version")
+
+    @property
+    def _puts_together(self) -> bool:
+        """Whether messages arrive next to the image and are then put in place, rather than in the image itself."""
+        return self.before is None and self._changes is None
+
+    def _expect(self, index: int) -> None:
+        """Begin to receive round `index`."""
+        if index >= self._count:
+            return
+        if self._puts_together:
+            memory = [(rank, self.images.message(sender, index)) for sender, rank in enumerate(self.senders)]
+        else:
+            ranks = self.senders if self.before is None else [self.before] * len(self.senders)
+            memory = list(zip(ranks, self._parts(index), strict=False))
+        self._arriving[index] = [self.group.receive(one, rank, self.tag) for rank, one in memory if len(one)]
+
+    def _parts(self, index: int) -> list[torch.Tensor]:
+        """The parts of round `index` in its image: the whole, or the changes of each sender."""
+        image = self.images.image(index)
+        if self._changes is None:
+            return [image[: buffer_bytes((self.rounds[index],))]]
+        count, capacity = len(self.senders), self.connection.capacity
+        return [region(image, capacity, count, i)[:length] for i, length in enumerate(self._changes[index])]
+
+    def _left(self, index: int, what: str) -> None:
+        for pending in self._leaving.pop(index, ()):
+            pending.wait(what)
+
+    def wait(self, index: int) -> torch.Tensor:
+        self._left(index - 2, f"round {index - 1}")  # the image that this round is put together in
+        for pending in self._arriving.pop(index):
+            pending.wait(f"round {index + 1} of {self._count}")
+        if self._puts_together:
+            for sender in range(len(self.senders)):
+                self.images.unpack(sender, index)
+            self._expect(index + 2)
+        if self.after is not None:
+            self._leaving[index] = [self.group.send(one, self.after, self.tag) for one in self._parts(index)]
+        return self.images.image(index)
+
+    def done(self, index: int) -> None:
+        if not self._puts_together and index + 2 < self._count:
+            self._left(index, f"round {index + 1}")
+            self._expect(index + 2)
+
+    def close(self) -> None:
+        self.group.close()

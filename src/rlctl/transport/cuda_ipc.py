@@ -1,0 +1,74 @@
+"""The CUDA IPC mover: the shared memory mover with its two buffers on the device that policy rank and worker share.
+
+Policy ranks on other devices send their boxes to that rank over the policy's own process group. Device memory is shared
+through torch.multiprocessing's reductions, by PyTorch's source (torch/multiprocessing/reductions.py). Nothing here has
+been run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlctl.transport.packing import Packer
+from rlctl.transport.rounds import Channel, Connection, Rounds, cut_rounds
+from rlctl.transport.shared_memory import Segment, SharedMemoryReceiver, SharedMemorySender, Staging, ring_bytes
+
+# Place of the device index among the arguments of `rebuild_cuda_tensor`: each process numbers its visible devices
+# itself.
+_DEVICE = 6
+
+
+def device_name(device: torch.device) -> str:
+    """A name that is the same in every process that uses the device."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+
+
+def make_staging(channel: Channel, device: torch.device) -> Staging:
+    link, rounds = channel.connection, cut_rounds(channel.layout, channel.connection.capacity)
+    parties = len(link.senders) + len(link.receivers)
+    buffers = [torch.empty(link.capacity, dtype=torch.uint8, device=device) for _ in range(min(2, len(rounds)))]
+    return Staging(Segment.create(ring_bytes(parties, 0, 0)), buffers, tuple(map(_share, buffers)))
+
+
+class CudaIpcSender(SharedMemorySender):
+    """Writes the rounds of the rank on the worker's device."""
+
+    def __init__(self, channel: Channel, rank: int, packer: Packer, made: Staging) -> None:
+        super().__init__(channel, rank, packer, made)
+        self.buffers = made.buffers or []
+
+    def done(self, index: int) -> None:
+        torch.cuda.current_stream(self.buffers[0].device).synchronize()  # the copies have been made
+        super().done(index)
+
+
+class CudaIpcReceiver(SharedMemoryReceiver):
+    """Reads the rounds that the policy rank on the same device fills."""
+
+    def __init__(self, connection: Connection, rounds: Rounds, name: str, device: torch.device) -> None:
+        super().__init__(connection, rounds, name, [_open(handle, device) for handle in connection.handles])
+        self.device = device
+
+    def done(self, index: int) -> None:
+        torch.cuda.current_stream(self.device).synchronize()  # the copies out of the buffer have been made
+        super().done(index)
+
+
+def _share(buffer: torch.Tensor) -> tuple:
+    """The handle of `buffer` for one other process, which opens it once; `buffer` must be kept."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(buffer)[1]
+
+
+def _open(handle: tuple, device: torch.device) -> torch.Tensor:
+    """The memory behind a handle, on this process's number of the same device."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    arguments: list[Any] = [*handle[:_DEVICE], index, *handle[_DEVICE + 1 :]]
+    return rebuild_cuda_tensor(*arguments)

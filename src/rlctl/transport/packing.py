@@ -1,0 +1,174 @@
+"""Copies of a round into a buffer (`Packer`), and messages put together into rounds (`Images`).
+
+A copy goes into an *image* (the staging buffer that the receiver reads, each chunk at its place) or into a *message*
+(the rank's own boxes one behind the other, which the other end puts in place).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
+from rlctl.errors import WorkerError
+from rlctl.transport.rounds import ALIGNMENT, Chunk, Part, Rounds, message_bytes
+from rlctl.weights.layout import ITEM_BYTES
+from rlctl.weights.plan import Copy
+from rlctl.weights.transforms import Cast
+
+
+def chunk_view(buffer: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """A chunk's values in its round's buffer."""
+    return buffer[chunk.offset : chunk.offset + chunk.bytes].view(dtype_of(chunk.dtype)).view(chunk.shape)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, all of them in one call of torch."""
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage] - torch has no public name
+
+
+def by_round(copies: Sequence[Copy], rounds: Rounds) -> list[list[Copy]]:
+    """The copies of a channel's plan by round, in the order in which both ends pack them."""
+    found: list[list[Copy]] = [[] for _ in rounds]
+    for copy in copies:
+        found[int(copy.destination_param.partition(".")[0])].append(copy)
+    return found
+
+
+def message_parts(copies: Sequence[Copy]) -> tuple[Part, ...]:
+    """Where each copy lies in a message that holds all of them."""
+    parts, offset = [], 0
+    for copy in copies:
+        chunk = int(copy.destination_param.partition(".")[2])
+        size = copy.elements * ITEM_BYTES[copy.destination_dtype]
+        parts.append(Part(chunk, copy.destination_view, offset, size))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(parts)
+
+
+@dataclass
+class _Bound:
+    """Views for all copies of a round: plain ones for one call, those whose values change on the way, and targets of
+    parameters that have no memory of their own."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    changed: list[tuple[Copy, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    computed: list[tuple[Copy, torch.Tensor]] = field(default_factory=list)
+
+    def run(self, source_of: Callable[[Copy], torch.Tensor]) -> None:
+        copy_all(self.targets, self.sources)
+        for copy, source, target in self.changed:
+            target.copy_(transformed(source, copy))
+        for copy, target in self.computed:
+            target.copy_(transformed(source_of(copy), copy))
+
+
+class Packer:
+    """Makes the copies of one rank for one channel, round by round. Views are kept while memory stays where it is."""
+
+    def __init__(self, rounds: Rounds, copies: Sequence[Copy], *, message: bool, who: str) -> None:
+        self.rounds, self.message, self.who = rounds, message, who
+        self.copies = by_round(copies, rounds)
+        self.parts = [message_parts(own) if message else () for own in self.copies]
+        self.bytes = [sum(copy.elements * ITEM_BYTES[copy.destination_dtype] for copy in own) for own in self.copies]
+        """Bytes that this rank writes in each round."""
+        self._bound: dict[tuple[int, int], _Bound] = {}
+        self._where: dict[str, int] = {}
+
+    def look(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the live parameters for the refit that begins. Views of parameters that the mapping names in `computed`
+        (merged with their adapters) are not kept: they would hold the values of the refit before."""
+        self._computed: frozenset[str] = getattr(parameters, "computed", frozenset())
+        where = {name: parameters[name].data_ptr() for name in parameters if name not in self._computed}
+        if where != self._where:
+            self._where, self._bound = where, {}
+        self.parameters = parameters
+
+    def pack(self, index: int, buffer: torch.Tensor) -> None:
+        if not self.copies[index]:
+            return
+        key = (index, buffer.data_ptr())
+        if key not in self._bound:
+            self._bound[key] = self._bind(index, buffer)
+        self._bound[key].run(self.source)
+
+    def source(self, copy: Copy) -> torch.Tensor:
+        return source_view(copy, self.parameters, self.who)
+
+    def _bind(self, index: int, buffer: torch.Tensor) -> _Bound:
+        bound = _Bound()
+        for copy, target in zip(self.copies[index], self._targets(index, buffer), strict=True):
+            if copy.source_param in self._computed:
+                bound.computed.append((copy, target))
+                continue
+            source = self.source(copy)
+            if any(not isinstance(transform, Cast) for transform in copy.transforms):
+                bound.changed.append((copy, source, target))
+            else:
+                bound.targets.append(target)
+                bound.sources.append(source)
+        return bound
+
+    def _targets(self, index: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        if not self.message:
+            chunks = self.rounds[index]
+            for copy in self.copies[index]:
+                chunk = chunks[int(copy.destination_param.partition(".")[2])]
+                yield strided(chunk_view(buffer, chunk), copy.destination_view)
+            return
+        for copy, part in zip(self.copies[index], self.parts[index], strict=True):
+            flat = buffer[part.offset : part.offset + part.bytes].view(dtype_of(copy.destination_dtype))
+            yield flat.view(copy.destination_view.shape)
+
+
+def source_view(copy: Copy, parameters: Mapping[str, torch.Tensor], who: str) -> torch.Tensor:
+    """The live memory that a copy reads, with the dimensions of the tensor."""
+    if copy.source_param not in parameters:
+        raise WorkerError(f"{who} has no parameter {copy.source_param}.")
+    memory = parameters[copy.source_param].detach()
+    if not memory.is_contiguous():
+        raise WorkerError(f"{copy.source_param} is not stored contiguously on {who}.")
+    return strided(memory, copy.source_view)
+
+
+class Images:
+    """Two images, and for each sender two buffers in which its messages arrive."""
+
+    def __init__(
+        self, rounds: Rounds, parts: list[list[tuple[Part, ...]]], device: torch.device, capacity: int
+    ) -> None:
+        """`parts[sender][round]`: the boxes of a message; `capacity`: bytes of an image (0: `unpack` is given it)."""
+        self.rounds, self.parts = rounds, parts
+        self.images = [torch.empty(capacity, dtype=torch.uint8, device=device) for _ in range(2)]
+        sizes = [max(map(message_bytes, own), default=0) for own in parts]
+        self._messages = [[torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)] for size in sizes]
+        self._views: dict[tuple[int, int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def message(self, sender: int, index: int) -> torch.Tensor:
+        """The memory in which the message of a round arrives; empty where the sender has nothing for it."""
+        return self._messages[sender][index % 2][: message_bytes(self.parts[sender][index])]
+
+    def image(self, index: int) -> torch.Tensor:
+        return self.images[index % 2]
+
+    def unpack(self, sender: int, index: int, image: torch.Tensor | None = None) -> None:
+        """Put a message that has arrived in place, in the round's own image or in `image`."""
+        image = self.image(index) if image is None else image
+        key = (sender, index, image.data_ptr())
+        if key not in self._views:
+            self._views[key] = self._bind(sender, index, image)
+        targets, sources = self._views[key]
+        copy_all(targets, sources)
+
+    def _bind(self, sender: int, index: int, image: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        chunks, message = self.rounds[index], self.message(sender, index)
+        targets, sources = [], []
+        for part in self.parts[sender][index]:
+            target = strided(chunk_view(image, chunks[part.chunk]), part.view)
+            targets.append(target)
+            sources.append(message[part.offset : part.offset + part.bytes].view(target.dtype).view(target.shape))
+        return targets, sources

@@ -1,0 +1,243 @@
+"""Rounds of bounded size, cut from what a receiver needs, and the records that both ends of a channel share.
+
+A receiver declares a `Layout`: the parameters that it wants filled and where their elements come from. Its rows are cut
+into rounds that fit a staging buffer. Both ends cut alike, so no list of tensors ever travels. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, View, cut, volume, whole
+from rlctl.weights.plan import SingleWorld
+
+ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
+EMPTY_BYTES = 8  # bytes of a piece of changed elements where nothing has changed: its length alone
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a receiver's parameter, contiguous at `offset` of the round's buffer."""
+
+    param: str
+    box: Box
+    dtype: str
+    offset: int
+    """In bytes."""
+    last: bool
+    """The parameter is complete once this chunk has arrived."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(span.count for span in self.box)
+
+    @property
+    def bytes(self) -> int:
+        return volume(self.box) * ITEM_BYTES[self.dtype]
+
+
+Rounds = tuple[tuple[Chunk, ...], ...]
+Lengths = tuple[tuple[int, ...], ...]
+"""Bytes of changed elements, by round and sender."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a chunk that one sender holds, where senders send messages: contiguous at `offset` of the message."""
+
+    chunk: int
+    """Number of the chunk in its round."""
+    view: View
+    """Where the box lies in the chunk."""
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Published tensors that take one way into a worker's model, for one reason."""
+
+    path: str
+    """`direct` or `loader`."""
+    reason: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Need:
+    """The layout that one engine worker asks for, and where it runs."""
+
+    name: str
+    """The engine and its worker, for messages."""
+    node: str
+    device: str
+    taken: tuple[Taken, ...]
+    """The way of each tensor, and why."""
+    layout: Layout
+    whole_only: str = ""
+    """Why it cannot use changed elements without the others; empty: it can."""
+
+
+@dataclass(frozen=True)
+class SegmentAddress:
+    """How another process of the same node finds a shared memory segment."""
+
+    path: str
+    bytes: int
+    node: str
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the members of a process group meet."""
+
+    host: str
+    port: int
+    prefix: str
+    """Tells one making of the group from the next."""
+    names: tuple[str, ...]
+    """All members, by rank."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How a receiver's bytes will come, which it is told once."""
+
+    mover: str
+    capacity: int
+    """Bytes of one staging buffer."""
+    senders: tuple[str, ...]
+    """Names, for messages."""
+    receivers: tuple[str, ...]
+    """All that read this channel, in the order in which they pass it on."""
+    timeout_s: float
+    address: SegmentAddress | None = None
+    handles: tuple[tuple, ...] = ()
+    """With CUDA IPC: handles of the staging buffers on the device."""
+    group: Rendezvous | None = None
+    """Where the members of a collective group meet."""
+    directory: str | None = None
+    """Where this session writes its versions."""
+    channel: int = 0
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One stream of rounds: engine workers that need the same bytes and can read them from the same place."""
+
+    index: int
+    layout: Layout
+    node: str
+    """Where its staging memory is; for movers that share none, where its first receiver is."""
+    device: str
+    senders: tuple[int, ...]
+    """Policy ranks that write into it."""
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changed elements that one rank would send over one channel."""
+
+    channel: int
+    elements: int
+    """All elements that were compared."""
+    changed: int
+    sizes: tuple[int, ...]
+    """Bytes of each round."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+
+def cut_rounds(layout: Layout, capacity: int) -> Rounds:
+    """Rounds of at most `capacity` bytes in the order of the parameters; only one that is larger is cut, along its
+    rows."""
+    rounds: list[tuple[Chunk, ...]] = []
+    now: list[Chunk] = []
+    offset = 0
+    for name, spec in layout.params.items():
+        boxes = [whole(spec.shape)] if spec.bytes <= capacity else list(_split(whole(spec.shape), spec.dtype, capacity))
+        for index, box in enumerate(boxes):
+            size = volume(box) * ITEM_BYTES[spec.dtype]
+            if now and offset + size > capacity:
+                rounds.append(tuple(now))
+                now, offset = [], 0
+            now.append(Chunk(name, box, spec.dtype, offset, index == len(boxes) - 1))
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return (*rounds, tuple(now)) if now else tuple(rounds)
+
+
+def _split(box: Box, dtype: str, capacity: int) -> Iterator[Box]:
+    """Boxes of at most `capacity` bytes that make up `box`, cut along the first axis where that is enough."""
+    axis = next((i for i, span in enumerate(box) if span.count > 1), None)
+    size = volume(box) * ITEM_BYTES[dtype]
+    if size <= capacity or axis is None:
+        yield box
+        return
+    span = box[axis]
+    rows = max(1, capacity // (size // span.count))
+    for first in range(0, span.count, rows):
+        part = (*box[:axis], span.part(first, min(rows, span.count - first)), *box[axis + 1 :])
+        yield from _split(part, dtype, capacity)
+
+
+def buffer_bytes(rounds: Rounds) -> int:
+    """Bytes of the largest round."""
+    return max((chunk.offset + chunk.bytes for own in rounds for chunk in own), default=0)
+
+
+def chunk_world(layout: Layout, rounds: Rounds) -> SingleWorld:
+    """The staging memory of all rounds as a destination: chunk c of round r is the parameter "r.c"."""
+    pieces: dict[str, list[Piece]] = {}
+    for piece in layout.pieces:
+        pieces.setdefault(piece.param, []).append(piece)
+    params: dict[str, ParamSpec] = {}
+    own: list[Piece] = []
+    for index, chunks in enumerate(rounds):
+        for number, chunk in enumerate(chunks):
+            name = f"{index}.{number}"
+            params[name] = ParamSpec(chunk.shape, chunk.dtype)
+            found = (cut(piece, name, chunk.box) for piece in pieces.get(chunk.param, ()))
+            own += [piece for piece in found if piece is not None]
+    return SingleWorld(Layout(0, params, tuple(own)))
+
+
+def whole_tensors(rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
+    """The layout of a receiver that takes published tensors whole: rows of (name, dtype, shape)."""
+    params = {name: ParamSpec(tuple(shape), dtype) for name, dtype, shape in rows}
+    pieces = tuple(Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape)))) for name, _, shape in rows)
+    return Layout(0, params, pieces)
+
+
+def joined(first: Layout, second: Layout) -> Layout:
+    """One layout of two that have no parameter in common, `first` before `second`."""
+    return Layout(first.rank, {**first.params, **second.params}, (*first.pieces, *second.pieces))
+
+
+def rows_of(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(span.start, span.last + 1, span.step) for span in box)
+
+
+def encode_parts(parts: Sequence[Sequence[Part]]) -> bytes:
+    """The messages of a sender, round by round, as JSON. Receivers are told them once."""
+    return json.dumps([[[p.chunk, *p.view, p.offset, p.bytes] for p in own] for own in parts]).encode()
+
+
+def decode_parts(text: bytes) -> list[tuple[Part, ...]]:
+    """Read what `encode_parts` wrote."""
+    return [
+        tuple(
+            Part(chunk, View(first, tuple(shape), tuple(strides)), offset, size)
+            for chunk, first, shape, strides, offset, size in own
+        )
+        for own in json.loads(text)
+    ]
+
+
+def message_bytes(parts: Sequence[Part]) -> int:
+    return parts[-1].offset + parts[-1].bytes if parts else 0

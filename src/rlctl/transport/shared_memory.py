@@ -1,0 +1,333 @@
+"""The shared memory mover: policy ranks write into two staging buffers that engine workers of their node read.
+
+The memory is one file in /dev/shm (`Segment`). It is created with its pages reserved, so that a full /dev/shm is an
+error at once and not a bus error in the middle of a copy, and unlinked once both sides have it mapped, so that nothing
+is left behind however the processes end.
+
+The buffers are handed over by counters (`Ring`). Round k is in buffer k % 2. A sender fills it once every receiver has
+read round k - 2; a receiver reads it once every sender has filled its part. Each side counts in a cell of its own, so
+no lock is needed and no message is sent for a round. A count must be seen after the bytes that it speaks of, which
+needs a processor that keeps stores and loads in order, as x86-64 does. An end that fails says so in its cell, and an
+end that waits looks whether the processes it waits for are alive, so that a broken end is an error at the other ends
+at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlctl.errors import MachineError, PeerFailedError, RlctlError, VerificationError, WaitTimeoutError, WorkerError
+from rlctl.transport.changes import region
+from rlctl.transport.packing import Packer
+from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, SegmentAddress, cut_rounds
+
+DIRECTORY = Path("/dev/shm")
+CELL = 128  # bytes: two cache lines, so that no two processes write to one (processors fetch them in pairs)
+PAGE = 4096
+LOOK_AFTER_S = 0.02
+LONGEST_PAUSE_S = 0.001
+_EPOCH = 1 << 32
+# Words of a cell.
+DONE, PROCESS, FAILED, VERSION = 0, 1, 2, 3
+
+
+def this_node() -> str:
+    """A name shared by all processes that can share memory with this one; RLCTL_NODE replaces it in tests. Containers
+    of one machine have the same boot id, but each has a /dev/shm (and so a device number) of its own."""
+    if name := os.environ.get("RLCTL_NODE"):
+        return name
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{DIRECTORY.stat().st_dev}"
+    return os.uname().nodename
+
+
+class Segment:
+    """A mapped segment; `buffer` is its memory as a tensor of bytes."""
+
+    def __init__(self, address: SegmentAddress, *, create: bool = False) -> None:
+        if address.node != this_node():
+            raise WorkerError(
+                f"Shared memory {address.path} is on node {address.node}, but this process is on {this_node()}.",
+                "Engines on other nodes than the trainer need the collective or the disk mover.",
+            )
+        self.address, self.created = address, create
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        try:
+            fd = os.open(address.path, flags, 0o600)
+        except FileNotFoundError:
+            raise WorkerError(f"Shared memory {address.path} is gone: the process that made it has ended.") from None
+        try:
+            if create:
+                _reserve(fd, address)
+            # Page tables are filled here, once, and not in the first refit.
+            self._map = mmap.mmap(fd, address.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            if create:
+                self.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self.buffer = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """A new segment of `size` bytes, filled with zeros. Raises MachineError when /dev/shm has no room for it."""
+        path = DIRECTORY / f"rlctl-{os.getpid()}-{secrets.token_hex(4)}"
+        return cls(SegmentAddress(str(path), max(size, 1), this_node()), create=True)
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives until the last process that has it mapped lets go."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.address.path)
+
+    def close(self) -> None:
+        """Let go of the memory (once no tensor refers to it); its creator removes the name too."""
+        if self.created:
+            self.unlink()
+        self.buffer = self.buffer[:0].clone()
+        with contextlib.suppress(BufferError):  # a view still lives; the memory is unmapped with its owner
+            self._map.close()
+
+
+def _reserve(fd: int, address: SegmentAddress) -> None:
+    try:
+        os.posix_fallocate(fd, 0, address.bytes)
+    except OSError as error:
+        os.unlink(address.path)
+        free = os.statvfs(DIRECTORY)
+        raise MachineError(
+            f"Refit needs {address.bytes / 1e9:.2f} GB of shared memory; {DIRECTORY} has "
+            f"{free.f_bavail * free.f_frsize / 1e9:.2f} GB free ({error.strerror}).",
+            "Enlarge it (containers: --shm-size), or use --mover disk.",
+        ) from None
+
+
+def ring_bytes(parties: int, buffers: int, capacity: int) -> int:
+    """Size of the segment of a ring in bytes."""
+    return _header(parties) + buffers * capacity
+
+
+def _header(parties: int) -> int:
+    return -(-parties * CELL // PAGE) * PAGE
+
+
+class Ring:
+    """One end of a ring. `senders` and `receivers` are names for messages; `me` counts senders first."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        senders: tuple[str, ...],
+        receivers: tuple[str, ...],
+        me: int,
+        *,
+        capacity: int,
+        buffers: int,
+        timeout_s: float,
+        memory: list[torch.Tensor] | None = None,
+    ) -> None:
+        """`memory`: buffers elsewhere (on a GPU); the segment then holds the counters alone. Raises RlctlError if it is
+        too small."""
+        expected = ring_bytes(len(senders) + len(receivers), 0 if memory is not None else buffers, capacity)
+        if segment.address.bytes < expected:
+            name, held = segment.address.path, segment.address.bytes
+            raise RlctlError(f"Shared memory {name} has {held} bytes, but {expected} were expected.")
+        self.segment, self.me, self.timeout_s = segment, me, timeout_s
+        self.names = (*senders, *receivers)
+        self._senders, self._receivers = range(len(senders)), range(len(senders), len(self.names))
+        header = segment.buffer[: _header(len(self.names))].numpy().view(np.int64)
+        self._cells = header[: len(self.names) * CELL // 8].reshape(-1, CELL // 8)
+        first = _header(len(self.names))
+        own = [segment.buffer[first + i * capacity : first + (i + 1) * capacity] for i in range(buffers)]
+        self.buffers = memory if memory is not None else own
+        self._epoch, self._version, self._deadline = 0, 0, 0.0
+        self._cells[me, PROCESS] = os.getpid()
+
+    def buffer(self, index: int) -> torch.Tensor:
+        return self.buffers[index % len(self.buffers)]
+
+    @contextlib.contextmanager
+    def refit(self, version: int, epoch: int) -> Iterator[None]:
+        """Take part in attempt number `epoch` (rising from 1); the other ends learn of whatever is raised inside."""
+        self._epoch, self._deadline = epoch, time.monotonic() + self.timeout_s
+        self._version = self._cells[self.me, VERSION] = version
+        self._count(0)
+        try:
+            yield
+        except BaseException:
+            self._cells[self.me, FAILED] = epoch
+            raise
+
+    def wait_free(self, index: int) -> torch.Tensor:
+        """The buffer of round `index`, once every receiver has read what was in it."""
+        self._wait(self._receivers, max(0, index - len(self.buffers) + 1), "load", index - len(self.buffers))
+        return self.buffer(index)
+
+    def filled(self, index: int) -> None:
+        """Say that this sender's part of round `index` is there."""
+        self._count(index + 1)
+
+    def wait_filled(self, index: int) -> torch.Tensor:
+        """The buffer of round `index`, once every sender has filled its part."""
+        self._wait(self._senders, index + 1, "pack", index)
+        for sender in self._senders if index == 0 else ():
+            if self._cells[sender, VERSION] != self._version:
+                raise VerificationError(
+                    f"{self.names[sender]} sends version {self._cells[sender, VERSION]} of the weights; "
+                    f"{self.names[self.me]} expects version {self._version}."
+                )
+        return self.buffer(index)
+
+    def read(self, index: int) -> None:
+        """Say that this receiver no longer needs the buffer of round `index`."""
+        self._count(index + 1)
+
+    def close(self) -> None:
+        self._cells = self._cells[:0].copy()
+        self.buffers = []
+        self.segment.close()
+
+    def _count(self, rounds: int) -> None:
+        self._cells[self.me, DONE] = self._epoch * _EPOCH + rounds
+
+    def _wait(self, peers: range, rounds: int, doing: str, index: int) -> None:
+        for peer in peers:
+            if self._cells[peer, DONE] < self._epoch * _EPOCH + rounds:
+                self._wait_for(
+                    peer, self._epoch * _EPOCH + rounds, f"{doing} round {index + 1}" if index >= 0 else "begin"
+                )
+            if self._cells[peer, DONE] >= (self._epoch + 1) * _EPOCH:
+                raise WorkerError(f"This transfer was given up: {self.names[peer]} has begun a later one.")
+
+    def _wait_for(self, peer: int, count: int, doing: str) -> None:
+        pause, look = 0.0, time.monotonic() + LOOK_AFTER_S
+        while self._cells[peer, DONE] < count:
+            if self._cells[peer, FAILED] == self._epoch:
+                raise PeerFailedError(f"{self.names[peer]} failed before it could {doing}.")
+            now = time.monotonic()
+            if now > self._deadline:
+                raise WaitTimeoutError(
+                    f"{self.names[peer]} did not {doing} within {self.timeout_s:.0f} s of the start."
+                )
+            if now > look:
+                self._look_after(peer, doing)
+                look = now + LOOK_AFTER_S
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE_S, pause + 2e-5)
+
+    def _look_after(self, peer: int, doing: str) -> None:
+        process = int(self._cells[peer, PROCESS])
+        if process and not is_alive(process):
+            raise WorkerError(f"{self.names[peer]} (process {process}) died before it could {doing}.")
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this machine runs. A zombie does not."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+@dataclass
+class Staging:
+    """The staging memory of one channel, on the rank that made it."""
+
+    segment: Segment
+    """The counters; the two buffers too, unless those are on a device."""
+    buffers: list[torch.Tensor] | None = None
+    """The two buffers on a device."""
+    handles: tuple[tuple, ...] = ()
+    """Handles by which another process opens `buffers`."""
+
+
+def make_staging(channel: Channel) -> Staging:
+    link, rounds = channel.connection, cut_rounds(channel.layout, channel.connection.capacity)
+    parties = len(link.senders) + len(link.receivers)
+    return Staging(Segment.create(ring_bytes(parties, min(2, len(rounds)), link.capacity)))
+
+
+class SharedMemorySender:
+    """Writes one rank's part of the rounds where the receivers read it."""
+
+    def __init__(self, channel: Channel, rank: int, packer: Packer, made: Staging | None) -> None:
+        """`made`: the staging memory, where this rank made it."""
+        link = channel.connection
+        self.packer, self.capacity, self.senders = packer, link.capacity, len(link.senders)
+        self.place = channel.senders.index(rank)
+        segment, memory = (made.segment, made.buffers) if made else (None, None)
+        self.ring = _ring(link, packer.rounds, self.place, memory, segment)
+
+    def begin(self, version: int, epoch: int) -> AbstractContextManager[None]:
+        return self.ring.refit(version, epoch)
+
+    def wait(self, index: int) -> torch.Tensor:
+        return self.ring.wait_free(index)
+
+    def done(self, index: int) -> None:
+        self.ring.filled(index)
+
+    def wait_changes(self, index: int) -> torch.Tensor:
+        return region(self.ring.wait_free(index), self.capacity, self.senders, self.place)
+
+    def done_changes(self, index: int, length: int) -> None:
+        self.done(index)
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+class SharedMemoryReceiver:
+    """Reads rounds that senders of the same node fill."""
+
+    def __init__(
+        self, connection: Connection, rounds: Rounds, name: str, memory: list[torch.Tensor] | None = None
+    ) -> None:
+        """`memory`: the two buffers, where they are not in the segment."""
+        place = len(connection.senders) + connection.receivers.index(name)
+        self.ring = _ring(connection, rounds, place, memory)
+
+    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
+        return self.ring.refit(version, epoch)
+
+    def wait(self, index: int) -> torch.Tensor:
+        return self.ring.wait_filled(index)
+
+    def done(self, index: int) -> None:
+        self.ring.read(index)
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+def _ring(
+    link: Connection, rounds: Rounds, me: int, memory: list[torch.Tensor] | None, segment: Segment | None = None
+) -> Ring:
+    """One end of the ring of a channel; `segment`: the memory, where this process made it."""
+    if link.address is None:
+        raise WorkerError(f"Channel {link.channel} was opened before its shared memory was made.")
+    return Ring(
+        segment or Segment(link.address),
+        link.senders,
+        link.receivers,
+        me,
+        capacity=link.capacity,
+        buffers=min(2, len(rounds)),
+        timeout_s=link.timeout_s,
+        memory=memory,
+    )

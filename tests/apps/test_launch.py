@@ -1,0 +1,248 @@
+"""What ends a run before any process is started: one sentence, the right exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.apps.prepare import Job, prepare_job
+from rlctl.apps.train import continued, resumed_job
+from rlctl.cli import run
+from rlctl.config.load import resolve
+from rlctl.errors import InputError
+from rlctl.runs.directory import MANIFEST, RunDirectory, write_json
+
+BROKEN = """
+def raises(completion, **row):
+    return 1 / 0
+
+def words(completion, **row):
+    return "good"
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "noconfig").mkdir()
+    return tmp_path
+
+
+def train(model: Path, *more: str) -> list[str]:
+    return [
+        "train", "grpo", "--model", str(model), "--gpu", "cpu", "--data", "sums.jsonl", "--reward", "exact-match",
+        "--steps", "4", "--prompts", "2", "--generations", "2", "--max-new-tokens", "4", "--run-dir", "run", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        (["--data", "absent.jsonl"], 2, "absent.jsonl does not exist"),
+        (["--data", "questions.jsonl"], 2, "questions.jsonl, line 1: no field 'prompt'"),
+        (["--data", "empty.jsonl"], 2, "empty.jsonl has no rows"),
+        (["--reward", "broken.py:raises"], 2, "division by zero"),
+        (["--reward", "broken.py:words"], 2, "broken.py:words"),
+        (["--reward", "broken.py:absent"], 2, "no function 'absent'"),
+        (["--model", "noconfig"], 2, "noconfig has no config.json"),
+        (["--max-length", "4"], 2, "--max-new-tokens 4 leaves no room"),
+        (["--max-length", "5"], 2, "tokens, and 4 leave room for a completion"),
+        (["--lr", "0"], 2, "`optimizer.lr` = 0.0 (flag --lr)"),
+        (["--preset", "1gpu"], 3, "no GPU"),
+        (["--gpu", "h100", "--gpus-per-node", "8"], 3, "this machine has none"),
+        (["--run-dir", "sums.jsonl"], 2, "sums.jsonl is a file"),
+        (["--run-dir", "noconfig/../sums.jsonl/run"], 2, "--run-dir"),
+        (["--resume"], 2, "run holds no run"),
+        (["--set", "run.stepz=3"], 2, "run.steps"),
+        (["--data", "reasoning-gym:chain_sun"], 2, "chain_sum"),
+        (["--model", "./no-such-model"], 2, "no-such-model"),
+        (["--set", "generation.temperature=0"], 2, "generation.temperature"),
+        (["--max-length", "100000"], 2, "--max-length"),
+        (["--set", "refit.directory=there"], 2, "refit.directory = there has no effect"),
+        (["--set", "refit.mover=disk", "--set", "refit.directory=sums.jsonl"], 2, "sums.jsonl cannot be written to"),
+    ],
+)
+def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
+    monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
+    monkeypatch.setattr("rlctl.apps.prepare.local_gpus", list)
+    if "--preset" in more:
+        more = [*more, "--gpu", "auto"]
+    assert run(train(tiny_llama, *more)) == code
+    shown = capsys.readouterr()
+    assert said in shown.err.replace("\n", " ")
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+    assert not (files / "run").exists()
+
+
+def test_a_long_prompt_of_a_late_step_is_named_before_the_first_one(files, tiny_llama, capsys, monkeypatch):
+    monkeypatch.setattr("rlctl.rollouts.prompts.SCANNED_PROMPTS", 2)
+    prompts = ["1 + 1 ="] * 7 + ["1 + " * 100]
+    rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]
+    (files / "late.jsonl").write_text("".join(rows))
+    late = ["--data", "late.jsonl", "--set", "data.shuffle=false", "--max-length", "80", "--dry-run"]
+    assert run(train(tiny_llama, *late)) == 2
+    assert "late.jsonl, line 8: the prompt has" in capsys.readouterr().err
+    assert run(train(tiny_llama, *late, "--steps", "3")) == 0, "its step is not reached"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--reward", "exact-mach"], "exact-mach"),
+        (["--reward", "absent.py:score"], "absent.py"),
+        (["--tokenizer", "./absent"], "--tokenizer ./absent"),
+        (["--chat-template", "absent.jinja"], "absent.jinja"),
+        (["--set", "refit.mover=disk"], "refit.directory"),
+        (["--set", "training.tp=3"], "training.tp"),
+        (["--run-dir", "sums.jsonl"], "sums.jsonl is a file"),
+    ],
+)
+def test_names_and_plan_are_looked_at_before_data_and_tokenizer(files, tiny_llama, capsys, monkeypatch, more, said):
+    monkeypatch.setattr("rlctl.apps.prepare.PromptStream.open", lambda *_: pytest.fail("the data was opened"))
+    assert run(train(tiny_llama, *more)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_looks_at_the_place_of_the_run(files, tiny_llama, capsys):
+    assert run(train(tiny_llama, "--run-dir", "sums.jsonl", "--dry-run")) == 2
+    assert "sums.jsonl is a file" in capsys.readouterr().err
+
+
+def test_a_dry_resume_shows_what_the_run_goes_on_with(files, tiny_llama, capsys):
+    begun(train(tiny_llama), files / "run")
+    again = ["train", "grpo", "--resume", "--run-dir", "run", "--dry-run", "--json"]
+    assert run([*again, "--steps", "9"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert [config[key]["value"] for key in ("run.steps", "batch.prompts", "data.name")] == [9, 2, "sums.jsonl"]
+    assert run([*again, "--prompts", "4"]) == 2
+    assert "`batch.prompts` = 4" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama):
+    rlctl = str(Path(sys.executable).with_name("rlctl"))  # a process of its own: this one may be part of a Ray session
+    for _ in range(2):
+        command = [rlctl, *train(tiny_llama, "--ray-address", "127.0.0.1:1")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 3, done.stderr
+        assert "--ray-address 127.0.0.1:1" in done.stderr
+        assert not (files / "run").exists()
+
+
+def begun(arguments: list[str], path: Path) -> None:
+    """The directory of a run that was begun with `arguments` and finished two steps."""
+    from rlctl.commands import options
+
+    flags = dict(zip(arguments[2::2], arguments[3::2], strict=True))
+    resolved = options.resolve_config(
+        model=flags["--model"], gpu="cpu", data="sums.jsonl", reward=["exact-match"], steps=4, prompts=2,
+        generations=2, max_new_tokens=4, run_dir=flags["--run-dir"],
+    )  # fmt: skip
+    directory = RunDirectory(path)
+    directory.create()
+    directory.write_manifest(prepare_job(resolved).manifest())
+    checkpoint = directory.new_checkpoint(2)
+    checkpoint.begin()
+    checkpoint.commit({})
+    directory.release()
+
+
+def go_on(path: Path, *, allow_changes: bool = False, **flags: Any) -> tuple[Job, list[str]]:
+    """What a run would be resumed with, and what was said about it."""
+    from rlctl.commands import options
+
+    said: list[str] = []
+    resolved = options.resolve_config(run_dir=str(path), **flags)
+    return resumed_job(RunDirectory(path), resolved, said.append, allow_changes=allow_changes), said
+
+
+def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_llama, capsys):
+    begun(train(tiny_llama), files / "run")
+    job, _ = go_on(files / "run", steps=6)
+    assert (job.config.run.steps, job.config.batch.prompts, job.config.generation.max_new_tokens) == (6, 2, 4)
+    resume = ["train", "grpo", "--resume", "--run-dir", "run"]
+    for more, said in (
+        (["--lr", "0.5"], "`optimizer.lr` = 0.5 (flag --lr), but the run was begun with 1e-06"),
+        (["--seed", "7"], "`run.seed` = 7"),
+        (["--prompts", "4"], "`batch.prompts` = 4 (flag --prompts), but the run was begun with 2"),
+        (["--steps", "2"], "has finished 2 steps"),
+        (["--set", "loss.clip_low=0.3"], "`loss.clip_low` = 0.3 (--set)"),
+    ):
+        assert run([*resume, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert run(train(tiny_llama, "--allow-changes")) == 2
+    assert "--allow-changes is for --resume" in capsys.readouterr().err
+
+
+def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_tied):
+    begun(train(tiny_llama), files / "run")
+    os.symlink(tiny_llama, files / "moved")
+    assert go_on(files / "run", model="moved")[0].config.model.name == "moved"
+    with pytest.raises(InputError, match="does not hold the model that the run began with"):
+        go_on(files / "run", model=str(tiny_llama_tied))
+    (files / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    with pytest.raises(InputError, match=r"--data is not what the run began with \(rows, sha256 changed\)"):
+        go_on(files / "run", model=str(tiny_llama))
+
+
+def test_a_resume_may_lay_the_run_out_anew(files, tiny_llama):
+    begun(train(tiny_llama), files / "run")
+    before, unchanged = go_on(files / "run")
+    assert (before.plan.training.parallel.pp, before.resolved.origin["training.pp"]) == (1, "planner")
+    assert not [line for line in unchanged if "laid out" in line]
+    after, said = go_on(files / "run", allow_changes=False, set_=["training.pp=2"])
+    assert [f"goes on as {after.plan.training.name()}" in line for line in said if "laid out" in line] == [True]
+    assert (after.plan.training.parallel.pp, after.resolved.origin["training.dp"]) == (2, "planner")
+    assert not [line for line in said if "although" in line]
+
+
+def test_a_users_layout_survives_a_resume_that_changes_another_key():
+    begun_with = resolve(sets=["training.tp=2"], environment={}).with_values({"training.tp": 2, "training.pp": 1})
+    stored = {"config": begun_with.to_json()}
+    merged, changes = continued(stored, resolve(sets=["training.cp=2"], environment={}))
+    assert (merged.config.training.tp, merged.origin["training.tp"]) == (2, "--set")
+    assert (merged.config.training.cp, merged.config.training.pp) == (2, None)
+    assert not changes
+    merged, _ = continued(stored, resolve(sets=["run.steps=7"], environment={}))
+    assert (merged.config.training.pp, merged.origin["training.pp"]) == (1, "planner")
+
+
+def test_a_size_that_the_planner_chose_becomes_the_users_when_it_is_set():
+    stored = {"config": resolve(environment={}).with_values({"training.tp": 2, "training.pp": 1}).to_json()}
+    merged, changes = continued(stored, resolve(sets=["training.tp=2", "training.pp=2"], environment={}))
+    assert (merged.config.training.tp, merged.origin["training.tp"]) == (2, "--set")
+    assert (merged.config.training.pp, merged.origin["training.pp"]) == (2, "--set")
+    assert not changes
+
+
+def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied):
+    begun(train(tiny_llama), files / "run")
+    job, said = go_on(files / "run", allow_changes=True, model=str(tiny_llama_tied), prompts=4)
+    assert job.config.batch.prompts == 4
+    assert sum("going on although" in line for line in said) == 2
+    assert any("`batch.prompts` = 4" in line for line in said)
+
+
+def test_a_damaged_run_directory_is_a_sentence(files, capsys):
+    (files / "run").mkdir()
+    write_json(files / "run" / MANIFEST, {"config": {"run.stps": {"value": 1, "origin": "--set"}}})
+    for content, said in ((None, "unknown key `run.stps`"), ("{", "cannot be read"), ("[]", "is not the manifest")):
+        if content is not None:
+            (files / "run" / MANIFEST).write_text(content)
+        assert run(["train", "grpo", "--resume", "--run-dir", "run"]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,506 @@
+"""`rlctl train grpo` as a user runs it: the installed command, real engines, a tiny model; killed and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.planner.against import compare_memory, compare_run
+from rlctl.rl.agreement import LIMITS
+from rlctl.telemetry.metrics import read_metrics
+from rlctl.telemetry.phases import Phase
+from support.commands import Run
+from support.metrics import without_timing
+from support.tiny_models import write_tiny_llama
+
+STEPS = 4
+LIMIT_S = 900
+TASK = (
+    "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
+    "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
+)  # fmt: skip
+ROLLOUTS = 8  # of a step
+# A reward that a random model earns: answers with an even number of characters. A run may be held up in it.
+REWARD = """
+import itertools, os, time
+scored = itertools.count(1)
+def even(completion, answer, prompt, **row):
+    if next(scored) > int(os.environ.get("HOLD_AFTER", 1 << 40)):
+        time.sleep(200)
+    return float(len(completion) % 2 == 0)
+"""
+
+
+def command(model: Path, run_dir: Path, *more: str) -> list[str]:
+    reward = model.parent / "reward.py"  # beside the model: its path names the metric, and runs are compared
+    reward.write_text(REWARD)
+    return [
+        str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
+        "--reward", f"{reward}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2", "--seed", "1",
+        "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
+        "run.checkpoint_every=2", "--set", "reward.timeout_s=300", "--set", "training.dp=1",
+        "--set", "training.threads=1", "--set", "generation.threads=1", *more,
+    ]  # fmt: skip
+
+
+def resume(run_dir: Path, *more: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--resume", "--run-dir", str(run_dir), *more]
+
+
+def finish(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.fixture
+def here(run_here: Run) -> Callable[[list[str]], subprocess.CompletedProcess[str]]:
+    """As `finish`, in the process of the tests."""
+    return lambda arguments: run_here(*arguments[1:])
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], log: Path):
+    """A run in the background; whatever is left of it at the end is killed."""
+    with log.open("w") as out:
+        process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
+    family: list[psutil.Process] = []
+    process.family = lambda: family.extend(process.children(recursive=True)) or family  # type: ignore[attr-defined]
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.extend(process.children(recursive=True))
+        for one in (process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait(30)
+
+
+def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -> None:
+    """Until `steps` lines of metrics are there."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and len(read_metrics(path)) >= steps:
+            return
+        assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
+        time.sleep(0.05)
+    pytest.fail(f"no step {steps} in {LIMIT_S} s:\n{log.read_text()}")
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=120)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+
+
+def results(run_dir: Path) -> list[dict]:
+    return [without_timing(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_llama, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    done = finish(command(tiny_llama, run_dir, "--json"))
+    assert done.returncode == 0, done.stderr
+    return run_dir, done
+
+
+def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
+    run_dir, done = uninterrupted
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    for line in lines:
+        assert {
+            "reward_mean", "reward_std", "response_tokens_mean", "kl", "entropy", "clip_fraction", "grad_norm", "lr",
+            "tokens_per_s", "padding_fraction", "accuracy",
+        } <= set(line)  # fmt: skip
+        assert set(line["seconds"]) == {phase.value for phase in Phase} | {"total"}
+        parts = [value for name, value in line["seconds"].items() if name != "total"]
+        assert sum(parts) == pytest.approx(line["seconds"]["total"], abs=1e-6)
+        difference = line["logprob_diff"]
+        assert 0 < difference["mean"] <= difference["max"] < 1e-4
+        assert difference["mean"] < 1e-5
+        assert 1 < difference["prob_error"] < 1 + 2e-5
+        assert 0 < difference["kl"] < 1e-9
+        assert line["weight_version"] == line["step"]
+        assert line["grad_norm"] > 0
+    summary = json.loads(done.stdout)
+    assert summary["steps"] == STEPS
+    assert summary["interrupted"] is False
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_2", "step_4"]
+    assert "<svg" in (run_dir / "report.html").read_text()
+    assert list((run_dir / "tensorboard").iterdir())
+    rollouts = [json.loads(line) for line in (run_dir / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    assert {"prompt", "completion", "reward"} <= set(rollouts[0])
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    assert manifest["config"]["run.steps"] == {"value": STEPS, "origin": "flag --steps"}
+    assert manifest["config"]["training.tp"]["origin"] == "planner"
+
+
+def test_the_plan_is_held_against_what_the_run_took(uninterrupted):
+    """By phase and by process; a tiny model's processes are mostly libraries, whose size the planner knows."""
+    rows = {row.process: row for row in compare_memory(uninterrupted[0])}
+    assert rows.keys() == {"policy", "engine"}
+    assert all(0.3 < row.ratio < 3 for row in rows.values())
+    assert {row.phase for row in compare_run(uninterrupted[0])} > {"generation", "training", "total"}
+
+
+def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
+    """The weights change: the same prompts would be answered with other probabilities after each step."""
+    lines = results(uninterrupted[0])
+    assert len({line["entropy"] for line in lines}) == STEPS
+    assert all(line["groups_without_signal"] < 1 for line in lines)
+
+
+def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
+    uninterrupted, tiny_llama, tmp_path, monkeypatch
+):
+    """In its fourth step, and so with one checkpoint complete and another one begun."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    monkeypatch.setenv("HOLD_AFTER", str(3 * ROLLOUTS))
+    with started(command(tiny_llama, run_dir, "--set", "run.checkpoint_every=1"), log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        workers = [p for p in process.family() if _worker_name(p, run_dir)]
+        assert {_worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
+        wait_for_step(process, run_dir, 3, log)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+        wait_until_gone(workers)  # Ray's own agents take a minute more to notice
+    monkeypatch.delenv("HOLD_AFTER")
+    done = finish(resume(run_dir))
+    assert done.returncode == 0, done.stderr
+    assert re.search("resuming after step [23]", done.stderr)  # the third may have been written at once
+    assert results(run_dir) == results(uninterrupted[0])
+
+
+def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir, "--steps", "300", "--set", "run.checkpoint_every=0"), log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        family = process.family()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130, log.read_text()
+        wait_until_gone(family)
+    steps = len(read_metrics(run_dir / "metrics.jsonl"))
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{steps}"]
+    assert "Traceback" not in log.read_text()
+
+    with started(resume(run_dir, "--set", "cluster.engine_restarts=0"), log) as process:
+        wait_for_step(process, run_dir, steps + 1, log)
+        engine = next(p for p in process.family() if _worker_name(p, run_dir) == "engine-0")
+        family = process.family()
+        engine.kill()
+        assert process.wait(LIMIT_S) == 1
+        wait_until_gone(family)
+    text = log.read_text()
+    assert "engine rank 0" in text
+    assert "died during `generate`" in text or "died during" in text
+    assert f"rlctl train grpo --resume --run-dir {run_dir}" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engines", "tp"), [pytest.param(1, 1, marks=pytest.mark.guard), (2, 1), (1, 2)])
+def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
+    uninterrupted, tiny_llama, tmp_path, engines, tp
+):
+    """With tp 2 it is one of the two processes that an engine computes with that dies first."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    sizes = ("--set", f"generation.engines={engines}", "--set", f"generation.tp={tp}")
+    more = ("--steps", "400", "--set", "run.checkpoint_every=0", *sizes)
+    with started(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"), log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        first = [p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"]
+        (first[0] if tp == 1 else next(p for p in first if "Worker" in " ".join(p.cmdline()))).kill()
+        wait_for_step(process, run_dir, STEPS + 4, log)
+        text = log.read_text()
+        assert f"engine {engines - 1} is lost" in text
+        assert f"{engines} engine(s) hold version" in text
+        again = {p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"}
+        for one in again - set(first):
+            one.kill()
+        assert process.wait(LIMIT_S) == 1
+    text = log.read_text()
+    assert "2 engines were lost in this run, more than cluster.engine_restarts = 1" in text
+    assert "died during" in text
+    assert "(raylet)" not in text
+    assert str(run_dir / "logs" / f"engine-{engines - 1}.log") in text
+    assert "Traceback" not in text
+    same_run(results(run_dir)[:STEPS], results(uninterrupted[0]))
+
+
+def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir), log) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while not (run_dir / "manifest.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130, log.read_text()
+    assert not run_dir.exists()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(here, uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run_dir)
+    shard = next((run_dir / "checkpoints" / "step_4" / "policy").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    done = here(resume(run_dir, "--steps", "5"))
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint step_4 is damaged: {shard.name} is not what was written" in done.stderr
+    assert "resuming after step 2" in done.stderr
+    assert results(run_dir)[:STEPS] == results(uninterrupted[0])
+
+
+def _worker_name(process: psutil.Process, run_dir: Path) -> str | None:
+    """Name of the worker whose log the process writes to; None: it is no worker of the run."""
+    with contextlib.suppress(OSError):
+        output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+        if output.parent == run_dir / "logs":
+            return output.stem
+    return None
+
+
+def same_run(one: list[dict], other: list[dict]) -> None:
+    """Two runs that sampled the same tokens and computed the same, to float32's rounding."""
+    assert len(one) == len(other)
+    for ours, theirs in zip(one, other, strict=True):
+        assert theirs["logprob_diff"]["max"] < 1e-4
+        for name in ("reward_mean", "response_tokens_mean", "entropy", "grad_norm", "loss"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
+
+
+def layout(*sizes: str) -> list[str]:
+    return [word for size in sizes for word in ("--set", f"training.{size}")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(("dp=2",), id="dp2"),
+        pytest.param(("tp=2",), id="tp2"),
+        pytest.param(("pp=2",), id="pp2", marks=pytest.mark.guard),
+        pytest.param(("cp=2", "recompute=selective"), id="cp2"),
+        pytest.param(("tp=2", "pp=2"), id="tp2-pp2"),
+    ],
+)
+def test_other_layouts_compute_the_same_run(here, uninterrupted, tiny_llama, tmp_path, sizes):
+    run_dir = tmp_path / "run"
+    done = here(command(tiny_llama, run_dir, *layout(*sizes)))
+    assert done.returncode == 0, done.stderr
+    same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_published_files_train_as_their_conversion_does(here, uninterrupted, tiny_llama, converted_models, tmp_path):
+    """Every other run of these tests starts from a conversion, which the first of them made."""
+    assert list(converted_models.glob(f"rlctl/{tiny_llama.name}-*-float32/release/metadata.json"))
+    done = here(command(tiny_llama, tmp_path / "run", "--set", "model.convert=false"))
+    assert done.returncode == 0, done.stderr
+    assert "convert" not in done.stderr
+    assert results(tmp_path / "run") == results(uninterrupted[0])
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_megatron_checkpoint_trains_as_the_model_it_was_converted_from(here, uninterrupted, tiny_llama, tmp_path):
+    converted, run_dir = tiny_llama.with_name("tiny-llama-in-megatron"), tmp_path / "run"
+    hf_to_megatron(tiny_llama, converted)
+    done = here(command(converted, run_dir))
+    assert done.returncode == 0, done.stderr
+    assert results(run_dir) == results(uninterrupted[0])
+    megatron_to_hf(run_dir, tmp_path / "trained")  # what the run leaves is a model again
+    assert (tmp_path / "trained" / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_resumed_under_other_layouts_computes_the_same_run(here, uninterrupted, tiny_llama, tmp_path):
+    """Two steps on TP 2, one on PP 2, one on DP 2, against four of one process that nothing interrupted."""
+    run_dir = tmp_path / "run"
+    done = here(command(tiny_llama, run_dir, "--steps", "2", *layout("tp=2")))
+    assert done.returncode == 0, done.stderr
+    for steps, sizes, before, after in (
+        (3, ("tp=1", "pp=2"), "TP2 DP1", "PP2 DP1"),
+        (4, ("pp=1", "dp=2"), "PP2 DP1", "DP2"),
+    ):
+        done = here(resume(run_dir, "--steps", str(steps), *layout(*sizes)))
+        assert done.returncode == 0, done.stderr
+        said = " ".join(done.stderr.split())
+        assert f"training was laid out as {before} and goes on as {after}" in said
+        assert f"resuming after step {steps - 1}" in said
+    same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
+def test_states_in_host_memory_train_the_same_run_and_either_goes_on_with_the_other(
+    here, uninterrupted, tiny_llama, tmp_path
+):
+    run_dir = tmp_path / "run"
+    done = here(command(tiny_llama, run_dir, "--steps", "2", *layout("optimizer_offload=true")))
+    assert done.returncode == 0, done.stderr
+    for steps, offload in ((3, "false"), (4, "true")):
+        done = here(resume(run_dir, "--steps", str(steps), *layout(f"optimizer_offload={offload}")))
+        assert done.returncode == 0, done.stderr
+    same_run(results(uninterrupted[0]), results(run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_nemo_rl_recipe_trains_as_it_is_written(here, tiny_llama, tmp_path):
+    """But for machine and model: TP 2 with sequence parallelism, recomputation, bfloat16 and an engine on two ranks."""
+    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "llama_megatron.yaml"
+    (tmp_path / "reward.py").write_text(REWARD)
+    done = here([
+        str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--config", str(recipe), *TASK,
+        "--model", str(tiny_llama), "--gpu", "cpu", "--steps", "2", "--prompts", "2", "--generations", "4",
+        "--max-new-tokens", "6", "--run-dir", str(tmp_path / "run"), "--reward", f"{tmp_path / 'reward.py'}:even",
+    ])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "plan: training TP2 DP1, full recompute; generation 1 engine TP2" in " ".join(done.stderr.split())
+    lines = results(tmp_path / "run")
+    assert len(lines) == 2
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert all(0 < line["logprob_diff"]["mean"] < LIMITS["bfloat16"][0] for line in lines)  # the recipe's precision
+
+
+@pytest.fixture(scope="module")
+def experts_on_one_rank(tiny_qwen3_moe, tmp_path_factory) -> list[dict]:
+    """Metrics of two steps that train a mixture of experts on one rank."""
+    run_dir = tmp_path_factory.mktemp("experts") / "run"
+    done = finish(command(tiny_qwen3_moe, run_dir, "--steps", "2"))
+    assert done.returncode == 0, done.stderr
+    return results(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_experts_on_two_ranks_compute_the_same_run_as_on_one(here, experts_on_one_rank, tiny_qwen3_moe, tmp_path):
+    done = here(command(tiny_qwen3_moe, tmp_path / "run", "--steps", "2", *layout("dp=2", "ep=2")))
+    assert done.returncode == 0, done.stderr
+    same_run(experts_on_one_rank, results(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_an_engine_on_two_ranks_computes_the_same_run_and_generates(here, uninterrupted, tiny_llama, tmp_path):
+    run_dir, two = tmp_path / "run", ("--set", "generation.tp=2")
+    done = here(command(tiny_llama, run_dir, *two))
+    assert done.returncode == 0, done.stderr
+    same_run(results(uninterrupted[0]), results(run_dir))
+    rlctl, answers = str(Path(sys.executable).with_name("rlctl")), []
+    for more in ((), two):
+        asked = [rlctl, "generate", "--run-dir", str(run_dir), "--prompt", "2 + 3", "--max-new-tokens", "8", "--json"]
+        done = here([*asked, "--set", "generation.tp=1", *more])
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout)["completions"][0])
+    alone, together = answers
+    assert alone["token_ids"] == together["token_ids"]
+    assert alone["logprobs"] == pytest.approx(together["logprobs"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_router_replay_leaves_a_run_as_it_is_where_both_sides_choose_alike(
+    here, experts_on_one_rank, tiny_qwen3_moe, tmp_path
+):
+    done = here(command(tiny_qwen3_moe, tmp_path / "run", "--steps", "2", "--set", "training.router_replay=true"))
+    assert done.returncode == 0, done.stderr
+    same_run(experts_on_one_rank, results(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_uneven_stages_and_mini_batches_with_a_reference_compute_the_same_run(here, tmp_path):
+    """Three layers on two stages, two optimizer steps a batch, the last stage's log-probs under two sets of weights."""
+    model = write_tiny_llama(tmp_path / "three-layers", tied=True, num_hidden_layers=3)
+    more = ("--steps", "2", "--set", "batch.optimizer_steps=2", "--set", "loss.kl_coefficient=0.01")
+    runs = {}
+    for name, sizes in {"one": (), "even": ("pp=2",), "named": ("pp=2", "first_stage_layers=1")}.items():
+        done = here(command(model, tmp_path / name, *more, *layout(*sizes)))
+        assert done.returncode == 0, done.stderr
+        runs[name] = results(tmp_path / name)
+    same_run(runs["one"], runs["even"])
+    same_run(runs["one"], runs["named"])
+
+
+@pytest.mark.slow
+def test_adapters_train_refit_resume_generate_and_are_exported(here, tiny_llama, tmp_path):
+    """The engine holds merged weights: its log-probs agree with the adapters' at every step, also after a resume, and
+    so does a model directory that they are exported to."""
+    lora = ("--set", "training.lora.rank=4", "--set", "loss.kl_coefficient=0.05")
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    done = here(command(tiny_llama, whole, *lora, *layout("tp=1")))
+    assert done.returncode == 0, done.stderr
+    lines = results(whole)
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-9)  # B is 0: the policy is the reference
+    assert lines[-1]["kl"] > 1e-6
+    assert all(0 < line["logprob_diff"]["max"] < 1e-4 for line in lines)
+
+    assert here(command(tiny_llama, run_dir, *lora, *layout("tp=2"), "--steps", "2")).returncode == 0
+    size = sum(path.stat().st_size for path in (run_dir / "checkpoints" / "step_2" / "policy").iterdir())
+    assert size < 0.5 * (tiny_llama / "model.safetensors").stat().st_size  # with Adam's two states: adapters alone
+    done = here(resume(run_dir, "--steps", str(STEPS)))
+    assert done.returncode == 0, done.stderr
+    same_run(lines, results(run_dir))
+    rlctl = str(Path(sys.executable).with_name("rlctl"))
+    done = here([rlctl, "convert", "megatron-to-hf", str(run_dir), str(tmp_path / "merged"), "--json"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verified"]
+    shown = []
+    for model in (["--run-dir", str(run_dir)], ["--model", str(tmp_path / "merged"), "--gpu", "cpu"]):
+        asked = ["--prompt", "2 + 3", "--max-new-tokens", "4", "--temperature", "0", "--json"]
+        done = here([rlctl, "generate", *model, *asked])
+        assert done.returncode == 0, done.stderr
+        shown.append(json.loads(done.stdout)["completions"][0])
+    assert shown[0]["token_ids"] == shown[1]["token_ids"]
+    assert shown[0]["logprobs"] == pytest.approx(shown[1]["logprobs"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_whose_engines_disagree_too_much_stops_and_shows_it(here, tiny_llama, tmp_path):
+    """The limit is set below what rounding makes of it, so that a right pair of engines exceeds it."""
+    run_dir = tmp_path / "run"
+    done = here(command(tiny_llama, run_dir, "--set", "checks.logprob_diff_error=1e-9"))
+    assert done.returncode == 1, done.stderr
+    assert "checks.logprob_diff_error" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(results(run_dir)) == 1
+    assert not list((run_dir / "checkpoints").glob("*"))
+    assert "probability error" in (run_dir / "report.html").read_text()
+
+
+def test_a_reward_function_that_raises_ends_the_run_in_its_own_words(here, tiny_llama, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def half(completion, answer, prompt, **row):\n    return 1 / 0\n")
+    done = here(command(tiny_llama, tmp_path / "run", "--reward", f"{broken}:half"))
+    assert done.returncode == 2, done.stderr
+    assert "division by zero" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_llama_8b_on_a_node_needs_no_further_flag_to_be_planned(here):
+    rlctl = str(Path(sys.executable).with_name("rlctl"))
+    done = here(
+        [rlctl, "train", "grpo", "--model", "meta-llama/Llama-3.1-8B", "--preset", "1node", "--dry-run", "--json"],
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["plan"]["fits"] is True
+    assert shown["config"]["data.name"]["origin"] == "preset 1node"

@@ -1,0 +1,103 @@
+"""A backend is a record: one from outside of the package is planned, shown and refused like those of rlctl's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.apps.arguments import EngineArguments
+from rlctl.apps.prepare import planned_crew
+from rlctl.backends import lookup
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.lookup import PolicyBackend, SectionArguments, policy_backend, register_backend
+from rlctl.cluster.workers import imported
+from rlctl.config.load import resolve
+from rlctl.errors import ConfigError
+from rlctl.planner.from_config import plan_from_config
+from rlctl.refit.policy import policy_worker
+from rlctl.refit.source import RefitSource
+from rlctl.weights import hf
+from rlctl.weights.plan import SingleWorld
+from support.engines import tiny_facts
+
+
+class ToyWorker:
+    """A policy rank that holds nothing."""
+
+    def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
+        self.rank, self.spec, self.closed = rank, spec, False
+
+    def layouts(self) -> SingleWorld:
+        return layouts(self.spec)
+
+    def parameters(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def layouts(spec: PolicySpec) -> SingleWorld:
+    return SingleWorld(hf.layout(spec.facts, spec.dtype))
+
+
+def refuse(spec: PolicySpec) -> None:
+    if spec.parallel.tp > 1:
+        raise ConfigError("the toy does not know tensor parallelism.")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> PolicyBackend:
+    monkeypatch.setattr(lookup, "POLICIES", dict(lookup.POLICIES))
+    monkeypatch.setattr("rlctl.apps.prepare.POLICIES", lookup.POLICIES)
+    record = PolicyBackend(
+        "toy",
+        f"{__name__}:ToyWorker",
+        layouts,
+        lambda spec: [SectionArguments("optimizer", "OptimizerConfig", {"lr": spec.optimizer.lr}, {})],
+        refuse,
+    )
+    register_backend(record)
+    return record
+
+
+def planned(*sets: str) -> Any:
+    """The crew of a run of the tiny Llama with the toy for a policy."""
+    config = resolve(preset="laptop", sets=list(sets), environment={}).config
+    plan = replace(plan_from_config(config, tiny_facts(tied=False)), backend="toy")
+    return planned_crew(config, plan.facts, plan, Path("model"), None)
+
+
+def test_a_backend_from_outside_is_looked_up_planned_and_shown(toy: PolicyBackend) -> None:
+    assert policy_backend("toy") is toy
+    crew = planned()
+    assert crew.backend is toy
+    shown = EngineArguments.of(crew).to_json()
+    assert list(shown) == ["optimizer", "vllm"]
+    assert shown["optimizer"] == {"lr": crew.policy.optimizer.lr}
+
+
+def test_a_backend_from_outside_refuses_for_itself(toy: PolicyBackend) -> None:
+    with pytest.raises(ConfigError, match="the toy does not know tensor parallelism"):
+        planned("training.tp=2")
+
+
+def test_any_worker_becomes_one_that_sends(toy: PolicyBackend) -> None:
+    assert imported(toy.worker) is ToyWorker
+    spec = PolicySpec(tiny_facts(tied=False))
+    rank = policy_worker(toy.worker, rank=0, world_size=1, master_addr="127.0.0.1", spec=spec)
+    assert isinstance(rank, ToyWorker)
+    assert isinstance(rank, RefitSource)
+    assert rank.layouts().layout(0).params.keys() == toy.layouts(spec).layout(0).params.keys()
+    rank.close()
+    assert rank.closed
+
+
+def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"training\.backend = dtensor") as caught:
+        policy_backend("dtensor")
+    assert "megatron" in (caught.value.hint or "")
+    assert policy_backend("auto").name == "megatron"

@@ -1,0 +1,35 @@
+"""Workers have every method that the driver may ask of them, with the parameters that it will be given."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from rlctl.backends.base import EngineWorker, PolicyWorker, WeightReceiver
+from rlctl.backends.lookup import ENGINES, POLICIES, engine_backend, policy_backend
+from rlctl.cluster.workers import imported
+from rlctl.refit.policy import WeightSender
+from rlctl.refit.source import RefitSource
+from rlctl.refit.synthetic import SyntheticEngine, SyntheticSource
+
+PAIRS = [
+    *((policy_backend(name).worker, PolicyWorker) for name in POLICIES),
+    *((engine_backend(name).worker, EngineWorker) for name in ENGINES),
+    (SyntheticEngine, WeightReceiver),
+    (SyntheticSource, WeightSender),
+    (RefitSource, WeightSender),
+]
+
+
+def parameters(function: object) -> list[tuple[str, object, object]]:
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("worker", "protocol"), PAIRS)
+def test_a_worker_is_what_its_protocol_says(worker: type | str, protocol: type) -> None:
+    worker = imported(worker) if isinstance(worker, str) else worker
+    asked = {name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")}
+    assert asked
+    for name in sorted(asked):
+        assert parameters(getattr(worker, name)) == parameters(getattr(protocol, name)), name

@@ -1,0 +1,68 @@
+"""Attention over a packed row, against a softmax over all of its tokens with a mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlctl.backends import row_attention
+from rlctl.backends.row_attention import RowAttention, _for_each_query_head, attend
+from rlctl.backends.rows import PackedRow, Unit
+
+UNITS = (Unit(0, 5, (3, 4)), Unit(12, 2, (6,)), Unit(20, 4))
+
+
+def row_of(units: tuple[Unit, ...]) -> PackedRow:
+    """A row without chosen tokens: only where tokens stand and at which positions."""
+    positions = [
+        torch.cat([torch.arange(unit.prompt), *(unit.prompt + torch.arange(n) for n in unit.completions)])
+        for unit in units
+    ]
+    positions_T, none = torch.cat(positions), torch.zeros(0, dtype=torch.int64)
+    return PackedRow(torch.zeros_like(positions_T), positions_T, units, len(positions_T), none, none, none)
+
+
+def visible(row: PackedRow, window: int | None) -> Tensor:
+    """bool [T, T]: the tokens that each token attends to, by the definition of a unit."""
+    seen = torch.zeros(len(row.tokens_T), len(row.tokens_T), dtype=torch.bool)
+    for unit in row.units:
+        prompt, start = list(range(unit.start, unit.start + unit.prompt)), unit.start + unit.prompt
+        for part in [[], *(list(range(start + sum(unit.completions[:i]), start + sum(unit.completions[: i + 1])))
+                           for i in range(len(unit.completions)))]:  # fmt: skip
+            own = prompt + part
+            for at, token in enumerate(own):
+                seen[token, own[max(0, at + 1 - window) if window else 0 : at + 1]] = True
+    return seen
+
+
+@pytest.mark.parametrize("tree_tokens", [512, 1])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_row_attends_as_a_masked_softmax(
+    tree_tokens: int, window: int | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_attention, "TREE_TOKENS", tree_tokens)
+    torch.manual_seed(0)
+    row = row_of(UNITS)
+    length = len(row.tokens_T)
+    q, k, v = (torch.randn(length, heads, width, dtype=torch.float64) for heads, width in ((4, 8), (2, 8), (2, 6)))
+    sinks = torch.randn(4, dtype=torch.float64) if with_sinks else None
+    out = attend(q, k, v, RowAttention.of(row, 1, 0), window=window, sinks=sinks)
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * 8**-0.5
+    scores = scores.masked_fill(~visible(row, window), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+    weights = scores.softmax(-1)[..., :length]
+    torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", weights, values).reshape(length, -1))
+
+
+def test_keys_repeated_for_each_query_head_attend_as_grouped_ones_do() -> None:
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    mask = torch.ones(2, 1, 5, 7, dtype=torch.bool).tril()
+    grouped = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    repeated = F.scaled_dot_product_attention(q, _for_each_query_head(k, 6), _for_each_query_head(v, 6), mask)
+    torch.testing.assert_close(repeated, grouped)
+    assert _for_each_query_head(q, 6) is q

@@ -1,0 +1,31 @@
+"""What the routers of a row are told, from the record that came with the rollouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rlctl.backends.batch import RolloutRow
+from rlctl.backends.rows import build_row, row_routing
+from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
+
+CPU = torch.device("cpu")
+
+
+def test_a_row_without_rollouts_leaves_routers_their_own_choice() -> None:
+    """Of data-parallel ranks that have fewer rollouts than others some rows are empty."""
+    row = build_row((), {}, share=True, multiple=8, device=CPU)
+    assert row_routing((), {}, True, row) is None
+
+
+def test_the_record_stands_where_the_tokens_do() -> None:
+    routed = np.arange(8, dtype=np.int16).reshape(8, 1, 1)
+    tokens, mask = np.arange(8, dtype=np.int32), np.array([False, False, True, True] * 2)
+    tokens[4:6] = tokens[:2]  # the same prompt
+    columns = {7: RolloutColumns(tokens, np.array([0, 4, 8], np.int32), mask, np.zeros(8, np.float32),
+                                 np.zeros(8, np.int32), {ROUTED_EXPERTS: routed})}  # fmt: skip
+    micro = tuple(RolloutRow(7, index, 2, 4, 1.0, 0.25) for index in range(2))
+    row = build_row(micro, columns, share=True, multiple=8, device=CPU)
+    found = row_routing(micro, columns, True, row)
+    assert found is not None
+    assert found.flatten().tolist() == [0, 1, 2, 3, 6, 7, -1, -1]

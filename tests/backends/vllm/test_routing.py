@@ -1,0 +1,80 @@
+"""The record of routing decisions: put together from spans, and from a real engine against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.backends.messages import Sampling
+from rlctl.backends.vllm.routing import assembled
+from rlctl.data.rollouts import ROUTED_EXPERTS
+from support.engine_host import FamilyEngine, SwappingEngine
+from support.engine_policies import generate
+from support.tiny_families import write_tiny_family
+
+
+def rows(*values: int) -> np.ndarray:
+    return np.array(values, np.int16).reshape(-1, 1, 1)
+
+
+def test_cached_beginnings_are_those_of_the_sample_that_computed_them() -> None:
+    tokens = {"a": [1, 2, 3, 4], "b": [1, 2, 9, 9, 9], "c": [1, 2, 9, 9, 7], "d": [5, 6, 7]}
+    spans = {
+        "a": [(0, rows(10, 20, 30))],
+        "b": [(2, rows(31, 41))],
+        "c": [(3, rows(42))],
+        "d": [(0, rows(50, 60)), (1, rows(61))],  # computed again under other weights
+    }
+    found = assembled({name: np.array(own) for name, own in tokens.items()}, spans)
+    assert {name: own.ravel().tolist() for name, own in found.items()} == {
+        "a": [10, 20, 30, -1],
+        "b": [10, 20, 31, 41, -1],
+        "c": [10, 20, 31, 42, -1],
+        "d": [50, 61, -1],
+    }
+
+
+@pytest.fixture(scope="module")
+def host(family_host: Any) -> Iterator[Any]:
+    """The process of all engines of this file, one after the other."""
+    yield family_host
+    family_host.call(SwappingEngine.close)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tp"), [pytest.param("qwen3_moe", 1, marks=pytest.mark.guard), ("qwen3_moe", 2), ("mixtral", 1)]
+)
+def test_every_token_comes_with_its_experts(
+    host: Any, family: str, tp: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = write_tiny_family(tmp_path_factory.mktemp("models") / family, family)
+    engine = FamilyEngine(host, family, model, tp, training={"router_replay": True})
+    for _ in range(2):  # what a call leaves in the prefix cache is not computed again by the next
+        for result, columns, _ in generate(engine, Sampling(8)):
+            for row in range(columns.rollouts):
+                span = columns.slice(row)
+                found = columns.extra_T[ROUTED_EXPERTS][span]
+                expected = choices(engine.policy.model, columns.tokens_T[span])
+                assert len(columns.tokens_T[span]) > result.prompt_tokens
+                assert (found[-1] == -1).all()
+                assert np.array_equal(np.sort(found[:-1], axis=-1), np.sort(expected[:-1], axis=-1))
+
+
+def choices(model: Any, tokens_T: np.ndarray) -> np.ndarray:
+    """[tokens, layers, experts a token] by transformers."""
+    heard: list[torch.Tensor] = []
+    gates = [m.register_forward_hook(lambda _, __, out: heard.append(out[2])) for m in routers(model)]
+    with torch.no_grad():
+        model(torch.from_numpy(tokens_T.astype(np.int64))[None])
+    for gate in gates:
+        gate.remove()
+    return torch.stack(heard, 1).numpy()
+
+
+def routers(model: Any) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]

@@ -1,0 +1,131 @@
+"""Which tensors are written directly, which go through the loader, and which modules that takes out of use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlctl.backends.vllm.weights.assign import BESIDE, MODEL, UNMATCHED, Assignment, assign
+from rlctl.backends.vllm.weights.locate import Form, Site, Sites
+from rlctl.weights.vllm import Part
+
+WHY = "is quantised"
+
+
+def site(path: str, *tensors: str, parameter: str = "weight", form: Form = Form.PLAIN, **kinds: object) -> Site:
+    parts = tuple(Part(name, (4 * len(tensors), 2), (4 * i, 0), 4 * i, 4) for i, name in enumerate(tensors))
+    return Site(path, parameter, parts, 2, module=None, form=form, **kinds)
+
+
+def layer(number: int) -> list[Site]:
+    """A decoder layer whose fused projection has a bias."""
+    at = f"model.layers.{number}"
+    return [
+        site(f"{at}.attn.qkv_proj", *(f"{at}.attn.{x}_proj.weight" for x in "qkv"), form=Form.REPACKED),
+        site(f"{at}.attn.qkv_proj", *(f"{at}.attn.{x}_proj.bias" for x in "qkv"), parameter="bias"),
+        site(f"{at}.attn.o_proj", f"{at}.attn.o_proj.weight"),
+        site(f"{at}.norm", f"{at}.norm.weight"),
+    ]
+
+
+MODEL_SITES = [site("embed", "embed.weight"), *layer(0), *layer(1)]
+TENSORS = [part.tensor for one in MODEL_SITES for part in one.parts]
+
+
+def assigned(
+    every: list[Site],
+    *opaque: tuple[str, str],
+    tensors: list[str] = TENSORS,
+    unknown: tuple[str, ...] = (),
+    alone: bool = True,
+) -> Assignment:
+    """The assignment of a model of which the sites (path, parameter) are opaque."""
+    found = [one for one in every if (one.path, one.parameter) not in opaque]
+    hidden = [replace(one, opaque=WHY) for one in every if (one.path, one.parameter) in opaque]
+    return assign(Sites(found, hidden, {}, unknown), tensors, alone=alone)
+
+
+def test_everything_is_direct_where_all_is_known() -> None:
+    found = assigned(MODEL_SITES)
+    assert (found.path, found.loaded, found.reloaded) == ("direct", {}, ())
+    assert list(found.direct) == MODEL_SITES
+
+
+def test_a_module_is_loaded_with_all_its_tensors_and_nothing_else_is() -> None:
+    qkv = "model.layers.1.attn.qkv_proj"
+    found = assigned(MODEL_SITES, (qkv, "weight"))
+    assert found.path == "mixed"
+    assert found.reloaded == found.opaque == (qkv,)
+    at = "model.layers.1.attn"
+    assert found.loaded == {f"{at}.{x}_proj.weight": f"its parameter {WHY}" for x in "qkv"} | {
+        f"{at}.{x}_proj.bias": BESIDE for x in "qkv"
+    }
+    assert {one.path for one in found.direct} == {one.path for one in MODEL_SITES} - {qkv}
+    ways = {tensor: (one.path, one.reason) for one in found.taken() for tensor in one.tensors}
+    assert set(ways) == set(TENSORS)
+    assert ways["model.layers.0.attn.q_proj.weight"] == ("direct", "packed again for the processor's matrix products")
+
+
+def test_a_tensor_of_two_modules_takes_both() -> None:
+    head = site("lm_head", "embed.weight", output=True)
+    found = assigned([*MODEL_SITES, head], ("embed", "weight"))
+    assert found.reloaded == ("embed", "lm_head")
+    assert set(found.loaded) == {"embed.weight"}
+    assert found.opaque == ()  # either may be filled with the other
+
+
+def test_what_is_made_of_a_loaded_tensor_is_neither_written_nor_reloaded() -> None:
+    made = site("model.layers.0.attn.kernel", "model.layers.0.attn.o_proj.weight", derived=True)
+    found = assigned([*MODEL_SITES, made], ("model.layers.0.attn.o_proj", "weight"))
+    assert found.reloaded == ("model.layers.0.attn.o_proj",)
+    assert made not in found.direct
+    turned = assigned([*MODEL_SITES, made], ("model.layers.0.attn.kernel", "weight"))
+    assert (turned.reloaded, turned.opaque) == (("model.layers.0.attn.o_proj",), ())
+
+
+def test_padding_between_parts_is_left_to_the_loader() -> None:
+    norm = MODEL_SITES[-1]
+    padded = replace(norm, parts=(replace(norm.parts[0], row=2),))
+    assert assigned([*MODEL_SITES[:-1], padded]).reloaded == (norm.path,)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_layer_with_a_parameter_nobody_knows_is_loaded_as_a_whole(alone: bool) -> None:
+    found = assigned(MODEL_SITES, unknown=("model.layers.1.attn.scale",), alone=alone)
+    assert found.reloaded == ("model.layers.1",)
+    inside = [name for name in TENSORS if name.startswith("model.layers.1.")]
+    assert found.loaded == dict.fromkeys(inside, UNMATCHED)
+
+
+def test_tensors_that_no_parameter_holds_are_loaded_with_their_layer() -> None:
+    found = assigned(MODEL_SITES, tensors=[*TENSORS, "model.layers.0.attn.sinks"])
+    assert found.reloaded == ("model.layers.0",)
+    assert found.loaded["model.layers.0.attn.sinks"] == UNMATCHED
+    renamed = [name.replace("layers.1.norm", "layers.1.ln") for name in TENSORS]
+    assert assigned(MODEL_SITES, tensors=renamed).reloaded == ("model.layers.1",)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [[*TENSORS, "extra.weight"], TENSORS[1:], [name.replace("model.", "language_model.") for name in TENSORS]],
+    ids=["sent, not held", "held, not sent", "other names"],
+)
+def test_the_model_is_loaded_as_a_whole_where_no_layer_can_be_told(tensors: list[str]) -> None:
+    found = assigned(MODEL_SITES, tensors=tensors)
+    assert (found.path, found.direct, found.reloaded) == ("loader", (), (MODEL,))
+    assert set(found.loaded) == set(tensors)
+
+
+def test_a_rank_need_not_hold_every_tensor() -> None:
+    """Unless it does not know what some of its parameters hold."""
+    other = "model.layers.1.experts.9.up_proj.weight"
+    assert assigned(MODEL_SITES, tensors=[*TENSORS, other], alone=False).path == "direct"
+    one = assigned(MODEL_SITES, ("model.layers.0.norm", "weight"), tensors=[*TENSORS, other], alone=False)
+    assert one.reloaded == ("model.layers.0.norm", "model.layers.1")
+
+
+def test_nothing_is_left_to_write_directly() -> None:
+    every = [("embed", "weight"), *((one.path, one.parameter) for one in MODEL_SITES[1:])]
+    found = assigned(MODEL_SITES, *every)
+    assert (found.path, found.direct, found.reloaded) == ("loader", (), (MODEL,))

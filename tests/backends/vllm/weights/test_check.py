@@ -1,0 +1,52 @@
+"""What a model's buffers must hold, whatever precision its layers compute in."""
+
+from __future__ import annotations
+
+import torch
+
+from rlctl.backends.vllm.weights import check
+
+
+class Rotary(torch.nn.Module):
+    """Has its table as vLLM's rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache(), persistent=False)
+        self.register_buffer("scale", torch.tensor(0.3))
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        return torch.arange(1, 65, dtype=torch.float32).reshape(8, 8).cos()
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+
+
+def differing(model: Model) -> list[str]:
+    return [reading.tensor for reading in check.read_buffers(model) if reading.value != reading.expected]
+
+
+def test_a_table_that_a_layer_rounds_to_its_precision_is_unchanged() -> None:
+    model = Model()
+    check.record_buffers(model)
+    assert differing(model) == []
+    model.rotary.cos_sin_cache = model.rotary.cos_sin_cache.to(torch.bfloat16)
+    assert differing(model) == []
+    model.rotary.cos_sin_cache[3, 2] *= -1
+    assert differing(model) == ["rotary.cos_sin_cache"]
+
+
+def test_no_other_buffer_may_be_rounded() -> None:
+    model = Model()
+    check.record_buffers(model)
+    model.rotary.scale = model.rotary.scale.to(torch.bfloat16)
+    assert differing(model) == ["rotary.scale"]
+
+
+def test_a_table_that_was_wrong_before_the_first_refit_is_found() -> None:
+    model = Model()
+    model.rotary.cos_sin_cache[0, 0] = 5
+    assert differing(model) == ["rotary.cos_sin_cache"]

@@ -1,0 +1,109 @@
+"""From what `--model` says to a directory, and the answers where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from rlctl.checkpoints.locations import converted_directory
+from rlctl.checkpoints.model_source import resolve_model, stored_parameters
+from rlctl.errors import InputError
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model to break."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def test_local_directory(tiny_llama: Path) -> None:
+    found = resolve_model(str(tiny_llama))
+    assert (found.directory, found.label, found.note) == (tiny_llama.resolve(), str(tiny_llama), None)
+
+
+def test_a_megatron_checkpoint_is_a_model(tiny_llama: Path, tmp_path: Path) -> None:
+    hf_to_megatron(tiny_llama, tmp_path / "ckpt")
+    found = resolve_model(str(tmp_path / "ckpt"))
+    assert found.weights == tmp_path / "ckpt" / "release"
+    assert (found.directory / "tokenizer_config.json").is_file()
+    shutil.rmtree(found.directory)
+    with pytest.raises(InputError, match="is a Megatron checkpoint without") as refused:
+        resolve_model(str(tmp_path / "ckpt"))
+    assert "huggingface" in (refused.value.hint or "")
+
+
+def test_stored_parameters_counts_the_tensors(tiny_llama: Path) -> None:
+    assert stored_parameters(tiny_llama) == 426_624
+
+
+def test_directory_without_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        resolve_model(str(model))
+
+
+def test_directory_with_broken_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json cannot be read as JSON"):
+        resolve_model(str(model))
+
+
+def test_missing_shards_are_named(model: Path) -> None:
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors").rename(model / shards["a"])
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(InputError, match=r"lacks 1 shard.*model-00002-of-00002"):
+        resolve_model(str(model))
+
+
+def test_directory_without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="no safetensors weights"):
+        resolve_model(str(model))
+    assert resolve_model(str(model), weights=False).directory == model
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/model", "~/absent-model"])
+def test_absent_directory(name: str) -> None:
+    with pytest.raises(InputError, match="there is no such directory"):
+        resolve_model(name)
+
+
+def test_unknown_name_without_a_network(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match="no directory here, not in the Hugging Face cache, and the hub cannot be reached"
+    ):
+        resolve_model("nobody/no-such-model")
+
+
+def test_name_that_is_none() -> None:
+    with pytest.raises(InputError, match="neither a directory nor a hub name"):
+        resolve_model("what is this")
+
+
+def test_cached_name_needs_no_network(tiny_llama: Path, tmp_path: Path) -> None:
+    """The layout of the hub's cache: refs/main names the snapshot."""
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(tiny_llama, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    code = "from rlctl.checkpoints.model_source import resolve_model; print(resolve_model('someone/tiny').directory)"
+    env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
+    assert done.stdout.strip() == str(repository / "snapshots" / ("0" * 40)), done.stderr
+
+
+def test_converted_models_go_where_the_environment_says() -> None:
+    names = ["RLCTL_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"]
+    environment = {name: f"/{name.lower()}" for name in names}
+    for name in names:
+        assert converted_directory(environment) == Path(f"/{name.lower()}/rlctl")
+        del environment[name]
+    assert converted_directory({}) == Path.home() / ".cache" / "huggingface" / "rlctl"

@@ -1,0 +1,69 @@
+"""Every configuration key and environment variable that a message, a docstring or a page names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import rlctl
+from rlctl.config.keys import field, known_keys
+from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
+from rlctl.config.schema import RlctlConfig
+from rlctl.config.sources import OWN_VARIABLES
+
+SOURCE = Path(rlctl.__file__).parent
+PAGES = (*(SOURCE.parents[1] / "docs").glob("*.md"), SOURCE.parents[1] / "README.md")
+KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlctlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
+FILES_AND_MODULES = ("model.safetensors", "data.jsonl", "refit.session", "megatron.core", "training.md")
+"""Names that look like keys."""
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Each text of the sources that has more than one word, with its place; f-strings as a whole."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "nemo_rl" in path.parts:  # names the keys of recipes
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Constant(value=str() as text):
+                    pass
+                case ast.JoinedStr(values=parts):
+                    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+                case _:
+                    continue
+            if " " in text:
+                yield f"{path.relative_to(SOURCE)}:{node.lineno}", text
+    for page in PAGES:
+        yield page.name, page.read_text()
+
+
+def exists(key: str) -> bool:
+    whole = ".".join(key.split(".")[:2])
+    if key in known_keys() or key in ALIASES or key in MANAGED:
+        return True
+    if key.partition(".")[0] in TARGETS:
+        return installed_field(whole) is not None
+    return whole in known_keys() and field(key) is not None
+
+
+def test_every_key_that_is_named_exists() -> None:
+    found = [(place, match.group(0)) for place, text in texts() for match in KEY.finditer(text)]
+    assert len(found) > 200
+    wrong = [(place, key) for place, key in found if not key.startswith(FILES_AND_MODULES) and not exists(key)]
+    assert not wrong
+
+
+def test_a_key_that_does_not_exist_is_found() -> None:
+    assert not exists("training.sp")
+    assert not exists("vllm.no_such_field")
+    assert KEY.findall("Leave training.sp unset.") == [("training", "sp")]
+
+
+def test_variables_without_a_key_are_those_that_the_environment_may_hold() -> None:
+    named = {name for _, text in texts() for name in re.findall(r"\bRLCTL_[A-Z_]+[A-Z]\b", text)}
+    wrong_example = {"RLCTL_STEPS"}
+    assert {name for name in named if "__" not in name} - wrong_example <= set(OWN_VARIABLES)
+    code = (path.read_text() for path in SOURCE.rglob("*.py") if path.name != "sources.py")
+    assert {name for text in code for name in re.findall(r'"(RLCTL_[A-Z_]+[A-Z])"', text)} == set(OWN_VARIABLES)

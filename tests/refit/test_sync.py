@@ -1,0 +1,119 @@
+"""Policy and engines take turns on devices that they share: none comes before the other has given its memory back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.schema import TrainingConfig
+from rlctl.errors import WorkerError
+from rlctl.refit.sync import DeviceTurns, Turn
+from support.engines import tiny_facts
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Party:
+    """A process that keeps account of what it was asked for, by the machine's clock."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.asked, self.broken = name, list[tuple[int, str]](), False
+
+    def sleep(self, keep_weights: bool = False) -> int:
+        self.asked.append((time.monotonic_ns(), f"{self.name} sleeps" + (", weights kept" if keep_weights else "")))
+        return 7
+
+    def break_down(self) -> None:
+        self.broken = True
+
+    def wake(self) -> None:
+        if self.broken:
+            raise MemoryError("no memory")
+        self.asked.append((time.monotonic_ns(), f"{self.name} wakes"))
+
+    def take(self) -> list[tuple[int, str]]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
+@pytest.fixture(scope="module")
+def parties(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    logs = tmp_path_factory.mktemp("parties")
+    made = [
+        WorkerGroup(name, Party, [WorkerSpec({"name": name}, (placement.bundles[0],))], placement, logs,
+                    start_timeout_s=240, call_timeout_s=60)
+        for name in ("policy", "engine")
+    ]  # fmt: skip
+    yield made[0], made[1]
+    for group in made:
+        group.kill()
+
+
+def turns_of(policy: WorkerGroup, engines: WorkerGroup, *, shared: bool = True) -> DeviceTurns:
+    """Turns between the two; `shared`: on the same devices."""
+    spec = PolicySpec(tiny_facts(tied=False))
+    client = PolicyClient(policy, spec, TrainingConfig(), micro_batch_tokens=64)
+    return DeviceTurns(client, EngineClient(engines), offload=shared, engines_sleep=shared)
+
+
+def happened(parties: tuple[WorkerGroup, ...]) -> list[str]:
+    return [what for _, what in sorted(entry for group in parties for entry in group.call(Party.take)[0])]
+
+
+def test_a_step_on_shared_devices(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    turns = turns_of(*parties)
+    turns.to_weights()
+    assert happened(parties) == ["policy sleeps, weights kept"]
+    with turns.generating() as freed:
+        assert (freed, turns.turn) == (7, Turn.ENGINES)
+        assert happened(parties) == ["policy sleeps", "engine wakes"]
+    assert turns.turn is Turn.POLICY
+    assert happened(parties) == ["engine sleeps", "policy wakes"]
+    turns.to_weights()
+    turns.to_policy()  # to save
+    assert happened(parties) == ["policy sleeps, weights kept", "engine sleeps", "policy wakes"]
+
+
+def test_weights_move_in_the_middle_of_a_generation(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """As they do when an engine was lost: caches are dropped before the policy comes back."""
+    turns = turns_of(*parties)
+    turns.to_engines()
+    happened(parties)
+    turns.to_weights()
+    assert happened(parties) == ["engine sleeps", "policy wakes", "policy sleeps, weights kept"]
+
+
+def test_an_engine_that_is_gone_holds_nobody_up(placement: Any, parties: Any, tmp_path: Path) -> None:
+    specs = [WorkerSpec({"name": f"engine {rank}"}, (placement.bundles[0],)) for rank in range(2)]
+    engines = WorkerGroup("two", Party, specs, placement, tmp_path, start_timeout_s=240, call_timeout_s=60)
+    try:
+        turns = turns_of(parties[0], engines)
+        os.kill(engines.pids[0], signal.SIGKILL)
+        with turns.generating():
+            assert happened((parties[0], engines.part([1]))) == ["policy sleeps", "engine 1 wakes"]
+        assert happened((parties[0], engines.part([1]))) == ["engine 1 sleeps", "policy wakes"]
+        engines.part([1]).call(Party.break_down)
+        with pytest.raises(WorkerError, match="no memory"):
+            turns.to_engines()
+        assert happened((parties[0],)) == ["policy sleeps"]
+    finally:
+        engines.kill()
+
+
+def test_nothing_moves_where_nothing_is_shared(parties: tuple[WorkerGroup, WorkerGroup]) -> None:
+    turns = turns_of(*parties, shared=False)
+    turns.to_weights()
+    with turns.generating() as freed:
+        assert freed == 0
+    assert happened(parties) == []

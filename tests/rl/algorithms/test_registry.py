@@ -1,0 +1,196 @@
+"""Algorithms and losses from outside of the package: by name, by file, and in another process."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError, InputError
+from rlctl.rl.algorithms import registry
+from rlctl.rl.algorithms.base import Algorithm, RunLoss
+from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.rl.algorithms.registry import algorithm_from_config, register
+from support.token_batches import token_batch
+
+LOSS = """
+import torch
+def own(batch, options):
+    ratio_R = (batch.logprobs_R - batch.rollout_logprobs_R).exp()
+    return -ratio_R * batch.advantages_R * options.clip_low, {"own/ratio": ratio_R}
+
+def plain(batch):
+    return -batch.logprobs_R * batch.advantages_R
+
+def scalar(batch):
+    return -(batch.logprobs_R * batch.advantages_R).sum()
+
+def detached(batch):
+    return -batch.logprobs_R.detach() * batch.advantages_R
+
+def reference(batch):
+    return batch.logprobs_R - batch.reference_logprobs_R
+
+def exits(batch):
+    raise SystemExit(3)
+"""
+ALGORITHM = """
+from rlctl.rl.algorithms.base import Algorithm
+from rlctl.telemetry.metrics import Metric
+
+class Reinforce(Algorithm):
+    metrics = (Metric("surprise", "mean", column="surprise"),)
+
+    def advantages(self, rewards_G):
+        return rewards_G
+
+    def token_loss(self, batch):
+        return -batch.logprobs_R * batch.advantages_R
+
+    def measure(self, batch):
+        return {"surprise": -batch.logprobs_R}
+
+def function(config):
+    return None
+"""
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> Path:
+    (tmp_path / "losses.py").write_text(LOSS)
+    return tmp_path / "losses.py"
+
+
+def configured(**sections: dict) -> Algorithm:
+    return algorithm_from_config(RlctlConfig.model_validate(sections))
+
+
+def test_grpo_is_the_default_and_an_unknown_name_is_told_the_known_ones() -> None:
+    assert type(configured()) is Grpo
+    with pytest.raises(ConfigError, match="Unknown algorithm 'grpp'") as error:
+        configured(run={"algorithm": "grpp"})
+    assert "grpo" in str(error.value.hint)
+    with pytest.raises(ConfigError) as error:
+        configured(run={"algorithm": "nothing-like-it"})
+    assert "path/to/file.py:Class" in str(error.value.hint)
+
+
+class FromOutside(Grpo):
+    """An algorithm of another package."""
+
+    requires = frozenset({"reference_logprobs"})
+
+    def keeps(self, rewards_G: np.ndarray) -> bool:
+        return np.ptp(rewards_G) > 0
+
+
+def test_an_algorithm_is_registered_from_outside_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    register("outside", FromOutside)
+    with pytest.raises(ConfigError, match="outside needs reference_logprobs") as error:
+        configured(run={"algorithm": "outside"})
+    assert "loss.needs=[reference_logprobs]" in str(error.value.hint)
+    algorithm = configured(run={"algorithm": "outside"}, loss={"needs": ["reference_logprobs"]})
+    assert algorithm.needs == {"reference_logprobs"}
+    assert not algorithm.keeps(np.ones(4))
+    assert type(pickle.loads(pickle.dumps(algorithm))) is FromOutside
+    with pytest.raises(ValueError, match="already"):
+        register("outside", Grpo)
+    with pytest.raises(ValueError, match="already"):
+        register("grpo", FromOutside)
+
+
+def in_another_process(loss: RunLoss, tmp_path: Path) -> dict[str, float]:
+    """Sums of the loss on a batch, in a process that never saw the file."""
+    (tmp_path / "pickled").write_bytes(pickle.dumps((loss, token_batch())))
+    code = (
+        "import pickle, sys; loss, batch = pickle.load(open(sys.argv[1], 'rb')); out = loss(batch)\n"
+        "print({'loss': out.loss.item(), **{name: value.item() for name, value in out.sums.items()}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "pickled")], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+    return eval(done.stdout)
+
+
+def test_an_algorithm_from_a_file_works_in_another_process_after_the_file_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ALGORITHM)
+    algorithm = configured(run={"algorithm": f"{file}:Reinforce"})
+    assert algorithm.manifest()["file"]
+    batch = token_batch()
+    file.unlink()
+    sums = in_another_process(RunLoss(pickle.loads(pickle.dumps(algorithm))), tmp_path)
+    expected = -(batch.token_weights_R * batch.logprobs_R * batch.advantages_R).sum()
+    assert sums["loss"] == pytest.approx(expected.item())
+    assert sums["surprise"] == pytest.approx(-batch.logprobs_R.sum().item())
+
+
+def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ALGORITHM)
+    for name, said in (("function", "no class of an algorithm"), ("Absent", "no function 'Absent'")):
+        with pytest.raises(InputError, match=said):
+            configured(run={"algorithm": f"{file}:{name}"})
+
+
+def test_a_users_loss_replaces_the_algorithms_with_its_options_and_metrics(losses: Path, tmp_path: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:own", "clip_low": 0.5}, advantage={"normalize_std": False})
+    assert [metric.name for metric in algorithm.metrics] == ["own/ratio"]
+    np.testing.assert_allclose(algorithm.advantages(np.array([1.0, 0.0])), [0.5, -0.5])
+    batch = token_batch()
+    ratio_R = (batch.logprobs_R - batch.rollout_logprobs_R).exp()
+    expected = -(batch.token_weights_R * ratio_R * batch.advantages_R * 0.5).sum()
+    losses.unlink()
+    sums = in_another_process(RunLoss(algorithm), tmp_path)
+    assert sums["loss"] == pytest.approx(expected.item())
+    assert sums["own/ratio"] == pytest.approx(ratio_R.sum().item())
+    assert {"entropy", "logprob_diff/mean", "tokens"} <= sums.keys()
+    assert "clip_fraction" not in sums
+
+
+def test_the_manifest_follows_the_text_of_the_loss(losses: Path) -> None:
+    before = configured(loss={"function": f"{losses}:plain"}).manifest()
+    losses.write_text(LOSS + "\n# changed\n")
+    assert configured(loss={"function": f"{losses}:plain"}).manifest() != before
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("scalar", "a tensor of shape () as the loss of 7 tokens"),
+        ("detached", "does not depend on batch.logprobs_R"),
+        ("reference", "TypeError.*losses.py, line 17"),
+        ("absent", "no function 'absent'"),
+        ("exits", "ended with exit code 3"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_said_before_a_run(losses: Path, function: str, said: str) -> None:
+    with pytest.raises(Exception, match=said.replace("(", r"\(").replace(")", r"\)")):
+        configured(loss={"function": f"{losses}:{function}"})
+
+
+def test_a_loss_gets_the_log_probs_that_are_asked_for(losses: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:reference", "needs": ["reference_logprobs"]})
+    assert algorithm.needs == {"reference_logprobs"}
+
+
+@pytest.mark.parametrize(("name", "said"), [("absent.py:f", "no file absent.py"), ("own", "does not name a function")])
+def test_a_loss_that_is_not_there_is_refused(name: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        configured(loss={"function": name})
+
+
+def test_a_users_loss_is_called_with_gradient_only_for_the_loss(losses: Path) -> None:
+    loss = RunLoss(configured(loss={"function": f"{losses}:own"}))
+    batch = token_batch()
+    loss(batch).loss.backward()
+    assert batch.logprobs_R.grad is not None
+    assert torch.isfinite(batch.logprobs_R.grad).all()

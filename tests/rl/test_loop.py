@@ -1,0 +1,163 @@
+"""The loop with parts that only count: which numbers go where, and what an algorithm need not have."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.backends.batch import MinibatchResult, TrainBatch
+from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
+from rlctl.errors import DivergenceError
+from rlctl.rl.agreement import Agreement
+from rlctl.rl.algorithms.base import Algorithm, RunLoss, declared
+from rlctl.rl.loop import Loop, Parts
+from rlctl.rollouts.source import RolloutBatch
+from rlctl.telemetry.display import step_line
+from rlctl.telemetry.phases import StepTimer
+from rlctl.telemetry.report import write_report
+from support.groups import group
+
+
+class Plain(Algorithm):
+    """An algorithm with no metrics of its own, which trains on groups with any reward."""
+
+    def keeps(self, rewards_G: np.ndarray) -> bool:
+        return bool(rewards_G.any())
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        return rewards_G
+
+
+class Recorder:
+    """Stands for every part but the algorithm; remembers what it was asked, in order."""
+
+    def __init__(self, rewards: list[list[float]], difference: float = 1e-6) -> None:
+        self.rewards, self.difference = rewards, difference
+        self.asked: list[tuple[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+        self.saved: list[dict[str, Any]] = []
+        self.said: list[str] = []
+
+    # the source
+    def next(self, version: int) -> RolloutBatch:
+        self.asked.append(("next", version))
+        number = len([what for what, _ in self.asked if what == "next"])
+        return RolloutBatch((group(100 * number, self.rewards[number - 1], [3, 5]),), {"from_the_source": number})
+
+    def state(self) -> dict[str, Any]:
+        return {"trained": [[0, 1]]}
+
+    # the policy
+    def load_batch(self, batch: TrainBatch) -> SimpleNamespace:
+        self.asked.append(("load", [row.group for row in batch.minibatches[0]]))
+        return SimpleNamespace(padding_fraction=0.0, tokens=8, unshared_tokens=8, micro_batches=1, imbalance=0.0)
+
+    def logprobs(self, column: str) -> None:
+        self.asked.append(("logprobs", column))
+
+    def train(self, minibatches: int, loss: RunLoss, lr: float, decay: float) -> list[MinibatchResult]:
+        self.asked.append(("train", minibatches))
+        sums = {"tokens": 8.0, "entropy": 16.0, "logprob_diff/mean": 8 * self.difference}
+        return [MinibatchResult(0.5, sums, {}, 1.0, lr, False, 8)]
+
+    # weight synchronisation
+    def refit(self, version: int) -> SimpleNamespace:
+        self.asked.append(("refit", version))
+        return SimpleNamespace(seconds={}, verified=0)
+
+    def to_policy(self) -> None:
+        self.asked.append(("to_policy", None))
+
+    # saves
+    def due(self, step: int, ending: bool) -> bool:
+        return ending
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        self.saved.append({"step": step, **state})
+
+    def finish(self) -> None: ...
+
+    def finish_if_written(self) -> None: ...
+
+    # the journal
+    def doing(self, what: str) -> None: ...
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def refitted(self, report: Any) -> None: ...
+
+    def keep_rollouts(self, step: int, batch: RolloutBatch) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        self.logged.append({"step": step, **metrics})
+
+
+class Stop:
+    """A stop request that nobody makes."""
+
+    requested = False
+
+    def between_steps(self) -> Any:
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+def loop(recorder: Any, steps: int, *, step: int = 0, version: int = 0, **sections: Any) -> Loop:
+    config = RlctlConfig.model_validate({"run": {"steps": steps}, **sections})
+    agreement = Agreement.from_config(ChecksConfig(), GenerationConfig(), "float32")
+    parts = Parts(recorder, Plain(config), recorder, recorder, recorder, recorder, agreement, StepTimer())
+    return Loop(config, parts, step=step, version=version)
+
+
+def run(recorder: Recorder, steps: int, **options: Any) -> bool:
+    stop: Any = Stop()
+    return loop(recorder, steps, **options).run(stop)
+
+
+def test_steps_and_versions_are_counted_apart() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 2)
+    assert not run(recorder, 5, step=3, version=7)
+    assert recorder.asked == [
+        ("refit", 7),
+        ("next", 7), ("load", [100, 100]), ("train", 1), ("refit", 8),
+        ("next", 8), ("load", [200, 200]), ("train", 1), ("refit", 9), ("to_policy", None),
+    ]  # fmt: skip
+    assert [line["step"] for line in recorder.logged] == [3, 4]
+    assert [line["from_the_source"] for line in recorder.logged] == [1, 2]
+    (saved,) = recorder.saved
+    assert (saved["step"], saved["version"], saved["source"]) == (4, 9, {"trained": [[0, 1]]})
+    assert saved["metrics"]["reward_mean"] == 0.5
+
+
+def test_log_probs_are_computed_where_the_algorithm_needs_them() -> None:
+    recorder = Recorder([[1.0, 0.0]])
+    run(recorder, 1, loss={"needs": ["reference_logprobs", "old_logprobs"]})
+    assert recorder.asked[2:5] == [
+        ("load", [100, 100]), ("logprobs", "old_logprobs"), ("logprobs", "reference_logprobs"),
+    ]  # fmt: skip
+
+
+def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so(tmp_path: Any) -> None:
+    recorder = Recorder([[0.0, 0.0], [1.0, 0.0]])
+    run(recorder, 2)
+    assert [what for what, _ in recorder.asked].count("train") == 1
+    assert [line["dropped_groups"] for line in recorder.logged] == [1, 0]
+    assert any("nothing was trained on" in text for text in recorder.said)
+    assert "loss" not in recorder.logged[0]
+    for line in recorder.logged:
+        assert "reward" in step_line(line["step"], 2, line, declared(Plain(RlctlConfig())), plain=True)
+    write_report(tmp_path / "report.html", "run", recorder.logged, declared(Plain(RlctlConfig())))
+
+
+def test_engines_that_disagree_end_the_run_for_any_algorithm() -> None:
+    recorder = Recorder([[1.0, 0.0]], difference=math.nan)
+    with pytest.raises(DivergenceError):
+        run(recorder, 1)
+    assert recorder.logged
+    assert not recorder.saved

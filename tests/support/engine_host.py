@@ -1,0 +1,250 @@
+"""A process that holds one tiny engine at a time, and a policy whose published tensors go to it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlctl.cluster.workers import PendingCall
+from support.engine_policies import WholeTensorPolicy
+
+TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+
+
+class SwappingEngine:
+    """A worker that starts one engine after the other: their imports are paid for once."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+
+    def swap(self, spec: Any) -> None:
+        """End the engine and start another."""
+        from rlctl.backends.vllm.engine import VllmEngine
+
+        self.close()
+        self.engine = VllmEngine(spec)
+        self.engine.start()
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the engine."""
+        return getattr(self.engine, method.__name__)(*args)
+
+    def when_in_flight(self, tokens: int, method: Callable[..., Any], *args: Any, limit_s: float = 100.0) -> Any:
+        """Call `method` once more than `tokens` are in flight. Waited for here, and not in the test's process: what
+        that one would have to hear of may be over by then."""
+        deadline = time.monotonic() + limit_s
+        while self.tokens_in_flight() <= tokens:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {tokens} tokens in flight within {limit_s:.0f} s")
+            time.sleep(0.001)
+        return self.call(method, *args)
+
+    def tokens_in_flight(self) -> int:
+        """Tokens that the samples being generated have so far; 0 if nothing is generated."""
+        with self.engine._turns.ask():
+            flight = self.engine._flight
+            return sum(sample.tokens for sample in flight.samples.values()) if flight is not None else 0
+
+    def share_device(self) -> None:
+        """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""
+        from rlctl.backends.vllm.engine import DeviceMemory
+
+        with self.engine._turns.ask():
+            self.engine._memory = DeviceMemory(self.engine._llm.llm_engine, shared=True)
+
+    def unreadable_if_quantised(self, leaf: str) -> dict[str, str]:
+        """What could not be read back if the layers called `leaf` were quantised, and why."""
+        from rlctl.backends.vllm.weights import locate
+
+        def look(worker: Any) -> dict[str, str]:
+            model = worker.model_runner.get_model()
+            layers = [module for name, module in model.named_modules() if name.endswith(f".{leaf}")]
+            methods = [layer.quant_method for layer in layers]
+            try:
+                for layer in layers:
+                    layer.quant_method = type("Fp8LinearMethod", (), {})()
+                return locate.sites(model).unreadable
+            finally:
+                for layer, method in zip(layers, methods, strict=True):
+                    layer.quant_method = method
+
+        return self.on_model(look)[0]
+
+    def declare_unknown(self, *leaves: str) -> None:
+        """From now on rlctl does not know how modules called so keep their weights; none: it knows what it does."""
+
+        def declare(worker: Any) -> None:
+            from rlctl.backends.vllm import compat
+
+            model = worker.model_runner.get_model()
+            chosen = {id(module) for name, module in model.named_modules() if name.rpartition(".")[2] in leaves}
+            known = getattr(compat.why_quantised, "known", compat.why_quantised)
+
+            def why(module: Any) -> str:
+                return "is declared unknown" if id(module) in chosen else known(module)
+
+            why.known = known  # type: ignore[attr-defined]
+            compat.why_quantised = why
+
+        self.on_model(declare)
+
+    def add_strange_parameter(self, module: str) -> None:
+        """A parameter of which nothing is known, not even which published tensors it holds."""
+
+        def add(worker: Any) -> None:
+            import torch
+
+            strange = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+            worker.model_runner.get_model().get_submodule(module).register_parameter("strange", strange)
+
+        self.on_model(add)
+
+    def ways(self) -> list[dict[str, tuple[str, str]]]:
+        """Of each worker of the engine: how each tensor comes into it, and why."""
+
+        def look(worker: Any) -> dict[str, tuple[str, str]]:
+            taken = worker.weight_transfer_engine.assignment.taken()
+            return {tensor: (one.path, one.reason) for one in taken for tensor in one.tensors}
+
+        return self.on_model(look)
+
+    def reloaded(self) -> tuple[str, ...]:
+        """Paths of the modules that a refit gives to vLLM's loader."""
+        return self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)[0]
+
+    def break_parameter(self, tensor: str) -> None:
+        """Spoil one element of every copy of `tensor` that can be spoiled in place."""
+        from rlctl.backends.vllm.weights import locate
+
+        def spoil(worker: Any) -> None:
+            for site in locate.sites(worker.model_runner.get_model()).found:
+                if any(part.tensor == tensor for part in site.parts) and not site.packed:
+                    site.kept().view(-1)[3] += 1.0
+
+        self.on_model(spoil)
+
+    def break_buffer(self, name: str, by: float = 2.0) -> None:
+        """Change one element of a buffer, as a reload that loses it would."""
+
+        def spoil(worker: Any) -> None:
+            dict(worker.model_runner.get_model().named_buffers())[name].view(-1)[-1] *= by
+
+        self.on_model(spoil)
+
+    def on_model(self, function: Any) -> Any:
+        with self.engine._turns.ask():
+            return self.engine._llm.llm_engine.collective_rpc(function)
+
+    def buffers(self) -> list[str]:
+        def names(worker: Any) -> list[str]:
+            return [name for name, _ in worker.model_runner.get_model().named_buffers()]
+
+        return self.on_model(names)[0]
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+            gc.collect()
+
+
+@contextlib.contextmanager
+def hosted(placement: Any, logs: Path) -> Iterator[Any]:
+    """A worker group of one process, for one engine after the other."""
+    from rlctl.backends.vllm.args import engine_env
+    from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+
+    env = engine_env("cpu", 1) | {"PYTHONPATH": PYTHONPATH}
+    worker = WorkerSpec({}, (placement.bundles[0],), env)
+    group = WorkerGroup(
+        "families", SwappingEngine, [worker], placement, logs, start_timeout_s=240.0, call_timeout_s=120.0
+    )
+    yield group
+    group.stop()
+
+
+class PublishedPolicy(WholeTensorPolicy):
+    """Tensors as a model directory holds them; transformers reads them from there for reference log-probs."""
+
+    def __init__(self, directory: Path, dtype: str = "float32") -> None:
+        """In `dtype`, but for the routers' correction bias, which is float32 in every engine."""
+        import torch
+        from safetensors.torch import load_file
+
+        self.directory, self._tensors, self._model = directory, load_file(directory / "model.safetensors"), None
+        for name, tensor in self._tensors.items():
+            if not name.endswith("e_score_correction_bias"):
+                self._tensors[name] = tensor.to(getattr(torch, dtype))
+        self._place(self._tensors)
+
+    def tensors(self) -> dict[str, Any]:
+        return self._tensors
+
+    def _parameters(self) -> list[Any]:
+        self._model = None
+        return list(self._tensors.values())
+
+    def save(self, directory: Path) -> Path:
+        """A model directory of the tensors as they are now."""
+        import shutil
+
+        from safetensors.torch import save_file
+
+        shutil.copytree(self.directory, directory)
+        save_file(self._tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+    @property
+    def model(self) -> Any:
+        """The transformers model of the tensors as they are now."""
+        import tempfile
+
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if self._model is None:
+            with tempfile.TemporaryDirectory() as copy:
+                saved = self.save(Path(copy) / "model")
+                # Eager: the batched forms of experts and of attention with sinks sum in another order.
+                model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
+            self._model = model.eval()
+        return self._model
+
+
+class FamilyEngine:
+    """What tests call an engine of one family through."""
+
+    def __init__(
+        self, group: Any, family: str, model: Path, tp: int, *, dtype: str = "float32", **sections: Any
+    ) -> None:
+        from rlctl.backends.vllm.args import engine_spec
+        from rlctl.config.schema import RlctlConfig
+        from support.tiny_families import tiny_family_facts
+
+        self.group, self.family, self.model = group, family, model
+        config = RlctlConfig.model_validate(
+            {"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}} | sections
+        )
+        facts = tiny_family_facts(model)
+        spec = engine_spec(config, facts, model, device="cpu", dtype=dtype, max_length=256, tp=tp, threads=1)
+        log = group.log_path(0)
+        said_before = len(log.read_text())
+        group.within(240.0).call(SwappingEngine.swap, spec)
+        self.start_log = log.read_text()[said_before:]
+        self.policy = PublishedPolicy(model, dtype)
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return self.group.call(SwappingEngine.call, method, *args)[0]
+
+    def submit(self, method: Callable[..., Any], *args: Any) -> PendingCall[Any]:
+        return self.group.submit(SwappingEngine.call, method, *args)
+
+    def host(self, method: Callable[..., Any], *args: Any) -> Any:
+        """A method of the host itself."""
+        return self.group.call(method, *args)[0]

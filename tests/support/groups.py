@@ -1,0 +1,26 @@
+"""Finished groups without tokens, for tests of what the driver computes from scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.data.rows import PromptRow
+
+PROMPT_TOKENS = 5
+
+
+def group(
+    position: int, rewards: Sequence[float], response_tokens: Sequence[int], tokens: Sequence[int] | None = None
+) -> RolloutGroup:
+    """A group with these rewards and lengths; `tokens` of each rollout, where not all after the prompt are its own."""
+    lengths = tokens or [PROMPT_TOKENS + count for count in response_tokens]
+    rollouts = tuple(
+        Rollout(
+            position=position, sample=sample, seed=sample, first_version=0, last_version=0, stop_reason="stop",
+            prompt_tokens=PROMPT_TOKENS, tokens=length, response_tokens=count, reward=reward, terms={}, accuracy=None,
+        )
+        for sample, (reward, count, length) in enumerate(zip(rewards, response_tokens, lengths, strict=True))
+    )  # fmt: skip
+    prompt = PromptRow(position, f"row {position}", f"question {position}", None)
+    return RolloutGroup(position, prompt, rollouts, f"columns{position}", f"texts{position}")

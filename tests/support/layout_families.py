@@ -1,0 +1,91 @@
+"""Tiny facts of every family, and layouts executed with numpy: what torch-free tests of plans are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
+from rlctl.models.registry import weights_of
+from rlctl.weights import hf
+from rlctl.weights.layout import ParamSpec, View, view_of
+from rlctl.weights.plan import SingleWorld, World, receive_plan
+from rlctl.weights.transforms import Add, Cast
+
+SIZES = {
+    "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 24, "vocab": 50,
+    "max_length": 64,
+}  # fmt: skip
+MOE = MoeFacts(4, 2, 8)
+LATENT = {"kv_heads": 4, "head_dim": 12, "mla": MlaFacts(8, 8, 8, 4, 8)}
+DEEPSEEK_MOE = replace(MOE, shared_expert_intermediate=8, dense_layers=(0,), expert_bias=True, score="sigmoid")
+FAMILIES: dict[str, ModelFacts] = {
+    "llama": ModelFacts("llama", **SIZES),
+    "llama-tied": ModelFacts("llama", **SIZES, tied_embeddings=True),
+    "qwen2": ModelFacts("qwen2", **SIZES, qkv_bias=True),
+    "qwen3": ModelFacts("qwen3", **SIZES, qk_norm=True),
+    "qwen3_moe": ModelFacts("qwen3_moe", **SIZES, qk_norm=True, moe=MOE),
+    "mistral": ModelFacts("mistral", **SIZES),
+    "mixtral": ModelFacts("mixtral", **SIZES, moe=MOE),
+    "deepseek_v3": ModelFacts("deepseek_v3", **(SIZES | LATENT), moe=DEEPSEEK_MOE, mtp_layers=1),
+    "moonlight": ModelFacts("deepseek_v3", **(SIZES | LATENT | {"mla": MlaFacts(None, 8, 8, 4, 8)}), moe=DEEPSEEK_MOE),
+    "gemma3": ModelFacts("gemma3", **SIZES, qk_norm=True, tied_embeddings=True),
+    "gpt_oss": ModelFacts("gpt_oss", **SIZES, qkv_bias=True, moe=MOE),
+}
+
+Memory = list[dict[str, np.ndarray]]
+
+
+def numbered(facts: ModelFacts) -> dict[str, np.ndarray]:
+    """The tensors of a model, every element a different whole number."""
+    tensors, first = {}, 1
+    for name, shape in weights_of(facts).tensors.items():
+        count = int(np.prod(shape))
+        tensors[name] = np.arange(first, first + count, dtype=np.float64).reshape(shape)
+        first += count
+    return tensors
+
+
+def published(facts: ModelFacts) -> SingleWorld:
+    """One rank with every published tensor, whole."""
+    return SingleWorld(hf.layout(facts, "float64"))
+
+
+def scatter(tensors: dict[str, np.ndarray], source: World, world: World) -> Memory:
+    """What every rank of `world` holds when `source` (one rank, whole tensors) fills it."""
+    return [run(source, [tensors], world, rank) for rank in range(world.size)]
+
+
+def gather(memory: Memory, world: World, target: World) -> dict[str, np.ndarray]:
+    """The tensors again, from the ranks of `world`."""
+    return run(world, memory, target, 0)
+
+
+def run(source: World, memory: Memory, destination: World, rank: int) -> dict[str, np.ndarray]:
+    """Execute one destination rank's proven plan with numpy."""
+    plan = receive_plan(source, destination, rank).prove()
+    params = {name: np.full(spec.shape, np.nan) for name, spec in plan.layout.params.items()}
+    for fill in plan.fills:
+        view(params[fill.param], view_of(plan.layout.params[fill.param], fill.box))[...] = fill.value
+    for copy in plan.copies:
+        values = view(memory[copy.source_rank][copy.source_param], copy.source_view)
+        for transform in copy.transforms:
+            assert isinstance(transform, Add | Cast), transform
+            values = values + transform.value if isinstance(transform, Add) else values
+        target = view(params[copy.destination_param], copy.destination_view)
+        assert np.isnan(target).all(), f"{copy.destination_param} is written twice"
+        target[...] = values
+    assert not any(np.isnan(value).any() for value in params.values())
+    return params
+
+
+def view(memory: np.ndarray, place: View) -> np.ndarray:
+    """A plan's view of a contiguous array."""
+    assert memory.flags.c_contiguous
+    flat = memory.reshape(-1)[place.offset :]
+    return as_strided(flat, place.shape, tuple(step * memory.itemsize for step in place.strides))
+
+
+__all__ = ["FAMILIES", "Memory", "ParamSpec", "gather", "numbered", "run", "scatter", "view"]

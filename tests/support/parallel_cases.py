@@ -1,0 +1,377 @@
+"""What runs inside the pool's processes: a policy on the reference's weights and batch, two optimizer steps, its
+pieces back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.batch import LogprobColumn, LogprobStats, LossOutput, MinibatchResult, RolloutRow, TokenBatch
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.packing import BatchPlan, plan_batch
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import LoraConfig, OptimizerConfig
+from rlctl.data.rollouts import RolloutColumns
+from support.reference import Optim, advantage, facts, prompt_tokens, token_loss
+
+WEIGHT = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the parity matrix."""
+
+    kind: str = "llama"
+    parallel: ParallelSpec = field(default_factory=ParallelSpec)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    packing: bool = True
+    dynamic: bool = False
+    share_prompts: bool = True
+    micro_batch_tokens: int = 64
+    temperature: float = 1.0
+    chunk: int = 1024
+    recompute: str = "none"
+    optimizer_offload: bool = False
+    freeze_router: bool = False
+    replay: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Piece:
+    """One rank's part of the outcome."""
+
+    results: list[MinibatchResult | None]
+    logprobs: dict[tuple[int, int], Tensor]
+    grads: list[tuple[str, Tensor, int, int, int | None]]
+    """name, local tensor, part, parts, split axis (None: whole)"""
+    params: list[tuple[str, Tensor, int, int, int | None]]
+
+
+class Loss:
+    """`reference.token_loss` behind the seam."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        loss = token_loss(batch.logprobs_R, batch.rollout_logprobs_R, batch.advantages_R, batch.token_weights_R)
+        sums = {"tokens": torch.tensor(float(len(batch.logprobs_R))), "entropy": batch.entropy_R.sum()}
+        return LossOutput(loss, sums, {"top": batch.logprobs_R.abs().max()})
+
+
+def spec_of(case: Case) -> PolicySpec:
+    o = Optim()
+    optimizer = OptimizerConfig(
+        lr=o.lr, beta1=o.beta1, beta2=o.beta2, eps=o.eps, weight_decay=o.weight_decay, clip_grad=o.clip
+    )
+    return PolicySpec(
+        facts(case.kind),
+        case.parallel,
+        case.dtype,
+        optimizer=optimizer,
+        temperature=case.temperature,
+        threads=1,
+        logprob_chunk_tokens=case.chunk,
+        recompute=case.recompute,
+        optimizer_offload=case.optimizer_offload,
+        freeze_router=case.freeze_router,
+        router_replay=case.replay,
+        lora=case.lora,
+        megatron=case.megatron,
+        ddp=case.ddp,  # type: ignore[arg-type]
+    )
+
+
+def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
+    rows = [
+        RolloutRow(group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT)
+        for group, c in batch.items()
+        for row in range(c.rollouts)
+    ]
+    return plan_batch(
+        [rows],
+        batch,
+        dp=case.parallel.dp,
+        micro_batch_tokens=case.micro_batch_tokens,
+        packing=case.packing,
+        dynamic=case.dynamic,
+        share_prompts=case.share_prompts,
+        multiple=case.parallel.row_multiple,
+        micro_batch_multiple=case.parallel.micro_batch_multiple,
+    )
+
+
+def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> MegatronWorker:
+    """A worker in the pool's process group, on the reference's weights."""
+    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", spec_of(case))
+    worker.build()
+    if weights is not None:
+        fill(worker, weights)
+    return worker
+
+
+def run_case(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> Piece:
+    worker = make_worker(rank, case, weights)
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    worker.logprobs("old_logprobs")
+    logprobs = column_by_rollout(worker, shard, "old_logprobs")
+    results, grads = [], []
+    for step in range(2):
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        if step == 0:
+            gather_gradients(worker)
+            grads = list(pieces(worker, "grad"))
+    return Piece(results, logprobs, grads, list(pieces(worker, "data")))
+
+
+def gather_gradients(worker: MegatronWorker) -> None:
+    """The whole sum on every rank: the distributed optimizer leaves each data-parallel rank its own part of it."""
+    for chunk in worker.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets if group.size() > 1 else ():
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def run_checkpoint(
+    rank: int, before: Case, after: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """(results, params) of the second step: uninterrupted, and after save, rebuild as `after`, load."""
+    worker = make_worker(rank, before, weights)
+    worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
+    worker.train_minibatch(0, Loss(), Optim().lr)
+    worker.save(directory)
+    straight = worker.train_minibatch(0, Loss(), Optim().lr)
+    kept = list(pieces(worker, "data"))
+    worker = make_worker(rank, after, None)
+    worker.load(directory)
+    worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
+    resumed = worker.train_minibatch(0, Loss(), Optim().lr)
+    return [straight], kept, [resumed], list(pieces(worker, "data"))
+
+
+def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[tuple[int, int], Tensor]:
+    out = {}
+    for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True):
+        for index, rollout in enumerate(micro):
+            if column in row.columns_C:
+                out[rollout.group, rollout.row] = row.columns_C[column][row.columns_C["rollout"] == index]
+    return out
+
+
+def fill(worker: MegatronWorker, weights: dict[str, Tensor]) -> None:
+    for name, tensor, part, parts, axis in pieces(worker, "live"):
+        if ".lora_" in name and name not in weights:
+            continue  # as they begin: a policy equal to its base
+        tensor.copy_(take(weights[name], name, part, parts, axis))
+    worker.weights_changed()
+
+
+def take(whole: Tensor, name: str, part: int, parts: int, axis: int | None) -> Tensor:
+    if axis is None:
+        return whole
+    if "linear_fc1" in name and "lora_a" not in name:  # gate and up are split each
+        return torch.cat([half.chunk(parts)[part] for half in whole.chunk(2)])
+    return whole.chunk(parts, axis)[part]
+
+
+def join(parts: list[Tensor], name: str, axis: int | None) -> Tensor:
+    if axis is None or len(parts) == 1:
+        return parts[0]
+    if "linear_fc1" in name:
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([*(h[0] for h in halves), *(h[1] for h in halves)])
+    return torch.cat(parts, axis)
+
+
+def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int, int, int | None]]:
+    """(global name, tensor, part, parts, split axis) of this rank's parameters, gradients, or live storage."""
+    from megatron.core import parallel_state as ps
+
+    worker._gather_parameters()
+    for chunk in worker.chunks:
+        model = chunk.module
+        while hasattr(model, "module"):  # in bfloat16 there is one more wrapper
+            model = model.module
+        named = list(model.named_parameters())
+        if what != "grad":
+            named += [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]
+        for name, param in named:
+            if what == "grad" and not param.requires_grad:
+                continue
+            expert = "local_experts" in name
+            split = getattr(param, "tensor_model_parallel", False)
+            size = ps.get_expert_tensor_parallel_world_size() if expert else ps.get_tensor_model_parallel_world_size()
+            rank = ps.get_expert_tensor_parallel_rank() if expert else ps.get_tensor_model_parallel_rank()
+            value = param.main_grad if what == "grad" else param.data
+            value = value if what == "live" else value.detach().clone()
+            name = global_name(model, name)
+            # The second copy of tied embeddings on the last pipeline stage
+            name = (
+                name
+                if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings)
+                else "embedding.word_embeddings.weight"
+            )
+            yield (
+                name,
+                value,
+                rank if split else 0,
+                size if split else 1,
+                param.partition_dim if split and size > 1 else None,
+            )
+
+
+def global_name(model: Any, name: str) -> str:
+    """Layer numbers offset by pipeline stage, expert numbers by expert rank."""
+    from megatron.core import parallel_state as ps
+
+    parts = name.removeprefix("module.").split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    if "local_experts" in parts:
+        at = parts.index("local_experts") + 1
+        local = model.config.num_moe_experts // model.config.expert_model_parallel_size
+        parts[at] = str(int(parts[at]) + local * ps.get_expert_model_parallel_rank())
+    return ".".join(parts)
+
+
+def assemble(ranks: list[list[tuple[str, Tensor, int, int, int | None]]]) -> tuple[dict[str, Tensor], float]:
+    """Whole tensors from all ranks' pieces, and the largest difference between replicas."""
+    shards: dict[str, tuple[list[Tensor | None], int | None]] = {}
+    spread = 0.0
+    for rank in ranks:
+        for name, tensor, part, parts, axis in rank:
+            slots = shards.setdefault(name, ([None] * parts, axis))[0]
+            if slots[part] is not None:
+                spread = max(spread, (slots[part] - tensor).abs().max().item())  # type: ignore[operator]
+            slots[part] = tensor
+    whole = {name: join([p for p in parts if p is not None], name, axis) for name, (parts, axis) in shards.items()}
+    return whole, spread
+
+
+def run_load_hf(rank: int, case: Case, directory: Path) -> list[tuple[str, Tensor, int, int, int | None]]:
+    worker = make_worker(rank, case, None)
+    worker.load_hf(directory)
+    return list(pieces(worker, "data"))
+
+
+def run_held(rank: int, case: Case, directory: Path) -> dict[str, Tensor]:
+    """What a refit would read right after loading, before any forward pass."""
+    worker = make_worker(rank, case, None)
+    worker.load_hf(directory)
+    return {name: value.clone() for name, value in worker.parameters().items()}
+
+
+def log_probs(worker: MegatronWorker, column: LogprobColumn) -> LogprobStats | None:
+    """Adds a column of log-probs, and compares it with the engine's."""
+    worker.logprobs(column)
+    return worker.logprob_difference(column)
+
+
+def run_logprobs(
+    rank: int, case: Case, weights: dict[str, Tensor], batches: list[dict[int, RolloutColumns]]
+) -> list[dict]:
+    """Log-probs of each batch under the same weights."""
+    worker = make_worker(rank, case, weights)
+    found = []
+    for batch in batches:
+        shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+        worker.load_batch(shard, list)
+        worker.logprobs("old_logprobs")
+        found.append(column_by_rollout(worker, shard, "old_logprobs"))
+    return found
+
+
+def run_tree_limits(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], limits: list[int]
+) -> list[Piece]:
+    """The case with units of up to each of `limits` tokens attended in one masked square."""
+    from rlctl.backends import row_attention
+
+    usual, found = row_attention.TREE_TOKENS, []
+    try:
+        for limit in limits:
+            row_attention.TREE_TOKENS = limit
+            found.append(run_case(rank, case, weights, batch))
+    finally:
+        row_attention.TREE_TOKENS = usual
+    return found
+
+
+class BrokenLoss(Loss):
+    """A loss whose gradient is not a number."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        out = super().__call__(batch)
+        return LossOutput(out.loss * float("nan"), out.sums, out.maxima)
+
+
+def run_broken(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+    """(results of a broken step and the one after it, parameters unchanged by the broken one, results without it)."""
+    results = []
+    for losses in ([BrokenLoss(), Loss()], [Loss()]):
+        worker = make_worker(rank, case, weights)
+        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        for number, loss in enumerate(losses):
+            results.append(worker.train_minibatch(0, loss, Optim().lr))
+            if number == 0 and len(losses) == 2:
+                same = all(torch.equal(value, weights[name]) for name, value, *_ in pieces(worker, "data"))
+    return results, same
+
+
+def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+    """Log-probs before training, of the reference after a step, of the policy after it, and whether refit memory
+    stayed put."""
+    worker = make_worker(rank, case, weights)
+    worker.hold_reference()
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    worker.logprobs("old_logprobs")
+    before = column_by_rollout(worker, shard, "old_logprobs")
+    places = {name: value.data_ptr() for name, value in worker.parameters().items()}
+    worker.train_minibatch(0, Loss(), 1e-2)
+    stats = [log_probs(worker, "reference_logprobs"), log_probs(worker, "old_logprobs")]
+    moved = {name for name, value in worker.parameters().items() if value.data_ptr() != places[name]}
+    reference, after = (column_by_rollout(worker, shard, c) for c in ("reference_logprobs", "old_logprobs"))
+    return before, reference, after, stats, moved
+
+
+def run_built_configs(rank: int, spec: PolicySpec) -> tuple[Any, Any, Any]:
+    """Megatron's own configuration objects of a worker: transformer, data parallel, optimizer."""
+    worker = MegatronWorker(rank, spec.parallel.world_size, "127.0.0.1", spec)
+    worker.build()
+    transformer = {
+        key: value for key, value in vars(worker.config).items() if isinstance(value, str | int | float | None)
+    }
+    return transformer, worker.chunks[0].ddp_config, worker.optimizer.config
+
+
+def run_asleep(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
+    """(results and parameters of two steps without a sleep between them and with one, bytes freed, bytes left)."""
+    found, freed, left = [], 0, 0
+    for sleeps in (False, True):
+        worker = make_worker(rank, case, weights)
+        worker.hold_reference()
+        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        results = [worker.train_minibatch(0, Loss(), Optim().lr)]
+        if sleeps:
+            weights_on = {name: value.clone() for name, value in worker.parameters().items()}
+            part = worker.sleep(keep_weights=True)
+            assert all(torch.equal(value, weights_on[name]) for name, value in worker.parameters().items())
+            freed = worker.sleep()
+            assert 0 < part < freed
+            left = sum(param.untyped_storage().nbytes() for chunk in worker.chunks for param in chunk.parameters())
+            left += sum(value.untyped_storage().nbytes() for value in (worker._reference or {}).values())
+            worker.wake()
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        results.append(log_probs(worker, "reference_logprobs"))
+        found.append((results, [(name, value) for name, value, *_ in pieces(worker, "data")]))
+    return found, freed, left

@@ -1,0 +1,220 @@
+"""Tiny transformers models of every family, and what runs in the pool's processes: logits and gradients of a plain
+`GPTModel` filled from a converted checkpoint by Megatron's own loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.batch import RolloutRow
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import OptimizerConfig
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.facts import ModelFacts
+from support.parallel_cases import Case as PolicyCase
+from support.parallel_cases import pieces, plan_of
+
+VOCAB, WINDOW = 251, 5
+BASE = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attn_implementation": "eager", "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+WINDOWED = ["sliding_attention", "full_attention"] * 2
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("Qwen2", {"head_dim": None}),
+    "qwen2-yarn": ("Qwen2", {"head_dim": None, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", MOE | {"head_dim": 32, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-windowed": ("Mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT
+        | {"q_lora_rank": 32, "head_dim": None}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "moonlight": ("DeepseekV3", LATENT | {"q_lora_rank": None, "head_dim": None}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": WINDOW, "layer_types": WINDOWED, "rope_parameters": GEMMA_ROPE,
+            "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": WINDOWED,
+            "intermediate_size": 64, "rope_parameters": YARN | {"truncate": False}, "swiglu_limit": 1.0,
+        },
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A family under one set of parallel sizes."""
+
+    family: str
+    parallel: ParallelSpec
+    share_prompts: bool = False
+
+
+@dataclass
+class Outcome:
+    """One rank's part."""
+
+    logits: list[tuple[tuple[int, int], int, int, Tensor]]
+    """(group, row), position in the rollout, first vocabulary entry, logits of the rank's part of the vocabulary"""
+    grads: list[tuple[str, Tensor, int, int, int | None]]
+
+
+def hf_model(family: str) -> Any:
+    """A random float32 model whose norms, biases and sinks matter."""
+    import transformers
+
+    name, changes = FAMILIES[family]
+    config = BASE | changes
+    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    torch.manual_seed(1)
+    values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**values)).float().eval()
+    with torch.no_grad():
+        for parameter in (*model.named_parameters(), *model.named_buffers()):
+            if any(word in parameter[0] for word in ("norm", "bias", "sinks")):
+                parameter[1].add_(torch.randn_like(parameter[1]) * 0.2)
+    return model
+
+
+def make_batch() -> dict[int, RolloutColumns]:
+    """Three groups of two rollouts; prompts longer than the window."""
+    rng = np.random.default_rng(11)
+    batch = {}
+    for group in range(3):
+        prompt = rng.integers(0, VOCAB, 6 + 2 * group)
+        completions = [rng.integers(0, VOCAB, int(rng.integers(3, 9))) for _ in range(2)]
+        tokens = np.concatenate([np.concatenate([prompt, c]) for c in completions]).astype(np.int32)
+        mask = np.concatenate([np.arange(len(prompt) + len(c)) >= len(prompt) for c in completions])
+        offsets = np.cumsum([0, *(len(prompt) + len(c) for c in completions)]).astype(np.int32)
+        zeros = np.zeros(len(tokens), np.float32)
+        batch[group] = RolloutColumns(tokens, offsets, mask, zeros, np.where(mask, 0, -1).astype(np.int32))
+    return batch
+
+
+def cotangent(group: int, row: int, length: int) -> Tensor:
+    """[length, V]: what the rollout's logits are multiplied by in the loss; the largest gradients are about 0.5."""
+    generator = torch.Generator().manual_seed(100 * group + row)
+    return torch.randn(length, VOCAB, generator=generator) / 512
+
+
+def run_cell(rank: int, cell: Cell, facts: ModelFacts, shards: Path, batch: dict[int, RolloutColumns]) -> Outcome:
+    """Logits of every chosen position, and the gradients of their product with `cotangent`."""
+    from megatron.core import dist_checkpointing
+
+    spec = PolicySpec(facts, cell.parallel, optimizer=OptimizerConfig(), temperature=1.0, threads=1)
+    worker = MegatronWorker(rank, cell.parallel.world_size, "127.0.0.1", spec)
+    worker.build()
+    for chunk in worker.chunks:
+        loaded = dist_checkpointing.load({"model": chunk.module.sharded_state_dict()}, str(shards))
+        chunk.module.load_state_dict(loaded["model"], strict=False)
+        _plain(chunk)
+    case = PolicyCase(parallel=cell.parallel, share_prompts=cell.share_prompts, micro_batch_tokens=48)
+    shard = plan_of(case, batch).shards[cell.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    places = iter(
+        [_places(micro, row, cell.parallel) for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True)]
+    )
+    found = worker._run(worker._rows[0], lambda row, out: _product(out, next(places), batch), forward_only=False)
+    logits = [entry for part in found for entry in part["logits"]]
+    return Outcome(logits, list(pieces(worker, "grad")))
+
+
+def _plain(chunk: Any) -> None:
+    """Megatron's own GPTModel instead of the policy's output; gradients whole on every rank."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    chunk.module.__class__ = GPTModel
+    chunk.zero_grad_buffer()
+
+    def sum_gradients(self: Any, *args: Any, **kwargs: Any) -> None:
+        for param in self.module.parameters():
+            dense = getattr(param, "allreduce", True)
+            group = (
+                ps.get_data_parallel_group(with_context_parallel=True) if dense else ps.get_expert_data_parallel_group()
+            )
+            torch.distributed.all_reduce(param.main_grad, group=group)
+
+    chunk.finish_grad_sync = MethodType(sum_gradients, chunk)
+
+
+def _places(micro: list[RolloutRow], row: Any, parallel: ParallelSpec) -> list[tuple[int, tuple[int, int], int]]:
+    """(index among this rank's tokens, (group, row), position) of every token of a completion."""
+    from megatron.core import parallel_state as ps
+
+    from rlctl.backends.context_parallel import zigzag
+
+    rollouts = iter(micro)
+    found = []
+    for unit in row.units:
+        parts = unit.completions or ((unit.tokens,) if unit.start < row.tokens else ())
+        start = unit.start + (unit.prompt if unit.completions else 0)
+        for length in parts:
+            rollout = next(rollouts)
+            first = rollout.prompt_tokens
+            skipped = 0 if unit.completions else first
+            for i in range(length - skipped):
+                found.append((start + skipped + i, (rollout.group, rollout.row), first + i))
+            start += length
+    if parallel.cp == 1:
+        return found
+    mine = zigzag(row.tokens_T.shape[0], parallel.cp, ps.get_context_parallel_rank())
+    local = {int(token): index for index, token in enumerate(mine)}
+    return [(local[token], key, position) for token, key, position in found if token in local]
+
+
+def _product(out: Tensor, places: list, batch: dict[int, RolloutColumns]) -> tuple[Tensor, dict[str, Any]]:
+    from megatron.core import parallel_state as ps
+
+    logits_TV = out[0]
+    first = logits_TV.shape[1] * ps.get_tensor_model_parallel_rank()
+    loss, entries = logits_TV.sum() * 0, []
+    for index, (group, row), position in places:
+        span = batch[group].slice(row)
+        length = span.stop - span.start
+        weights = cotangent(group, row, length)[position, first : first + logits_TV.shape[1]]
+        loss = loss + (logits_TV[index, : len(weights)] * weights).sum()
+        entries.append(((group, row), position, first, logits_TV[index, : len(weights)].detach().clone()))
+    return loss, {"logits": entries}

@@ -1,0 +1,120 @@
+"""A pool of processes, one policy rank each; cases are messages to them.
+
+They are forked from a server that has imported torch and Megatron-Core once, and starting one costs hardly anything.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+START_TIMEOUT_S = 180.0
+CASE_TIMEOUT_S = 120.0
+CASES_A_LIFE = 3
+"""Megatron's groups cannot all be freed in a process that rebuilds them: a case leaves some fifty polling threads."""
+
+
+class Pool:
+    """`world_size` processes joined in one gloo group. `run(function, *args)` calls function(rank, *args) on all."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.connections: list[Connection] = []
+
+    def _start(self) -> None:
+        context = _forking_context()
+        # Served from here: a port looked for and given back could be another's by the time rank 0 opens it.
+        limit = datetime.timedelta(seconds=START_TIMEOUT_S)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        port, world_size = self._store.port, self.world_size
+        self.cases = 0
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self._collect(START_TIMEOUT_S)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each rank returned; AssertionError with the traceback of the first rank that raised."""
+        if self.connections and self.cases == CASES_A_LIFE:
+            self.close()
+        if not self.connections:
+            self._start()
+        self.cases += 1
+        for connection in self.connections:
+            connection.send((function, args))
+        return self._collect(CASE_TIMEOUT_S)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        answers = []
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(timeout_s):
+                raise AssertionError(f"rank {rank} did not answer in {timeout_s:.0f} s")
+            answers.append(connection.recv())
+        failed = [text for ok, text in answers if not ok]
+        if failed:
+            raise AssertionError("a rank raised:\n" + "\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End the processes; `run` starts others."""
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes if self.connections else ():
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self.connections = []
+
+
+def _forking_context() -> Any:
+    """Processes of this context are forked from a server that has imported `support.forked`."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["support.forked"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
+    try:
+        forkserver.ensure_running()  # it looks for what it imports where PYTHONPATH says, and nowhere else
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    from rlctl.backends.megatron import cpu
+
+    cpu.install()
+    torch.distributed.init_process_group(
+        "gloo",
+        store=TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=START_TIMEOUT_S)),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S),
+    )
+    connection.send((True, None))
+    while (message := connection.recv()) is not None:
+        function, args = message
+        try:
+            connection.send((True, function(rank, *args)))
+        except BaseException:  # noqa: BLE001 - whatever it is, the test process reports it
+            connection.send((False, f"[rank {rank}] {traceback.format_exc()}"))
+    # Without taking the group down, which may wait for the other ranks: the process ends with all its threads.

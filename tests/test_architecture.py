@@ -1,0 +1,27 @@
+"""`docs/architecture.md` names files, classes and functions that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+CODE = "\n".join(path.read_text() for path in (ROOT / "src" / "rlctl").rglob("*.py"))
+
+
+def test_named_files_exist() -> None:
+    names = re.findall(r"`((?:\w+/)*\w+\.(?:py|toml)|(?:\w+/)+)`", PAGE)
+    assert len(names) > 60
+    absent = [name for name in names if not any((base / name).exists() for base in (ROOT, ROOT / "src" / "rlctl"))]
+    assert not absent
+
+
+def test_named_classes_and_functions_exist() -> None:
+    names = {name for found in re.findall(r"`((?:[A-Z]\w+\.)?[A-Za-z_]\w+)(?:\([^`]*\))?`", PAGE) for name in [found]}
+    classes = {name.partition(".")[0] for name in names if name[0].isupper() and not name.isupper()}
+    assert len(classes) > 10
+    methods = {name.partition(".")[2] for name in names if "." in name}
+    called = set(re.findall(r"`(\w+)\(", PAGE))
+    assert not [name for name in classes if not re.search(rf"^class {name}\b|^{name} = ", CODE, re.MULTILINE)]
+    assert not [name for name in methods | called if not re.search(rf"^\s*def {name}\b", CODE, re.MULTILINE)]
