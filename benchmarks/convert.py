@@ -40,7 +40,7 @@ def write_model(directory: Path, gigabytes: float) -> int:
     import torch
 
     from rlctl.checkpoints.hf.safetensors_files import SafetensorsWriter
-    from rlctl.models.registry import facts_from_hf_config
+    from rlctl.models.families import facts_from_hf_config
     from rlctl.weights.hf import layout
 
     per_layer = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * FFN)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import LossOutput, TokenBatch
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config
+from rlctl.models.families import facts_from_hf_config
 
 if TYPE_CHECKING:
     from rlctl.backends.megatron.worker import MegatronWorker
@@ -40,7 +40,7 @@ def policy(model: Path, threads: int) -> Iterator[MegatronWorker]:
     worker = MegatronWorker(0, 1, "127.0.0.1", PolicySpec(facts_of(model), threads=threads))
     worker.setup(worker.open_store())
     try:
-        worker.load_hf(model)
+        worker.load_model(model)
         yield worker
     finally:
         worker.close()

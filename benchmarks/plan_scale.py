@@ -29,9 +29,9 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     """Plan for one destination rank and one source rank of DeepSeek-V3 with `experts` experts a layer."""
     from rlctl.config.parallel import ParallelSpec
     from rlctl.models.catalog import lookup
-    from rlctl.models.registry import weights_of
+    from rlctl.models.families import weights_of
     from rlctl.weights.megatron import MegatronWorld
-    from rlctl.weights.plan import receive_plan, send_plan
+    from rlctl.weights.transfer_plan import receive_plan, send_plan
     from rlctl.weights.vllm import VllmParallel, VllmWorld
 
     facts = lookup("deepseek-ai/DeepSeek-V3")

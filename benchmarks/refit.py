@@ -31,12 +31,12 @@ from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.synthetic import SyntheticSource, reduced
-from rlctl.transport.packing import Packer, source_view
+from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Ring, Segment, ring_bytes
 from rlctl.weights import hf
 from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.plan import RememberingWorld, SingleWorld, many_objects, receive_plan
+from rlctl.weights.transfer_plan import RememberingWorld, SingleWorld, many_objects, receive_plan
 
 EXECUTORS = 2
 ALIGNMENT = 256

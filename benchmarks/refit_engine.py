@@ -20,14 +20,14 @@ from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.backends.vllm.args import engine_spec
 from rlctl.cluster.placement import Placement
-from rlctl.cluster.session import ray_session
+from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.policy import WeightSender
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.synthetic import SyntheticSource
+from rlctl.refit.weight_sender import WeightSender
 from rlctl.weights.megatron import MegatronWorld
 
 SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.backends.vllm.engine:VllmEngine"

@@ -91,7 +91,7 @@ def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, c
 
 
 def test_a_long_prompt_of_a_late_step_is_named_before_the_first_one(files, tiny_llama, capsys, monkeypatch):
-    monkeypatch.setattr("rlctl.rollouts.prompts.SCANNED_PROMPTS", 2)
+    monkeypatch.setattr("rlctl.rollouts.prompt_order.SCANNED_PROMPTS", 2)
     prompts = ["1 + 1 ="] * 7 + ["1 + " * 100]
     rows = [json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts]
     (files / "late.jsonl").write_text("".join(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,16 @@ from rlctl.apps.arguments import EngineArguments
 from rlctl.apps.prepare import planned_crew
 from rlctl.backends import lookup
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.lookup import PolicyBackend, SectionArguments, policy_backend, register_backend
+from rlctl.backends.lookup import PolicyBackend, SectionArguments, policy_backend, register_backend, require_backend
 from rlctl.cluster.workers import imported
 from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.planner.from_config import plan_from_config
-from rlctl.refit.policy import policy_worker
-from rlctl.refit.source import RefitSource
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.refit.policy_side import RefitSource
+from rlctl.refit.weight_sender import policy_worker
 from rlctl.weights import hf
-from rlctl.weights.plan import SingleWorld
+from rlctl.weights.transfer_plan import SingleWorld
 from support.engines import tiny_facts
 
 
@@ -66,8 +66,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> PolicyBackend:
 
 def planned(*sets: str) -> Any:
     """The crew of a run of the tiny Llama with the toy for a policy."""
-    config = resolve(preset="laptop", sets=list(sets), environment={}).config
-    plan = replace(plan_from_config(config, tiny_facts(tied=False)), backend="toy")
+    config = resolve(preset="laptop", sets=["training.backend=toy", *sets], environment={}).config
+    require_backend(config.training.backend)
+    plan = plan_from_config(config, tiny_facts(tied=False))
+    refuse_unrunnable(plan)
     return planned_crew(config, plan.facts, plan, Path("model"), None)
 
 
@@ -101,3 +103,10 @@ def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
         policy_backend("dtensor")
     assert "megatron" in (caught.value.hint or "")
     assert policy_backend("auto").name == "megatron"
+
+
+def test_a_misspelt_backend_is_told_the_nearest_name() -> None:
+    require_backend("dtensor")
+    with pytest.raises(ConfigError, match=r"training\.backend = megatorn is not known") as caught:
+        require_backend("megatorn")
+    assert "megatron" in (caught.value.hint or "")

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rlctl.backends import row_attention
 from rlctl.backends.row_attention import RowAttention, _for_each_query_head, attend
-from rlctl.backends.rows import PackedRow, Unit
+from rlctl.backends.rows import PackedRow, RowUnit
 
-UNITS = (Unit(0, 5, (3, 4)), Unit(12, 2, (6,)), Unit(20, 4))
+UNITS = (RowUnit(0, 5, (3, 4)), RowUnit(12, 2, (6,)), RowUnit(20, 4))
 
 
-def row_of(units: tuple[Unit, ...]) -> PackedRow:
+def row_of(units: tuple[RowUnit, ...]) -> PackedRow:
     """A row without chosen tokens: only where tokens stand and at which positions."""
     positions = [
         torch.cat([torch.arange(unit.prompt), *(unit.prompt + torch.arange(n) for n in unit.completions)])

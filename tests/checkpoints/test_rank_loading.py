@@ -16,7 +16,7 @@ from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config
+from rlctl.models.families import facts_from_hf_config
 from rlctl.weights.megatron import MegatronWorld
 from support.tiny_models import write_tiny_llama
 

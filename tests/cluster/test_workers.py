@@ -11,7 +11,7 @@ from ray import cloudpickle
 
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
-from rlctl.cluster.session import ray_session
+from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 

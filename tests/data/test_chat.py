@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder, load_tokenizer
-from rlctl.data.rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 
 DEFAULT_SYSTEM = (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.rollouts.prompts import PromptOrder
+from rlctl.rollouts.prompt_order import PromptOrder
 
 
 def rows(order: PromptOrder, first: int, count: int) -> list[int]:

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from rlctl.config.schema import DataConfig
+from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
-from rlctl.data.rows import PromptSource
 from rlctl.errors import InputError
 
 
@@ -255,8 +255,8 @@ def test_a_dataset_out_of_reach_is_said_clearly() -> None:
 
 def test_prompts_import_nothing_heavy() -> None:
     code = (
-        "import sys; import rlctl.data.prompts, rlctl.rollouts.prompts, rlctl.data.chat;"
-        "import rlctl.envs.worker, rlctl.envs.rewards;"
+        "import sys; import rlctl.data.prompts, rlctl.rollouts.prompt_order, rlctl.data.chat;"
+        "import rlctl.envs.reward_worker, rlctl.envs.rewards;"
         "heavy = {'torch', 'transformers', 'datasets', 'reasoning_gym', 'math_verify', 'ray', 'pyarrow'};"
         "print(sorted(heavy & sys.modules.keys()))"
     )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlctl.doctor import communication, directories, examine, gpus, host, network, software
-from rlctl.doctor.check import GIB, Check
+from rlctl.doctor.finding import GIB, Check
 from rlctl.doctor.gpus import Gpu
 from rlctl.doctor.network import NodeFacts
 
@@ -351,7 +351,7 @@ def test_nodes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
     """A running session is joined; its one node sees the directory, and no token stays behind."""
-    from rlctl.cluster.session import ray_session
+    from rlctl.cluster.ray_session import ray_session
 
     with ray_session():
         checks = network.check_nodes("auto", tmp_path)

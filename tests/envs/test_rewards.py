@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
+from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
-from rlctl.data.rows import PromptSource
 from rlctl.envs import scoring_process
+from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
-from rlctl.envs.worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
 

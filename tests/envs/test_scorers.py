@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import GymPrompts, open_gym
-from rlctl.data.rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.extraction import choose_extraction
 from rlctl.envs.scorers import ExactMatch, MathVerify, TaskScorer
 

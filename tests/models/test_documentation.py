@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rlctl.models import qwen3
-from rlctl.models.registry import FAMILIES
+from rlctl.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 

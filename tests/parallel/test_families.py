@@ -18,9 +18,9 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.plan_execution import dtype_of, execute
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.plan import SingleWorld, receive_plan
+from rlctl.weights.transfer_plan import SingleWorld, receive_plan
 from support.dtensor_layouts import module_layout
 from support.parallel_cases import assemble
 from support.parallel_families import FAMILIES, VOCAB, Cell, cotangent, hf_model, make_batch, run_cell

@@ -19,8 +19,8 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import ConfigError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
-from rlctl.refit.policy import WeightSender
 from rlctl.refit.session import RefitSession
+from rlctl.refit.weight_sender import WeightSender
 from rlctl.transport.collective import serve_store
 from rlctl.weights.vllm import VllmParallel
 from support import refit_workers

@@ -21,9 +21,9 @@ from rlctl.cluster.objects import fetch
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
-from rlctl.refit.policy import WeightSender
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
+from rlctl.refit.weight_sender import WeightSender
 from rlctl.telemetry.phases import RefitPhase
 from support import refit_sources
 from support.engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from rlctl.backends.batch import MinibatchResult, TrainBatch
+from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
 from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
-from rlctl.rl.algorithms.base import Algorithm, RunLoss, declared
+from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
@@ -30,6 +31,9 @@ class Plain(Algorithm):
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         return rewards_G
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        return -batch.logprobs_R * batch.advantages_R
 
 
 class Recorder:
@@ -133,6 +137,20 @@ def test_steps_and_versions_are_counted_apart() -> None:
     (saved,) = recorder.saved
     assert (saved["step"], saved["version"], saved["source"]) == (4, 9, {"trained": [[0, 1]]})
     assert saved["metrics"]["reward_mean"] == 0.5
+
+
+def test_a_stop_asked_for_while_a_step_is_logged_saves_that_step() -> None:
+    stop: Any = Stop()
+
+    class Interrupted(Recorder):
+        def log(self, step: int, metrics: dict[str, Any]) -> None:
+            super().log(step, metrics)
+            stop.requested = step == 1
+
+    recorder = Interrupted([[1.0, 0.0]] * 5)
+    assert loop(recorder, 5).run(stop)
+    assert [(saved["step"], saved["version"]) for saved in recorder.saved] == [(1, 2)]
+    assert recorder.saved[0]["metrics"]["reward_mean"] == 0.5
 
 
 def test_log_probs_are_computed_where_the_algorithm_needs_them() -> None:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch
 from rlctl.config.schema import RlctlConfig
-from rlctl.rl.algorithms.base import Algorithm, RunLoss
+from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.telemetry.metrics import Metric
 from support.token_batches import token_batch
 
@@ -21,6 +22,9 @@ class Toy(Algorithm):
     """Counts tokens and measures what it is told to."""
 
     metrics = (Metric("toy/mean", "mean"), Metric("toy/total", "sum"), Metric("largest", "max"), Metric("calls", "sum"))
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        return rewards_G
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         return -batch.logprobs_R
@@ -38,7 +42,7 @@ def result(loss: RunLoss, batch: TokenBatch) -> MinibatchResult:
 
 
 def test_declared_metrics_are_reduced_over_the_tokens_of_all_steps_that_count() -> None:
-    one = token_batch(tokens=6, loss_mask_R=torch.arange(6) != 5)
+    one = token_batch(tokens=6, counted_R=torch.arange(6) != 5)
     other = token_batch(tokens=4, seed=1)
     loss = RunLoss(Toy(RlctlConfig()))
     metrics = loss.metrics([result(loss, one), result(loss, other)])
@@ -47,13 +51,13 @@ def test_declared_metrics_are_reduced_over_the_tokens_of_all_steps_that_count() 
     assert metrics["largest"] == pytest.approx(max(one.entropy_R[:5].max().item(), other.entropy_R.max().item()))
     entropy = (one.entropy_R[:5].sum() + other.entropy_R.sum()) / 9
     assert metrics["entropy"] == pytest.approx(entropy.item())
-    difference = torch.cat([(b.old_logprobs_R - b.rollout_logprobs_R)[b.loss_mask_R].abs() for b in (one, other)])
+    difference = torch.cat([(b.old_logprobs_R - b.rollout_logprobs_R)[b.counted_R].abs() for b in (one, other)])
     assert metrics["logprob_diff"]["mean"] == pytest.approx(difference.mean().item())
     assert metrics["logprob_diff"]["max"] == pytest.approx(difference.max().item())
 
 
 def test_the_loss_is_the_weighted_sum_over_tokens_that_count() -> None:
-    batch = token_batch(tokens=6, loss_mask_R=torch.arange(6) != 2)
+    batch = token_batch(tokens=6, counted_R=torch.arange(6) != 2)
     expected = sum(-batch.token_weights_R[i] * batch.logprobs_R[i] for i in range(6) if i != 2)
     torch.testing.assert_close(RunLoss(Toy(RlctlConfig()))(batch).loss, expected)
 

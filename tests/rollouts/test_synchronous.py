@@ -13,9 +13,9 @@ import pytest
 
 from rlctl.backends.messages import GroupRequest, GroupResult
 from rlctl.config.schema import RlctlConfig
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns
-from rlctl.data.rows import PromptRow
-from rlctl.envs.worker import GroupScores, ScoreRequest
+from rlctl.envs.reward_worker import GroupScores, ScoreRequest
 from rlctl.errors import InputError, WorkerError
 from rlctl.rollouts import synchronous
 from rlctl.rollouts.source import RolloutBatch, sample_seed

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import Matrix, Role
-from rlctl.models.registry import weights_of
 from rlctl.weights import hf
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import piece as piece_of
-from rlctl.weights.plan import Shard
+from rlctl.weights.transfer_plan import Shard
 
 COLUMN_ROLES = frozenset(
     {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.GATE, Role.UP, Role.HEAD, Role.MLA_Q}

@@ -15,10 +15,10 @@ from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.refit.channels import plan_channels
+from rlctl.refit.policy_side import RefitSource
 from rlctl.refit.records import SourceSetup, TableRow
-from rlctl.refit.source import RefitSource
 from rlctl.transport.rounds import whole_tensors
-from rlctl.weights.plan import SingleWorld, World
+from rlctl.weights.transfer_plan import SingleWorld, World
 
 PROMPTS = [tuple(3 + (37 * i + 11 * j) % 500 for j in range(20 + 7 * i)) for i in range(4)]
 

@@ -34,7 +34,7 @@ class HostedEngine:
 def placement() -> Iterator[Any]:
     """Ray on this machine, with room for a few workers."""
     from rlctl.cluster.placement import Placement
-    from rlctl.cluster.session import ray_session
+    from rlctl.cluster.ray_session import ray_session
 
     with ray_session():
         yield Placement(4, gpus=False, timeout_s=START_TIMEOUT_S)

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
-from rlctl.models.registry import weights_of
+from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights.layout import ParamSpec, View, view_of
-from rlctl.weights.plan import SingleWorld, World, receive_plan
+from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
 from rlctl.weights.transforms import Add, Cast
 
 SIZES = {

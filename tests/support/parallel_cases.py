@@ -162,8 +162,8 @@ def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[t
     out = {}
     for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True):
         for index, rollout in enumerate(micro):
-            if column in row.columns_C:
-                out[rollout.group, rollout.row] = row.columns_C[column][row.columns_C["rollout"] == index]
+            if column in row.columns_R:
+                out[rollout.group, rollout.row] = row.columns_R[column][row.columns_R["rollout"] == index]
     return out
 
 
@@ -259,14 +259,14 @@ def assemble(ranks: list[list[tuple[str, Tensor, int, int, int | None]]]) -> tup
 
 def run_load_hf(rank: int, case: Case, directory: Path) -> list[tuple[str, Tensor, int, int, int | None]]:
     worker = make_worker(rank, case, None)
-    worker.load_hf(directory)
+    worker.load_model(directory)
     return list(pieces(worker, "data"))
 
 
 def run_held(rank: int, case: Case, directory: Path) -> dict[str, Tensor]:
     """What a refit would read right after loading, before any forward pass."""
     worker = make_worker(rank, case, None)
-    worker.load_hf(directory)
+    worker.load_model(directory)
     return {name: value.clone() for name, value in worker.parameters().items()}
 
 

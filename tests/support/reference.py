@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts, RopeFacts
-from rlctl.models.registry import facts_from_hf_config
+from rlctl.models.families import facts_from_hf_config
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, VOCAB, EPS = 64, 4, 4, 2, 128, 256, 1e-6
 EXPERTS = 4

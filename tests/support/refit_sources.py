@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from rlctl.refit.policy_side import RefitSource
 from rlctl.refit.records import Sent, SourceSetup
-from rlctl.refit.source import RefitSource
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, whole
-from rlctl.weights.plan import Copy, Shard, World
+from rlctl.weights.transfer_plan import Copy, Shard, World
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 ROW_PARALLEL = ("o_proj", "down_proj")

@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def write_tiny_family(directory: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write config, fp32 weights and tokenizer of a random model of `family` into `directory` and return it."""
-    from rlctl.models.registry import facts_from_hf_config, weights_of
+    from rlctl.models.families import facts_from_hf_config, weights_of
 
     directory.mkdir(parents=True, exist_ok=True)
     config = BASE | FAMILIES[family] | overrides
@@ -85,6 +85,6 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], centred
 
 
 def tiny_family_facts(directory: Path) -> Any:
-    from rlctl.models.registry import facts_from_hf_config
+    from rlctl.models.families import facts_from_hf_config
 
     return facts_from_hf_config(json.loads((directory / "config.json").read_text()))

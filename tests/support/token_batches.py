@@ -22,7 +22,7 @@ def token_batch(tokens: int = 9, seed: int = 0, **columns: torch.Tensor | None) 
         rollout_logprobs_R=logprobs_R + noise(0.5),
         advantages_R=noise(1.0),
         token_weights_R=noise(0.1).abs(),
-        loss_mask_R=torch.ones(tokens, dtype=torch.bool),
+        counted_R=torch.ones(tokens, dtype=torch.bool),
         rollout_R=torch.arange(tokens) // 3,
         old_logprobs_R=logprobs_R + noise(0.2),
         reference_logprobs_R=logprobs_R + noise(0.3),

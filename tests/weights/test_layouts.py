@@ -15,7 +15,7 @@ from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist
 from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.plan import SingleWorld, World
+from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.dtensor_layouts import DTensorParallel, DTensorWorld, module_layout
 from support.layout_families import FAMILIES, gather, numbered, published, run, scatter

@@ -16,16 +16,16 @@ from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import ClusterConfig, RefitConfig, TrainingConfig
+from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.scorers import RewardPlan
-from rlctl.envs.worker import RewardWorker
 from rlctl.errors import MachineError
-from rlctl.refit.policy import SendingPolicy
+from rlctl.refit.weight_sender import SendingPolicy
 
 if TYPE_CHECKING:
     from rlctl.refit.sync import WeightSync
 
-POLICY_WORKER = "rlctl.refit.policy:policy_worker"
-REWARD_WORKER = "rlctl.envs.worker:RewardWorker"
+POLICY_WORKER = "rlctl.refit.weight_sender:policy_worker"
+REWARD_WORKER = "rlctl.envs.reward_worker:RewardWorker"
 # Calls that an engine takes at a time where a refit may come into a generation: both, and one that looks.
 ENGINE_CALLS = 3
 

@@ -16,13 +16,13 @@ from rlctl.apps.prepare import NamedModel, Tell, open_model, planned_crew, plann
 from rlctl.backends.clients import EngineClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.objects import fetch
-from rlctl.cluster.session import ray_session
+from rlctl.cluster.ray_session import ray_session
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
@@ -227,10 +227,10 @@ def _refitted(job: CompletionJob, spec: CrewSpec, weights: Path, logs: Path, tel
     """Engines refitted from a Megatron checkpoint, which a policy on the same devices reads."""
     with start_crew(spec, logs) as crew:
         if job.checkpoint and job.config.training.lora.rank:  # the checkpoint holds the adapters alone
-            crew.policy.load_hf(job.model.source.weights)
+            crew.policy.load_model(job.model.source.weights)
             crew.policy.load(job.checkpoint.policy)
         else:
-            crew.policy.load_hf(weights)
+            crew.policy.load_model(weights)
         with crew.weight_sync(job.config.refit, None if job.checkpoint else job.model.source) as sync:
             for share in sync.refit(job.checkpoint.step if job.checkpoint else 0).shares:
                 tell(f"weights: {share}")

@@ -15,7 +15,7 @@ from rlctl import __version__
 from rlctl.apps.crew import CrewSpec, EnginesSpec
 from rlctl.apps.laptop_model import find_model
 from rlctl.backends.base import Device, Dtype, PolicySpec, resolve_dtype
-from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend
+from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource
@@ -28,14 +28,14 @@ from rlctl.envs.rewards import RewardPlan, prepare_rewards, require_known
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.catalog import lookup, near
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config
+from rlctl.models.families import facts_from_hf_config
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
 from rlctl.planner.render import plan_json
-from rlctl.rl.algorithms.base import Algorithm
-from rlctl.rl.algorithms.registry import algorithm_from_config
-from rlctl.rollouts.prompts import PromptStream
+from rlctl.rl.algorithms.algorithm import Algorithm
+from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rollouts.prompt_order import PromptStream
 
 Tell = Callable[[str], None]
 ASSUMED_GPU = "h100"
@@ -162,6 +162,7 @@ def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
 def runnable_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None) -> tuple[Resolved, Plan]:
     """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
     refuse_without_effect(resolved, facts)
+    require_backend(resolved.config.training.backend)
     plan = plan_from_config(resolved.config, facts, assume=assume)
     refuse_unrunnable(plan)
     return resolved.with_values(plan.config_values()), plan
@@ -325,6 +326,7 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     NoPlanError when nothing fits."""
     config, facts = resolved.config, published_facts(resolved.config.model, tell)
     refuse_without_effect(resolved, facts)
+    require_backend(config.training.backend)
     plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")

@@ -12,7 +12,7 @@ from rlctl.apps import selftest
 from rlctl.backends.base import Dtype, PolicySpec
 from rlctl.backends.lookup import policy_backend
 from rlctl.cluster.placement import Placement
-from rlctl.cluster.session import ray_session
+from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError

@@ -17,7 +17,7 @@ from rlctl.backends.clients import PolicyClient
 from rlctl.backends.messages import GroupResult
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.checkpoints.model_source import ModelSource
-from rlctl.cluster.session import ray_session
+from rlctl.cluster.ray_session import ray_session
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
 from rlctl.models.facts import ModelFacts
@@ -90,7 +90,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
     with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the policy and the engine")
         with start_crew(job.crew(), Path(logs)) as crew:
-            crew.policy.load_hf(job.source.weights)
+            crew.policy.load_model(job.source.weights)
             with crew.weight_sync(job.config.refit, job.source, receive=job.receive) as sync:
                 return selftest.run(
                     sync,

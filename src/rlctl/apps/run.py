@@ -14,12 +14,12 @@ from rlctl.apps.prepare import Job
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
-from rlctl.cluster.session import ray_session
+from rlctl.cluster.ray_session import ray_session
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.rl.agreement import Agreement, precision_of
-from rlctl.rl.algorithms.base import declared
+from rlctl.rl.algorithms.algorithm import declared
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.rollouts.source import RolloutBatch
@@ -160,7 +160,7 @@ def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
     policy = crew.policy
     display.doing("loading weights")
-    policy.load_hf(job.source.weights)
+    policy.load_model(job.source.weights)
     if "reference_logprobs" in job.algorithm.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()

@@ -11,11 +11,11 @@ from rlctl.backends.base import EngineWorker, WeightReceiver
 from rlctl.backends.clients import EngineClient, only_result
 from rlctl.backends.messages import QUANTISED, GroupRequest, GroupResult, Sampling
 from rlctl.errors import RlctlError
-from rlctl.refit.policy import WeightSender
 from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
 from rlctl.refit.verify import Comparison, assemble, guess
+from rlctl.refit.weight_sender import WeightSender
 
 PERTURBATION = 0.02
 SPARSE_SHARE = 0.02

@@ -1,7 +1,7 @@
 """The seam between the driver and the engines: what a policy rank and a generation engine are built from, and what the
 driver may ask of them.
 
-The driver calls workers by reference to these Protocols, `group.call(PolicyWorker.load_hf, directory)`. Nothing here
+The driver calls workers by reference to these Protocols, `group.call(PolicyWorker.load_model, directory)`. Nothing here
 imports torch.
 """
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rlctl.transport.base import Received
+    from rlctl.transport.movers import Received
     from rlctl.transport.rounds import Connection, Need
     from rlctl.weights.fingerprints import Reading
-    from rlctl.weights.plan import World
+    from rlctl.weights.transfer_plan import World
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -151,7 +151,7 @@ class PolicyWorker(Protocol):
         """The layouts of all ranks of the policy; not collective. Refits plan from them."""
         ...
 
-    def load_hf(self, directory: Path | str) -> None:
+    def load_model(self, directory: Path | str) -> None:
         """Fill the weights from a Hugging Face directory or Megatron checkpoint; the optimizer starts afresh."""
 
     def hold_reference(self) -> None:

@@ -72,7 +72,7 @@ class TokenBatch:
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32
     token_weights_R: torch.Tensor  # float32, see RolloutRow.token_weight
-    loss_mask_R: torch.Tensor  # bool: False where the token's rollout is left out (weight 0)
+    counted_R: torch.Tensor  # bool: False where the token's rollout is left out (weight 0)
     rollout_R: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
     old_logprobs_R: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_R.detach()
     reference_logprobs_R: torch.Tensor | None = None  # float32; None: no reference policy

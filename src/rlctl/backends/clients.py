@@ -38,8 +38,8 @@ class PolicyClient(Generic[W_co]):
             "share_prompts": training.share_prompts,
         }
 
-    def load_hf(self, directory: Path) -> None:
-        self.group.call(PolicyWorker.load_hf, directory)
+    def load_model(self, directory: Path) -> None:
+        self.group.call(PolicyWorker.load_model, directory)
 
     def hold_reference(self) -> None:
         self.group.call(PolicyWorker.hold_reference)

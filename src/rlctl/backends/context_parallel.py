@@ -1,6 +1,6 @@
 """Context parallelism of packed rows: which tokens a rank holds, and how keys and log-probs are put together again.
 
-Suffixes: T tokens of the row, C chosen tokens, U positions whose next token was chosen.
+Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class JoinContext(torch.autograd.Function):
     computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
 
     @staticmethod
-    def forward(ctx: Any, part_2C: Tensor, index_C: Tensor, total: int, group: Any) -> Tensor:
-        ctx.save_for_backward(index_C)
-        whole = part_2C.new_zeros(2, total)
-        whole[:, index_C] = part_2C
+    def forward(ctx: Any, part_2R: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index_R)
+        whole = part_2R.new_zeros(2, total)
+        whole[:, index_R] = part_2R
         torch.distributed.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (index_C,) = ctx.saved_tensors
-        return grads[0][:, index_C], None, None, None
+        (index_R,) = ctx.saved_tensors
+        return grads[0][:, index_R], None, None, None
 
 
 def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
@@ -66,15 +66,15 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
     held[mine] = torch.arange(len(mine), device=device)
     local_U = held[row.sources_U]
     kept_U = torch.where(local_U >= 0, torch.cumsum(local_U >= 0, 0) - 1, -1)
-    kept_C = kept_U[row.inverse_C]
-    index_C = torch.nonzero(kept_C >= 0)[:, 0]
+    kept_R = kept_U[row.inverse_R]
+    index_R = torch.nonzero(kept_R >= 0)[:, 0]
     return PackedRow(
         tokens_T=row.tokens_T[mine],
         positions_T=row.positions_T,
         units=row.units,
         tokens=row.tokens,
         sources_U=local_U[local_U >= 0],
-        inverse_C=kept_C[index_C],
-        targets_C=row.targets_C[index_C],
-        columns_C={"index": index_C},
+        inverse_R=kept_R[index_R],
+        targets_R=row.targets_R[index_R],
+        columns_R={"index": index_R},
     )

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 from rlctl.backends.base import Device, EngineSpec, PolicySpec
 from rlctl.config.schema import RlctlConfig
+from rlctl.data.names import suggest
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.weights.plan import World
+from rlctl.weights.transfer_plan import World
 
 POLICY, ENGINE = "megatron", "vllm"
 """The backends of a configuration that names none."""
@@ -83,6 +84,8 @@ class EngineBackend:
 
 POLICIES: dict[str, PolicyBackend | str] = {"megatron": "rlctl.backends.megatron.backend"}
 ENGINES: dict[str, EngineBackend | str] = {"vllm": "rlctl.backends.vllm.backend"}
+PLANNED_ONLY = ("dtensor",)
+"""Training engines that have a plan and no record yet."""
 
 
 def register_backend(backend: PolicyBackend | EngineBackend) -> None:
@@ -96,6 +99,14 @@ def register_backend(backend: PolicyBackend | EngineBackend) -> None:
 def policy_backend(name: str) -> PolicyBackend:
     """The training engine called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
     return _found(POLICIES, POLICY if name == "auto" else name, "training.backend")
+
+
+def require_backend(name: str) -> None:
+    """Raise ConfigError, with the nearest known name, where `training.backend` names nothing that can be planned."""
+    known = ("auto", *POLICIES, *PLANNED_ONLY)
+    if name not in known:
+        hint = suggest(name, known) or f"Choose one of {', '.join(known)}."
+        raise ConfigError(f"training.backend = {name} is not known.", hint)
 
 
 def engine_backend(name: str = ENGINE) -> EngineBackend:

@@ -48,7 +48,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class Unit:
+class PackingUnit:
     """Rollouts that must share a row: those behind one copy of a prompt, or a single one."""
 
     rows: tuple[RolloutRow, ...]
@@ -105,7 +105,7 @@ def row_tokens(micro_batch: Iterable[RolloutRow], share_prompts: bool) -> int:
     return total - sum(row.prompt_tokens for row in rows) + sum(prompts.values())
 
 
-def _units(rows: Sequence[RolloutRow], limit: int, share: bool) -> list[Unit]:
+def _units(rows: Sequence[RolloutRow], limit: int, share: bool) -> list[PackingUnit]:
     for row in rows:
         if row.tokens > limit:
             raise ConfigError(
@@ -133,14 +133,14 @@ def _split_group(group: list[RolloutRow], limit: int) -> list[tuple[RolloutRow, 
     return [tuple(sorted(part, key=lambda row: row.row)) for part in parts]
 
 
-def _unit(rows: tuple[RolloutRow, ...]) -> Unit:
+def _unit(rows: tuple[RolloutRow, ...]) -> PackingUnit:
     prompt = rows[0].prompt_tokens
     tokens = row_tokens(rows, share_prompts=True)
     attention = prompt**2 / 2 + sum((row.tokens**2 - prompt**2) / 2 for row in rows)
-    return Unit(rows, tokens, tokens + attention / ATTENTION_TOKENS * 2)
+    return PackingUnit(rows, tokens, tokens + attention / ATTENTION_TOKENS * 2)
 
 
-def _packed(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
+def _packed(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
     """A multiple of `step` bins, as few as the units (by falling cost) fit, of even cost."""
     count = max(1, -(-sum(unit.tokens for unit in units) // (limit * step))) * step
     while (bins := _fill(units, count, limit)) is None:
@@ -148,14 +148,14 @@ def _packed(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
     return bins
 
 
-def _single(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
+def _single(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
     """A bin for each unit, and empty ones to a multiple of `step`."""
     return [*([unit] for unit in units), *([] for _ in range(-len(units) % step))]
 
 
-def _rectangles(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
+def _rectangles(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
     """Bins of neighbours in length whose padded rectangle fits; the costliest are halved until `step` divides them."""
-    bins: list[list[Unit]] = []
+    bins: list[list[PackingUnit]] = []
     for unit in sorted(units, key=lambda unit: -unit.tokens):
         if bins and bins[-1][0].tokens * (len(bins[-1]) + 1) <= limit:
             bins[-1].append(unit)
@@ -168,9 +168,9 @@ def _rectangles(units: list[Unit], step: int, limit: int) -> list[list[Unit]]:
     return [*bins, *([] for _ in range(-len(bins) % step))]
 
 
-def _fill(order: list[Unit], count: int, limit: int) -> list[list[Unit]] | None:
+def _fill(order: list[PackingUnit], count: int, limit: int) -> list[list[PackingUnit]] | None:
     """Units by falling cost, each into the cheapest of `count` bins that has room; None when one has no place."""
-    bins: list[list[Unit]] = [[] for _ in range(count)]
+    bins: list[list[PackingUnit]] = [[] for _ in range(count)]
     cost, tokens = [0.0] * count, [0] * count
     for unit in order:
         free = [b for b in range(count) if tokens[b] + unit.tokens <= limit]
@@ -183,7 +183,7 @@ def _fill(order: list[Unit], count: int, limit: int) -> list[list[Unit]] | None:
     return bins
 
 
-def _spread(bins: list[list[Unit]], dp: int) -> list[list[MicroBatch]]:
+def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[MicroBatch]]:
     """Bins by falling cost, each to the rank with the least to do that still lacks one; as many on each rank."""
     count = len(bins) // dp
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
@@ -195,7 +195,7 @@ def _spread(bins: list[list[Unit]], dp: int) -> list[list[MicroBatch]]:
     return ranks
 
 
-def _in_batch_order(units: list[Unit]) -> MicroBatch:
+def _in_batch_order(units: list[PackingUnit]) -> MicroBatch:
     ordered = sorted(units, key=lambda unit: (unit.rows[0].group, unit.rows[0].row))
     return tuple(row for unit in ordered for row in unit.rows)
 

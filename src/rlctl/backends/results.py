@@ -22,26 +22,26 @@ class StepOutcome:
     """The gradient was not finite, and nothing was changed."""
 
 
-def micro_batch_loss(loss: TokenLoss, row: PackedRow, out_2C: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def micro_batch_loss(loss: TokenLoss, row: PackedRow, out_2R: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one row, and its detached loss, sums and maxima."""
-    if out_2C.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
-        return out_2C.sum() * 0.0, {"loss": out_2C.detach().sum(), "sums": {}, "maxima": {}}
-    found = loss(_token_batch(row, out_2C))
+    if out_2R.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
+        return out_2R.sum() * 0.0, {"loss": out_2R.detach().sum(), "sums": {}, "maxima": {}}
+    found = loss(_token_batch(row, out_2R))
     detached: dict[str, Any] = {"loss": found.loss.detach().clone()}  # the schedule may scale the loss in place
     for kind in ("sums", "maxima"):
         detached[kind] = {name: value.detach() for name, value in getattr(found, kind).items()}
     return found.loss, detached
 
 
-def _token_batch(row: PackedRow, out_2C: Tensor) -> TokenBatch:
-    columns = row.columns_C
+def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
+    columns = row.columns_R
     return TokenBatch(
-        logprobs_R=out_2C[0],
-        entropy_R=out_2C[1].detach(),
+        logprobs_R=out_2R[0],
+        entropy_R=out_2R[1].detach(),
         rollout_logprobs_R=columns["rollout_logprobs"],
         advantages_R=columns["advantages"],
         token_weights_R=columns["token_weights"],
-        loss_mask_R=columns["token_weights"] != 0,
+        counted_R=columns["token_weights"] != 0,
         rollout_R=columns["rollout"],
         old_logprobs_R=columns.get("old_logprobs"),
         reference_logprobs_R=columns.get("reference_logprobs"),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlctl.backends.context_parallel import zigzag
-from rlctl.backends.rows import PackedRow, Unit
+from rlctl.backends.rows import PackedRow, RowUnit
 
 TREE_TOKENS = 512
 """Longest unit with shared prompt that is attended in one masked square; longer ones cost less a completion at a
@@ -98,7 +98,7 @@ class _Problem:
         return len(self.queries) * len(self.keys)
 
 
-def _unit_blocks(units: Iterable[Unit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
+def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
     problems = sorted((p for unit in units for p in _problems(unit)), key=lambda p: (p.mask_QK is None, -p.area))
     blocks = [_block(batch, positions_T) for batch in _batches(problems)]
     order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
@@ -109,7 +109,7 @@ def _unit_blocks(units: Iterable[Unit], positions_T: Tensor) -> tuple[tuple[Atte
     return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(positions_T.device)
 
 
-def _problems(unit: Unit) -> list[_Problem]:
+def _problems(unit: RowUnit) -> list[_Problem]:
     """The attention of a unit: one square, or the prompt's and one rectangle for each completion."""
     tokens = unit.start + np.arange(unit.tokens)
     if len(unit.completions) <= 1:
@@ -128,7 +128,7 @@ def _problems(unit: Unit) -> list[_Problem]:
     return problems
 
 
-def _tree_mask(unit: Unit) -> np.ndarray:
+def _tree_mask(unit: RowUnit) -> np.ndarray:
     """bool [tokens, tokens]: causal, and of the completions only the token's own."""
     part = np.repeat(np.arange(len(unit.completions) + 1), [unit.prompt, *unit.completions])
     return np.tri(unit.tokens, dtype=bool) & ((part[None] == 0) | (part[None] == part[:, None]))

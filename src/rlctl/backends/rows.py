@@ -5,7 +5,7 @@ rollouts of a group behind the one copy of their prompt. Every completion contin
 attends to the prompt and to itself. A row's tokens stand under context parallelism as Megatron's zigzag of the whole
 row.
 
-Suffixes: T tokens of the row, C chosen tokens, U positions whose next token was chosen, L layers, K experts a token.
+Suffixes: T tokens of the row, R response tokens, U positions whose next token was chosen, L layers, K experts a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlctl.errors import InputError
 
 
 @dataclass(frozen=True)
-class Unit:
+class RowUnit:
     """Where a prompt and its completions stand in a row."""
 
     start: int
@@ -41,13 +41,13 @@ class PackedRow:
 
     tokens_T: torch.Tensor  # int64, padded
     positions_T: torch.Tensor  # int64
-    units: tuple[Unit, ...]
+    units: tuple[RowUnit, ...]
     tokens: int
     """Without padding."""
     sources_U: torch.Tensor  # int64: index into T
-    inverse_C: torch.Tensor  # int64: index into U of the position that predicts the token
-    targets_C: torch.Tensor  # int64: the chosen tokens
-    columns_C: dict[str, torch.Tensor] = field(default_factory=dict)
+    inverse_R: torch.Tensor  # int64: index into U of the position that predicts the token
+    targets_R: torch.Tensor  # int64: the chosen tokens
+    columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
     """rollout, rollout_logprobs, advantages, token_weights, and old_logprobs and reference_logprobs once computed."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
@@ -81,7 +81,7 @@ def build_row(
     one group have different prompts, or the columns disagree with the driver's lengths."""
     tokens: list[np.ndarray] = []
     positions: list[np.ndarray] = []
-    units: list[Unit] = []
+    units: list[RowUnit] = []
     sources: list[np.ndarray] = []
     chosen: dict[str, list[np.ndarray]] = {
         name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
@@ -112,7 +112,7 @@ def build_row(
             positions.append(offset - start + np.arange(short))
             offset, padding = offset + short, padding + short
         lengths = tuple(len(part[0]) for part in parts)
-        units.append(Unit(start, len(prompt), lengths) if share else Unit(start, offset - start))
+        units.append(RowUnit(start, len(prompt), lengths) if share else RowUnit(start, offset - start))
         start = offset
     return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
 
@@ -180,7 +180,7 @@ def _unit_parts(
 def _to_device(
     tokens: list[np.ndarray],
     positions: list[np.ndarray],
-    units: list[Unit],
+    units: list[RowUnit],
     sources: list[np.ndarray],
     chosen: dict[str, list[np.ndarray]],
     lengths: tuple[int, int],
@@ -191,23 +191,23 @@ def _to_device(
     length, used = lengths
     padding = max(multiple, -(-length // multiple) * multiple) - length
     if padding:
-        units = [*units, Unit(length, padding)]
+        units = [*units, RowUnit(length, padding)]
         tokens, positions = [*tokens, np.zeros(padding, np.int64)], [*positions, np.arange(padding)]
 
     def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
         return torch.from_numpy(joined).to(device=device, dtype=dtype)
 
-    sources_U, inverse_C = torch.unique(tensor(sources, torch.int64), return_inverse=True)
+    sources_U, inverse_R = torch.unique(tensor(sources, torch.int64), return_inverse=True)
     return PackedRow(
         tokens_T=tensor(tokens, torch.int64),
         positions_T=tensor(positions, torch.int64),
         units=tuple(units),
         tokens=used,
         sources_U=sources_U,
-        inverse_C=inverse_C,
-        targets_C=tensor(chosen["targets"], torch.int64),
-        columns_C={
+        inverse_R=inverse_R,
+        targets_R=tensor(chosen["targets"], torch.int64),
+        columns_R={
             "rollout": tensor(chosen["rollout"], torch.int64),
             "rollout_logprobs": tensor(chosen["logprobs"], torch.float32),
             "advantages": tensor(chosen["advantages"], torch.float32),

@@ -16,7 +16,7 @@ from rlctl.checkpoints.megatron.adapters import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
 from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, open_megatron_model
 from rlctl.errors import InputError
-from rlctl.models.registry import facts_from_hf_config, family_of_config, weights_of
+from rlctl.models.families import facts_from_hf_config, family_of_config, weights_of
 
 _T = TypeVar("_T")
 

@@ -8,7 +8,7 @@ import torch
 
 from rlctl.errors import RlctlError
 from rlctl.weights.layout import Fill, ParamSpec, Span, View, view_of
-from rlctl.weights.plan import Copy
+from rlctl.weights.transfer_plan import Copy
 from rlctl.weights.transforms import Add, Cast, Dequantize, MergeLora, Transform
 
 Read = Callable[[str], torch.Tensor]

@@ -9,12 +9,12 @@ from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights.layout import Layout
-from rlctl.weights.plan import World, receive_plan
+from rlctl.weights.transfer_plan import World, receive_plan
 
 if TYPE_CHECKING:
     import torch
 
-    from rlctl.checkpoints.conversion.stream import Source
+    from rlctl.checkpoints.conversion.stream import ParamReader
 
 
 def load_rank(
@@ -43,7 +43,7 @@ def load_rank(
     return read
 
 
-def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, Source, dict[str, int]]:
+def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, ParamReader, dict[str, int]]:
     """A directory's world and params, and where each param lies: files are read front to back."""
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 

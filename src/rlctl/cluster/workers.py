@@ -1,7 +1,7 @@
 """Groups of worker processes: start them, call them, and turn every death or delay into an error that names one.
 
 A worker is a plain class; `WorkerGroup` hosts one instance of it in a Ray actor per rank. Its methods are called by
-reference, `group.call(PolicyWorker.load_hf, directory)`: the class, or a Protocol that it satisfies, says what may be
+reference, `group.call(PolicyWorker.load_model, path)`: the class, or a Protocol that it satisfies, says what may be
 asked and what is returned, and only the method's name travels. Each worker's output goes to a log file, whose last
 lines are part of the error when it dies.
 """

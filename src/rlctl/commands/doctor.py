@@ -14,8 +14,8 @@ from rlctl.errors import MachineError
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RlctlConfig
-    from rlctl.doctor.check import Check
     from rlctl.doctor.examine import Wanted
+    from rlctl.doctor.finding import Check
 
 app = command_app()
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -79,7 +79,7 @@ def doctor(
 
 def repaired(check: Check) -> Check:
     """Repair the finding; returns it as ok with a description of the repair, or with the reason why that failed."""
-    from rlctl.doctor.check import Check
+    from rlctl.doctor.finding import Check
 
     assert check.repair is not None
     try:

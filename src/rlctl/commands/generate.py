@@ -13,7 +13,7 @@ from rlctl.errors import InputError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.data.rows import PromptRow
+    from rlctl.data.prompt_rows import PromptRow
     from rlctl.runs.directory import Checkpoint
 
 app = command_app()

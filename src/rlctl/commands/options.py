@@ -7,7 +7,7 @@ A command takes those that apply to it as parameters of these types, and hands a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -44,8 +44,11 @@ Reward: TypeAlias = Annotated[
     ),
 ]
 Backend: TypeAlias = Annotated[
-    Literal["auto", "megatron", "dtensor"] | None,
-    typer.Option("--backend", help="Training engine. A plan for dtensor (FSDP2) can be shown, but not run yet."),
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Training engine: megatron or auto. A plan for dtensor (FSDP2) can be shown, but not run.",
+    ),
 ]
 MaxLength: TypeAlias = Annotated[
     int | None, typer.Option("--max-length", metavar="TOKENS", help="Most tokens of prompt and completion together.")

@@ -192,9 +192,9 @@ class LoraConfig(Section):
 class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
-    backend: Literal["auto", "megatron", "dtensor"] = "auto"
-    """Training engine; auto is megatron. dtensor (FSDP2: weights, gradients and states are sharded over the data
-    parallel ranks) can be planned and cannot be run yet."""
+    backend: str = "auto"
+    """Training engine, by the name of its record; auto is megatron. dtensor (FSDP2: weights, gradients and states are
+    sharded over the data parallel ranks) can be planned and cannot be run yet."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlctl.config.paths import user_path
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.names import first_line
-from rlctl.data.rows import Messages, PromptRow
+from rlctl.data.prompt_rows import Messages, PromptRow
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
 from rlctl.data.names import suggest
-from rlctl.data.rows import GYM_PREFIX, GymTask, PromptRow, instructions
+from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, instructions
 from rlctl.errors import InputError, MachineError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import open_gym
 from rlctl.data.names import first_line, suggest, suggest_file
-from rlctl.data.rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
 from rlctl.errors import InputError, MachineError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlctl.doctor.check import Check
+from rlctl.doctor.finding import Check
 
 RANKS = 2
 LIMIT_S = 120.0

@@ -9,7 +9,7 @@ import psutil
 
 from rlctl.checkpoints.locations import cache_directory, converted_directory, nearest_existing, write_problem
 from rlctl.config.paths import user_path
-from rlctl.doctor.check import GIB, Check, gib
+from rlctl.doctor.finding import GIB, Check, gib
 
 LEAST_SPACE = 2 * GIB
 # A run's checkpoint: weights and two Adam moments in float32. A converted model: bfloat16.

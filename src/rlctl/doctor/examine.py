@@ -9,7 +9,7 @@ from pathlib import Path
 from rlctl.backends.vllm.interfaces import installed_package
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.doctor import communication, directories, gpus, host, network, software
-from rlctl.doctor.check import Check
+from rlctl.doctor.finding import Check
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlctl.doctor.check import Check
+from rlctl.doctor.finding import Check
 
 Ask = Callable[..., str | None]
 """Runs nvidia-smi with the given arguments and returns its output, or None where it is missing or fails."""

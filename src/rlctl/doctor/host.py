@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rlctl.doctor.check import GIB, Check, gib
+from rlctl.doctor.finding import GIB, Check, gib
 from rlctl.doctor.network import hub_time
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.

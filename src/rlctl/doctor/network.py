@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.paths import user_path
-from rlctl.doctor.check import Check, gib
+from rlctl.doctor.finding import Check, gib
 from rlctl.errors import RlctlError
 
 HUB = "https://huggingface.co"
@@ -116,7 +116,7 @@ class NodeFacts:
 
 def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> list[Check]:
     """Check each node of the Ray cluster: its `directory` with `needed` bytes free, its versions, clock and GPUs."""
-    from rlctl.cluster.session import ray_session
+    from rlctl.cluster.ray_session import ray_session
 
     try:
         token = write_token(directory)

@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from rlctl.backends.vllm import interfaces
-from rlctl.doctor.check import Check
+from rlctl.doctor.finding import Check
 from rlctl.errors import listed
 
 PYTHONS = ((3, 11), (3, 12))

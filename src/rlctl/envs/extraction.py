@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
-from rlctl.data.rows import PromptSource
+from rlctl.data.prompt_rows import PromptSource
 
 Extraction = Literal["last-number", "last-line", "boxed", "answer-tag", "full"]
 

@@ -7,7 +7,7 @@ import dataclasses
 
 from rlctl.config.schema import RewardConfig, RewardTerm
 from rlctl.data.names import suggest
-from rlctl.data.rows import PromptSource
+from rlctl.data.prompt_rows import PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, RewardPlan
 from rlctl.envs.scoring_process import ScoringProcess, Work

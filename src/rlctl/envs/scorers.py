@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlctl.config.schema import RewardTerm
-from rlctl.data.rows import GymTask, PromptRow
+from rlctl.data.prompt_rows import GymTask, PromptRow
 from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract
 from rlctl.envs.user_function import UserScorer
 

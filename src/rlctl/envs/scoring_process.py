@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlctl.data.rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 

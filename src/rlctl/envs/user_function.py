@@ -18,7 +18,7 @@ from typing import Any
 
 from rlctl.config.paths import user_path
 from rlctl.data.names import suggest, suggest_file
-from rlctl.data.rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
@@ -66,9 +66,8 @@ class UserCode:
     def error(self, error: BaseException, doing: str) -> InputError:
         """Return what to raise where the function raised `error` while `doing` something."""
         place = _last_frame(error, self.path)
-        return InputError(
-            f"{self.what} function {self.reference} raised {type(error).__name__}: {error} ({doing}; {place})."
-        )
+        kind = self.what if self.what == "Algorithm" else f"{self.what} function"
+        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
 
 
 def is_reference(name: str) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import FAMILIES, weights_of
 from rlctl.models.matrices import Role
-from rlctl.models.registry import FAMILIES, weights_of
 
 
 @dataclass(frozen=True)

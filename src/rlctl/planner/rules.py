@@ -85,9 +85,9 @@ def not_runnable(
     training: TrainingChoice | None, generation: GenerationChoice | None, colocated: bool, backend: str
 ) -> list[str]:
     """Return the parts of a valid plan that rlctl cannot run yet, by key; empty: it runs."""
-    why = (
-        [] if backend == "megatron" or training is None else [f"training.backend = {backend}: only megatron trains yet"]
-    )
+    why = []
+    if training is not None and backend == "dtensor":
+        why.append("training.backend = dtensor: it can be planned, but does not train yet")
     if training is not None and training.precision == "fp4":
         why.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
     for key in ("pp", "dp", "ep") if generation is not None else ():

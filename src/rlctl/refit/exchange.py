@@ -15,9 +15,9 @@ import torch.distributed as dist
 from rlctl.errors import WorkerError
 from rlctl.refit.records import SourceSetup
 from rlctl.transport.collective import Group, Message, Pending
-from rlctl.transport.packing import Images, Packer, by_round, message_parts
+from rlctl.transport.round_buffers import Images, Packer, by_round, message_parts
 from rlctl.transport.rounds import Rounds, message_bytes
-from rlctl.weights.plan import TransferPlan
+from rlctl.weights.transfer_plan import TransferPlan
 
 CHANNELS = 1 << 10  # most channels whose messages are told apart
 

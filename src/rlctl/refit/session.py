@@ -23,11 +23,11 @@ from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, shares_of, staging_bytes, ways_of
-from rlctl.refit.policy import WeightSender
 from rlctl.refit.records import RefitReport, Sent, Share, SourcePlace, SourceSetup, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
+from rlctl.refit.weight_sender import WeightSender
 from rlctl.telemetry.phases import RefitPhase
-from rlctl.transport.base import Received
+from rlctl.transport.movers import Received
 from rlctl.transport.rounds import (
     EMPTY_BYTES,
     Changes,

@@ -22,9 +22,9 @@ from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.policy import SendingPolicy
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import Receive, RefitSession
+from rlctl.refit.weight_sender import SendingPolicy
 from rlctl.telemetry.phases import RefitPhase
 
 

@@ -17,15 +17,15 @@ from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import weights_of
-from rlctl.refit.source import RefitSource
-from rlctl.transport.base import Received, Receiver, TimedReceiver, open_receiver
+from rlctl.models.families import weights_of
+from rlctl.refit.policy_side import RefitSource
 from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_receiver
 from rlctl.transport.rounds import Connection, Need, Taken, cut_rounds
 from rlctl.transport.shared_memory import this_node
 from rlctl.weights.fingerprints import Reading
 from rlctl.weights.layout import Layout
-from rlctl.weights.plan import World
+from rlctl.weights.transfer_plan import World
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 
 

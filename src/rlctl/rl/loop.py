@@ -28,7 +28,7 @@ from rlctl.errors import DivergenceError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement
-from rlctl.rl.algorithms.base import Algorithm, RunLoss
+from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
@@ -87,10 +87,13 @@ class Loop:
         journal.refitted(self.parts.sync.refit(self.version))
         with stop.between_steps():
             while self.step < self.config.run.steps and not stop.requested:
-                self._step(stop)
+                metrics, ended = self._step(stop)
+                if stop.requested and not ended:  # it was asked for while the step was saved or logged
+                    self._save(self.step - 1, metrics, ending=True)
         return stop.requested
 
-    def _step(self, stop: StopRequest) -> None:
+    def _step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        """Take one step; return its metrics and whether it was saved as the last one."""
         parts, step = self.parts, self.step
         parts.timer.restart()
         parts.journal.doing(f"step {step + 1}")
@@ -104,9 +107,11 @@ class Loop:
             parts.journal.log(step, self._timed(metrics))  # the report shows what it came to; no checkpoint does
             parts.saver.finish()  # that of a step before
             raise
+        ending = self.step == self.config.run.steps or stop.requested
         with parts.timer(Phase.CHECKPOINT):
-            self._save(step, metrics, ending=self.step == self.config.run.steps or stop.requested)
+            self._save(step, metrics, ending=ending)
         parts.journal.log(step, self._timed(metrics))
+        return metrics, ending
 
     def _train(self, batch: RolloutBatch) -> dict[str, Any]:
         """Train on a batch, where the algorithm keeps any of it; the policy has its next version afterwards."""

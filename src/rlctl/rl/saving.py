@@ -18,11 +18,13 @@ class Saver:
     def __init__(self, run: RunDirectory, policy: PolicyClient, config: RunConfig) -> None:
         self.run, self.policy, self.config = run, policy, config
         self._under_way: tuple[NewCheckpoint, dict[str, Any]] | None = None
+        self._begun: int | None = None
 
     def due(self, step: int, ending: bool) -> bool:
-        """Return whether to save after `step` (counted from 0)."""
+        """Return whether to save after `step` (counted from 0), unless its save was begun already."""
         every = self.config.checkpoint_every
-        return (ending and self.config.save_final) or (every > 0 and (step + 1) % every == 0)
+        wanted = (ending and self.config.save_final) or (every > 0 and (step + 1) % every == 0)
+        return wanted and step != self._begun
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Take a snapshot after `step` and start writing it, once the save before it is complete.
@@ -31,6 +33,7 @@ class Saver:
         its metrics line finds there.
         """
         self.finish()
+        self._begun = step
         new = self.run.new_checkpoint(step + 1)
         with new.writing():
             new.begin()

@@ -9,14 +9,14 @@ from rlctl.backends.clients import EngineClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import RlctlConfig
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.data.rows import PromptRow
-from rlctl.envs.worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.errors import InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.ledger import Ledger
-from rlctl.rollouts.prompts import PromptStream
+from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.telemetry.phases import Phase, StepTimer
 

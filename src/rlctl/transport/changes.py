@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, transformed
-from rlctl.transport.packing import Packer
+from rlctl.transport.round_buffers import Packer
 from rlctl.transport.rounds import EMPTY_BYTES, Changes, Chunk
 from rlctl.weights.layout import Layout, ParamSpec, view_of
-from rlctl.weights.plan import Copy
+from rlctl.weights.transfer_plan import Copy
 
 HEADER = 2  # int64 words: the parameter, the number of elements
 WORD = 8

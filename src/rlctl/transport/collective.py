@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from rlctl.errors import PeerFailedError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.transport.changes import region, region_bytes
-from rlctl.transport.packing import Images, Packer
+from rlctl.transport.round_buffers import Images, Packer
 from rlctl.transport.rounds import (
     Channel,
     Connection,

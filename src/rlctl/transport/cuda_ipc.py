@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlctl.transport.packing import Packer
+from rlctl.transport.round_buffers import Packer
 from rlctl.transport.rounds import Channel, Connection, Rounds, cut_rounds
 from rlctl.transport.shared_memory import Segment, SharedMemoryReceiver, SharedMemorySender, Staging, ring_bytes
 

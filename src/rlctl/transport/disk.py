@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 
 from rlctl.errors import VerificationError, WorkerError
-from rlctl.transport.packing import Images, Packer
+from rlctl.transport.round_buffers import Images, Packer
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, decode_parts, encode_parts, message_bytes
 
 MANIFEST = "manifest.json"

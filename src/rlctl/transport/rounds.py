@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlctl.weights.layout import ITEM_BYTES, Box, Layout, ParamSpec, Piece, View, cut, volume, whole
-from rlctl.weights.plan import SingleWorld
+from rlctl.weights.transfer_plan import SingleWorld
 
 ALIGNMENT = 256  # bytes; whole cache lines, and what vectorised copies like
 EMPTY_BYTES = 8  # bytes of a piece of changed elements where nothing has changed: its length alone
@@ -44,7 +44,7 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """A box of a chunk that one sender holds, where senders send messages: contiguous at `offset` of the message."""
 
     chunk: int
@@ -223,21 +223,21 @@ def rows_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(span.start, span.last + 1, span.step) for span in box)
 
 
-def encode_parts(parts: Sequence[Sequence[Part]]) -> bytes:
+def encode_parts(parts: Sequence[Sequence[MessagePart]]) -> bytes:
     """The messages of a sender, round by round, as JSON. Receivers are told them once."""
     return json.dumps([[[p.chunk, *p.view, p.offset, p.bytes] for p in own] for own in parts]).encode()
 
 
-def decode_parts(text: bytes) -> list[tuple[Part, ...]]:
+def decode_parts(text: bytes) -> list[tuple[MessagePart, ...]]:
     """Read what `encode_parts` wrote."""
     return [
         tuple(
-            Part(chunk, View(first, tuple(shape), tuple(strides)), offset, size)
+            MessagePart(chunk, View(first, tuple(shape), tuple(strides)), offset, size)
             for chunk, first, shape, strides, offset, size in own
         )
         for own in json.loads(text)
     ]
 
 
-def message_bytes(parts: Sequence[Part]) -> int:
+def message_bytes(parts: Sequence[MessagePart]) -> int:
     return parts[-1].offset + parts[-1].bytes if parts else 0

@@ -29,7 +29,7 @@ import torch
 
 from rlctl.errors import MachineError, PeerFailedError, RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.transport.changes import region
-from rlctl.transport.packing import Packer
+from rlctl.transport.round_buffers import Packer
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, SegmentAddress, cut_rounds
 
 DIRECTORY = Path("/dev/shm")

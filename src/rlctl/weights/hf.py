@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES
-from rlctl.models.registry import weights_of
 from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
 
 

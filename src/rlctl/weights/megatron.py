@@ -14,11 +14,11 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES, Matrix, ModelWeights, Role
-from rlctl.models.registry import weights_of
 from rlctl.weights.layout import Box, Fill, Layout, ParamSpec, Piece, Shape, Span, meet, share, whole
 from rlctl.weights.megatron_names import MTP_OUTER, Experts, Kind, Slot, Spec, slot
-from rlctl.weights.plan import Shard
+from rlctl.weights.transfer_plan import Shard
 from rlctl.weights.transforms import Add, Transform
 
 
@@ -59,7 +59,7 @@ class MegatronWorld:
         return weights_of(self.facts)
 
     @cached_property
-    def _alike(self) -> dict[tuple, Place]:
+    def _alike(self) -> dict[tuple, LocalParam]:
         """One place of each kind: layers and experts repeat it under other names."""
         return {}
 
@@ -126,7 +126,7 @@ class MegatronWorld:
         for layer in self.layers_of(at.pp):
             yield from self.weights.layer(layer, self.local_experts(at.ep))
 
-    def _places(self, matrix: Matrix, at: Coordinates) -> Iterator[Place]:
+    def _places(self, matrix: Matrix, at: Coordinates) -> Iterator[LocalParam]:
         """Yield the places of `matrix` on a rank; nothing where the rank has no part of it."""
         last, first = at.pp == self.parallel.pp - 1, at.pp == 0
         if matrix.role is Role.EMBEDDING:
@@ -140,7 +140,7 @@ class MegatronWorld:
         else:
             yield self._place(matrix, matrix.role, at)
 
-    def _place(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> Place:
+    def _place(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> LocalParam:
         target = self._slot(matrix, role)
         name = self.param_name(matrix, target)
         expert = matrix.expert is not None
@@ -219,7 +219,7 @@ def _first_layers(layers: int, parallel: ParallelSpec) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocalParam:
     """One param of a rank and the parts of one matrix in it."""
 
     param: str
@@ -227,11 +227,11 @@ class Place:
     pieces: tuple[Piece, ...]
     fills: tuple[Fill, ...] = ()
 
-    def renamed(self, tensor: str, param: str) -> Place:
+    def renamed(self, tensor: str, param: str) -> LocalParam:
         """The same part of a matrix of the same kind: its boxes are shared, not made again."""
         if param == self.param and all(p.tensor == tensor for p in self.pieces):
             return self
-        return Place(
+        return LocalParam(
             param,
             self.spec,
             tuple(p.renamed(tensor, param) for p in self.pieces),
@@ -239,7 +239,7 @@ class Place:
         )
 
 
-def _place(world: MegatronWorld, matrix: Matrix, target: Slot, name: str, at: Coordinates, primary: bool) -> Place:
+def _place(world: MegatronWorld, matrix: Matrix, target: Slot, name: str, at: Coordinates, primary: bool) -> LocalParam:
     """Return where the rank at `at` holds its part of `matrix` in the param `name`."""
     parallel = world.parallel
     parts, index = (parallel.etp, at.etp) if matrix.expert is not None else (parallel.tp, at.tp)
@@ -252,14 +252,14 @@ def _place(world: MegatronWorld, matrix: Matrix, target: Slot, name: str, at: Co
     flag = "etp" if matrix.expert is not None else "tp"
     if target.kind is Kind.REPLICATED:
         own = piece(matrix, whole(matrix.shape), name, (0,) * len(matrix.shape), primary, gain=gain)
-        return Place(name, ParamSpec(matrix.shape, dtype), (own,))
+        return LocalParam(name, ParamSpec(matrix.shape, dtype), (own,))
     axis, span = _share_of(matrix, target, parts, index, flag)
     shape = list(matrix.shape)
     starts = [0] * len(shape)
     shape[axis] = span.count * (2 if target.kind is Kind.GATED else 1)
     starts[axis] = span.count * target.part if target.kind is Kind.GATED else 0
     own = piece(matrix, on_axis(matrix, axis, span), name, tuple(starts), primary)
-    return Place(name, ParamSpec(tuple(shape), dtype), (own,))
+    return LocalParam(name, ParamSpec(tuple(shape), dtype), (own,))
 
 
 def _share_of(matrix: Matrix, target: Slot, parts: int, index: int, flag: str) -> tuple[int, Span]:
@@ -268,7 +268,7 @@ def _share_of(matrix: Matrix, target: Slot, parts: int, index: int, flag: str) -
     return axis, share(matrix.shape[axis], parts, index, f"Axis {axis} of {matrix.tensor}", flag)
 
 
-def _vocab(world: MegatronWorld, matrix: Matrix, name: str, dtype: str, index: int, primary: bool) -> Place:
+def _vocab(world: MegatronWorld, matrix: Matrix, name: str, dtype: str, index: int, primary: bool) -> LocalParam:
     vocab, hidden = matrix.shape
     rows = -(-vocab // world.parallel.tp)  # the last ranks' are padded
     start = index * rows
@@ -276,10 +276,10 @@ def _vocab(world: MegatronWorld, matrix: Matrix, name: str, dtype: str, index: i
     spec = ParamSpec((rows, hidden), dtype)
     own = (piece(matrix, (Span(start, held), Span(0, hidden)), name, (0, 0), primary),) if held else ()
     fills = (Fill(name, (Span(held, rows - held), Span(0, hidden))),) if held < rows else ()
-    return Place(name, spec, own, fills)
+    return LocalParam(name, spec, own, fills)
 
 
-def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str, index: int) -> Place:
+def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str, index: int) -> LocalParam:
     """Rows of a group: its queries, its key, its value; groups follow one another, ranks take equal shares of rows."""
     facts = world.facts
     own_rows = facts.heads // facts.kv_heads * facts.head_dim
@@ -294,7 +294,7 @@ def _qkv(world: MegatronWorld, matrix: Matrix, part: int, name: str, dtype: str,
             box = on_axis(matrix, 0, Span(group * size + first, count))
             pieces.append(piece(matrix, box, name, (to,) + (0,) * (len(matrix.shape) - 1)))
     shape: Shape = (mine.count, *matrix.shape[1:])
-    return Place(name, ParamSpec(shape, dtype), tuple(pieces))
+    return LocalParam(name, ParamSpec(shape, dtype), tuple(pieces))
 
 
 def piece(matrix: Matrix, box: Box, param: str, starts: tuple[int, ...], primary: bool = True, **more: object) -> Piece:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import weights_of
+from rlctl.models.families import weights_of
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import MegatronWorld
 

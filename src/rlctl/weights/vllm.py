@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES, Matrix, ModelWeights, Role
-from rlctl.models.registry import weights_of
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, share
-from rlctl.weights.plan import Shard
+from rlctl.weights.transfer_plan import Shard
 
 VOCAB_PADDING = 64
 # The published modules that each fused module consists of, in the order of its rows.
@@ -34,7 +34,7 @@ FUSED = {
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """A box of one published tensor inside a matrix or vector."""
 
     tensor: str
@@ -54,7 +54,7 @@ class LocalMatrix:
     path: str
     """The module's name in vLLM's model."""
     parameter: str
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     columns: int = 0
     """Width of the matrix; 0 for a vector."""
     index: int | None = None
@@ -153,7 +153,7 @@ def stacked_rows(
     parts, row = [], 0
     for tensor, own in zip(tensors, rows, strict=True):
         shape, start = ((own.total, columns), (own.first, 0)) if columns else ((own.total,), (own.first,))
-        parts.append(Part(tensor, shape, start, row, own.count))
+        parts.append(MatrixPart(tensor, shape, start, row, own.count))
         row += own.count
     return LocalMatrix(path, parameter, tuple(parts), columns, index)
 
@@ -161,7 +161,7 @@ def stacked_rows(
 def row_parallel(path: str, tensor: str, outputs: int, inputs: int, tp: int, rank: int) -> LocalMatrix:
     """All outputs of an equal share of the inputs."""
     span = share(inputs, tp, rank, f"Axis 1 of {tensor}", "generation tp")
-    part = Part(tensor, (outputs, inputs), (0, span.start), 0, outputs)
+    part = MatrixPart(tensor, (outputs, inputs), (0, span.start), 0, outputs)
     return LocalMatrix(path, "weight", (part,), span.count)
 
 
@@ -196,9 +196,9 @@ def expert(
     gate, up, down = (f"{prefix}.{number}.{name}.weight" for name in names)
     halves = (up, gate) if swapped else (gate, up)
     rows = zip(halves, (0, half), strict=True)
-    parts = tuple(Part(name, (ffn, hidden), (rank * width, 0), row, width) for name, row in rows)
+    parts = tuple(MatrixPart(name, (ffn, hidden), (rank * width, 0), row, width) for name, row in rows)
     yield LocalMatrix(path, "w13_weight", parts, hidden, index)
-    yield LocalMatrix(path, "w2_weight", (Part(down, (hidden, ffn), (0, rank * width), 0, hidden),), width, index)
+    yield LocalMatrix(path, "w2_weight", (MatrixPart(down, (hidden, ffn), (0, rank * width), 0, hidden),), width, index)
 
 
 def gpt_oss_expert(
@@ -207,10 +207,10 @@ def gpt_oss_expert(
     """One expert of gpt-oss, whose tensors [E, in, out] hold all experts, gate and up columns taking turns."""
     hidden, width, ranks, rank = sizes
     ffn, first = width * ranks, 2 * rank * width
-    up = Part(f"{prefix}.gate_up_proj", (experts, hidden, 2 * ffn), (number, 0, first), 0, hidden)
-    up_bias = Part(f"{prefix}.gate_up_proj_bias", (experts, 2 * ffn), (number, first), 0, 2 * width)
-    down = Part(f"{prefix}.down_proj", (experts, ffn, hidden), (number, rank * width, 0), 0, width)
-    down_bias = Part(f"{prefix}.down_proj_bias", (experts, hidden), (number, 0), 0, hidden)
+    up = MatrixPart(f"{prefix}.gate_up_proj", (experts, hidden, 2 * ffn), (number, 0, first), 0, hidden)
+    up_bias = MatrixPart(f"{prefix}.gate_up_proj_bias", (experts, 2 * ffn), (number, first), 0, 2 * width)
+    down = MatrixPart(f"{prefix}.down_proj", (experts, ffn, hidden), (number, rank * width, 0), 0, width)
+    down_bias = MatrixPart(f"{prefix}.down_proj_bias", (experts, hidden), (number, 0), 0, hidden)
     yield LocalMatrix(path, "w13_weight", (up,), 2 * width, index, transposed=True)
     yield LocalMatrix(path, "w2_weight", (down,), hidden, index, transposed=True)
     yield LocalMatrix(path, "w13_bias", (up_bias,), 0, index)
@@ -226,7 +226,7 @@ def latent_halves(
     for head in range(heads):
         first = (rank * heads + head) * (keys + values)
         yield stacked_rows(path, "W_UK_T", [tensor], [Rows(total, first, keys)], columns, head)
-        part = Part(tensor, (total, columns), (first + keys, 0), 0, values)
+        part = MatrixPart(tensor, (total, columns), (first + keys, 0), 0, values)
         yield LocalMatrix(path, "W_UV", (part,), columns, head, transposed=True)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
-from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.models.families import facts_from_hf_config, weights_of
 from support.parallel_families import hf_model
 
 Tensors = dict[str, torch.Tensor]

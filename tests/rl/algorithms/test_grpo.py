@@ -11,7 +11,7 @@ import torch
 
 from rlctl.backends.batch import LossOutput, MinibatchResult, TokenBatch
 from rlctl.config.schema import LossConfig, RlctlConfig
-from rlctl.rl.algorithms.base import RunLoss
+from rlctl.rl.algorithms.algorithm import RunLoss
 from rlctl.rl.algorithms.grpo import Grpo
 from support.token_batches import token_batch
 
@@ -119,7 +119,7 @@ def test_left_out_tokens_change_nothing_even_when_they_are_infinite() -> None:
                 ("rollout_logprobs_R", whole.rollout_logprobs_R, -math.inf),
                 ("advantages_R", whole.advantages_R, 1e30),
                 ("token_weights_R", whole.token_weights_R, 0),
-                ("loss_mask_R", whole.loss_mask_R, 0),
+                ("counted_R", whole.counted_R, 0),
                 ("rollout_R", whole.rollout_R, 2),
                 ("old_logprobs_R", whole.old_logprobs_R, 0.0),
                 ("reference_logprobs_R", whole.reference_logprobs_R, 0.0),
@@ -140,7 +140,7 @@ def test_left_out_tokens_change_nothing_even_when_they_are_infinite() -> None:
 
 def test_metrics_are_token_means_and_maxima() -> None:
     loss = grpo(clip_low=0.1, clip_high=0.1, importance_correction="truncated", importance_cap=1.2)
-    batch = token_batch(reference_logprobs_R=None, loss_mask_R=torch.arange(9) != 4)
+    batch = token_batch(reference_logprobs_R=None, counted_R=torch.arange(9) != 4)
     metrics = metrics_of(loss, loss(batch))
     kept = [i for i in range(9) if i != 4]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from rlctl.backends.base import PolicySpec
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
-from rlctl.models.registry import weights_of
 
 
 def has_transformer_engine(spec: PolicySpec) -> bool:

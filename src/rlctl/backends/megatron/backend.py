@@ -15,7 +15,7 @@ from rlctl.backends.megatron.args import (
     transformer_values,
 )
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
-from rlctl.models.registry import weights_of
+from rlctl.models.families import weights_of
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.megatron_names import Experts, Spec
 

@@ -43,7 +43,7 @@ def keep_on_host(inner: Any, memory: HostMemory) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """Parameters whose states visit the device together."""
 
     params: list[list[Tensor]]
@@ -52,7 +52,7 @@ class Part:
     """Likewise those of the lists that Megatron's optimizer copies between weights and float32 weights by."""
 
     @classmethod
-    def of(cls, groups: int) -> Part:
+    def of(cls, groups: int) -> StatePart:
         """An empty one."""
         names = [name for pair in PAIRS for name in pair]
         return cls([[] for _ in range(groups)], {name: [[] for _ in range(groups)] for name in names})
@@ -77,15 +77,15 @@ class HostStates:
         for part in self.parts:
             self._put_away(part.all)
 
-    def _divide(self) -> list[Part]:
+    def _divide(self) -> list[StatePart]:
         """The parameters in parts, in the order of their groups."""
         owner, groups = self._owner, self._owner.optimizer.param_groups
-        parts, number, size = list[Part](), dict[int, int](), 0
+        parts, number, size = list[StatePart](), dict[int, int](), 0
         for index, group in enumerate(groups):
             for param in group["params"]:
                 needs = 4 * param.numel() * (3 if id(param) in self._masters else 2)
                 if not parts or size + needs > PART_BYTES:
-                    parts.append(Part.of(len(groups)))
+                    parts.append(StatePart.of(len(groups)))
                     size = 0
                 parts[-1].params[index].append(param)
                 number[id(param)], size = len(parts) - 1, size + needs
@@ -129,7 +129,7 @@ class HostStates:
             storage.resize_(0)
 
     @contextlib.contextmanager
-    def visit(self, part: Part) -> Iterator[None]:
+    def visit(self, part: StatePart) -> Iterator[None]:
         """The states of `part` are on the device, to be changed, and the optimizer knows of no other parameters."""
         owner = self._owner
         with self.on_device(part.all, changed=True):

@@ -40,14 +40,14 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.models.matrices import Role
-from rlctl.models.registry import weights_of
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last pipeline stage returns float32 [2, C], log-prob and entropy of a row's chosen tokens, instead
+    """GPTModel whose last pipeline stage returns float32 [2, R], log-prob and entropy of a row's chosen tokens, instead
     of logits. The output layer runs only at the positions that predict one."""
 
     def __init__(self, *args: Any, temperature: float, chunk: int, vocab: int, **kwargs: Any) -> None:
@@ -71,10 +71,10 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits = partial(self._logits, weight=weight, width=min(width, self.true_vocab - start))
         vocab = VocabPart(tp_group, start)
-        out = chunked_logprobs(hidden_U, part.inverse_C, part.targets_C, logits, vocab, self.temperature, self.chunk)
+        out = chunked_logprobs(hidden_U, part.inverse_R, part.targets_R, logits, vocab, self.temperature, self.chunk)
         if cp_group.size() == 1:
             return out
-        return JoinContext.apply(out, part.columns_C["index"], row.targets_C.shape[0], cp_group)
+        return JoinContext.apply(out, part.columns_R["index"], row.targets_R.shape[0], cp_group)
 
     def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
         """[U, V]: this rank's logits, those of vocabulary padding cut off."""
@@ -238,7 +238,7 @@ def forward_step(
 ) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
     """A forward step for `get_forward_backward_func`: (row iterator, model) -> (output, its loss function).
 
-    `loss_of` gets the row and the model's float32 [2, C] output; the second value that it returns is collected.
+    `loss_of` gets the row and the model's float32 [2, R] output; the second value that it returns is collected.
     `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`.
     """
 

@@ -166,7 +166,7 @@ class MegatronWorker:
         return policy_world(self.spec, self.layer_spec)
 
     @torch.no_grad()
-    def load_hf(self, directory: Path | str) -> None:
+    def load_model(self, directory: Path | str) -> None:
         world = self.layouts()
         load_rank(Path(directory), world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
         self.weights_changed()
@@ -245,15 +245,15 @@ class MegatronWorker:
         with self._weights_of(column), torch.no_grad():
             found = self._run(rows, lambda row, out: (out[0].sum(), {"logprobs": out[0]}), forward_only=True)
         for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
-            row.columns_C[column] = result["logprobs"]
+            row.columns_R[column] = result["logprobs"]
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         from rlctl.backends.results import logprob_stats
 
         rows = [row for minibatch in self._rows for row in minibatch]
-        if not all(column in row.columns_C for row in rows):  # the last pipeline stage alone has them
+        if not all(column in row.columns_R for row in rows):  # the last pipeline stage alone has them
             return None
-        return self._result(logprob_stats([row.columns_C for row in rows], column, self._data_group))
+        return self._result(logprob_stats([row.columns_R for row in rows], column, self._data_group))
 
     def train_minibatch(
         self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None

@@ -18,14 +18,14 @@ from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_mode
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights.layout import Layout
-from rlctl.weights.plan import SingleWorld, World
+from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
     import torch
 
-    from rlctl.checkpoints.conversion.stream import Source
+    from rlctl.checkpoints.conversion.stream import ParamReader
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Exported:
     config: dict[str, Any]
     facts: ModelFacts
     world: World
-    source: Source
+    source: ParamReader
     dtype: str
 
 
@@ -107,8 +107,8 @@ def _with_untrained(own: Exported, base: Exported, facts: ModelFacts) -> Exporte
 class _Beside:
     """A source, some of whose params are read from another."""
 
-    own: Source
-    other: Source
+    own: ParamReader
+    other: ParamReader
     of_other: Collection[str]
 
     def read(self, param: str) -> torch.Tensor:
@@ -117,5 +117,5 @@ class _Beside:
     def drop(self, param: str) -> None:
         self._of(param).drop(param)
 
-    def _of(self, param: str) -> Source:
+    def _of(self, param: str) -> ParamReader:
         return self.other if param in self.of_other else self.own

@@ -24,11 +24,11 @@ from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDi
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import weights_of
+from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import ParamSpec
-from rlctl.weights.plan import SingleWorld, TransferPlan
+from rlctl.weights.transfer_plan import SingleWorld, TransferPlan
 
 BLOCK_BYTES = 64 << 20
 Tell = Callable[[str], None]

@@ -19,7 +19,7 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.layout import Fill, ParamSpec, Shape
-from rlctl.weights.plan import Copy, TransferPlan, World, receive_plan
+from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
@@ -29,7 +29,7 @@ MOST_THREADS = 8
 """The most threads that make and check blocks. Each holds one block: their number bounds the memory."""
 
 
-class Source(Protocol):
+class ParamReader(Protocol):
     """Where params are read from."""
 
     def read(self, param: str) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Streamed:
 def stream(
     plan: TransferPlan,
     shapes: Mapping[str, Shape],
-    source: Source,
+    source: ParamReader,
     order: Iterable[str],
     write: Callable[[str, torch.Tensor], None],
     progress: Progress,
@@ -106,7 +106,9 @@ def stream(
     return result
 
 
-def read_back(plan: TransferPlan, shapes: Mapping[str, Shape], written: Source, progress: Progress) -> dict[str, int]:
+def read_back(
+    plan: TransferPlan, shapes: Mapping[str, Shape], written: ParamReader, progress: Progress
+) -> dict[str, int]:
     """Fingerprints of the tensors as they lie in the destination's files."""
     by_param: dict[str, list[Copy]] = {}
     for copy in plan.copies:
@@ -185,7 +187,7 @@ def _one_thread_each() -> Iterator[None]:
 class _Locked:
     """A source for several threads. Tensors are mapped, so that their data are read outside of the lock."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ParamReader) -> None:
         self._source, self._lock = source, Lock()
 
     def read(self, param: str) -> torch.Tensor:

@@ -12,9 +12,9 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
-from rlctl.models.registry import facts_from_hf_config, weights_of
+from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole
-from rlctl.weights.plan import SingleWorld, World
+from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.transforms import Dequantize, Stored, Transform
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import Layout
-from rlctl.weights.plan import SingleWorld, World
+from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
     import torch

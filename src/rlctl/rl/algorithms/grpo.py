@@ -17,7 +17,7 @@ import numpy as np
 
 from rlctl.backends.batch import TokenBatch
 from rlctl.rl.advantages import group_advantages
-from rlctl.rl.algorithms.base import Algorithm
+from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ import pytest
 
 from rlctl.backends.vllm.weights.assign import BESIDE, MODEL, UNMATCHED, Assignment, assign
 from rlctl.backends.vllm.weights.locate import Form, Site, Sites
-from rlctl.weights.vllm import Part
+from rlctl.weights.vllm import MatrixPart
 
 WHY = "is quantised"
 
 
 def site(path: str, *tensors: str, parameter: str = "weight", form: Form = Form.PLAIN, **kinds: object) -> Site:
-    parts = tuple(Part(name, (4 * len(tensors), 2), (4 * i, 0), 4 * i, 4) for i, name in enumerate(tensors))
+    parts = tuple(MatrixPart(name, (4 * len(tensors), 2), (4 * i, 0), 4 * i, 4) for i, name in enumerate(tensors))
     return Site(path, parameter, parts, 2, module=None, form=form, **kinds)
 
 

@@ -17,7 +17,7 @@ import torch
 from rlctl.backends.vllm import compat
 from rlctl.errors import VerificationError
 from rlctl.weights import vllm as held
-from rlctl.weights.vllm import LocalMatrix, Part, Rows
+from rlctl.weights.vllm import LocalMatrix, MatrixPart, Rows
 
 CORRECTION_BIAS = "e_score_correction_bias"
 # vLLM's model classes whose modules have other names than the published tensors: (vLLM's, published).
@@ -79,7 +79,7 @@ class Site(LocalMatrix):
             value = unpacked_expert(value, self.isa)
         return value.t() if self.transposed else value
 
-    def box(self, part: Part, stored: torch.Tensor) -> torch.Tensor:
+    def box(self, part: MatrixPart, stored: torch.Tensor) -> torch.Tensor:
         """The view of `stored` that holds `part`, with as many dimensions as the published tensor."""
         rows = stored[part.row : part.row + part.rows]
         rows = rows if rows.dim() == 1 else rows[:, : self.columns]
@@ -340,7 +340,7 @@ def _why_not_halved(module: Any) -> str:
 
 
 def _opaque(path: str, module: Any, parameter: str, tensors: list[str], why: str, derived: bool = False) -> Site:
-    parts = tuple(Part(name, (), (), 0, 0) for name in tensors)
+    parts = tuple(MatrixPart(name, (), (), 0, 0) for name in tensors)
     return Site(path, parameter, parts, module=module, opaque=why, derived=derived)
 
 

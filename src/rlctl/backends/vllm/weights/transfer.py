@@ -29,8 +29,8 @@ from rlctl.backends.vllm.weights.write import (
     why_whole,
 )
 from rlctl.errors import ConfigError, RlctlError, WorkerError
-from rlctl.transport.base import Received, Receiver, TimedReceiver, open_receiver
 from rlctl.transport.cuda_ipc import device_name
+from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_receiver
 from rlctl.transport.rounds import Connection, Lengths, Need, cut_rounds, joined, whole_tensors
 from rlctl.transport.shared_memory import this_node
 from rlctl.weights.fingerprints import Reading

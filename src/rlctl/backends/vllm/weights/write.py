@@ -15,9 +15,9 @@ import torch
 
 from rlctl.backends.vllm.weights.locate import Form, Site, dtype_name, pack_expert
 from rlctl.errors import VerificationError
-from rlctl.transport.base import TimedReceiver
 from rlctl.transport.changes import MOST_ELEMENTS, read_piece, region
-from rlctl.transport.packing import chunk_view, copy_all
+from rlctl.transport.movers import TimedReceiver
+from rlctl.transport.round_buffers import chunk_view, copy_all
 from rlctl.transport.rounds import Chunk, Rounds, rows_of
 from rlctl.weights.layout import Layout
 from rlctl.weights.vllm import layout_of

@@ -20,10 +20,11 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.data.names import suggest
 from rlctl.envs.user_function import UserCode, is_reference
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.rl.algorithms.base import Algorithm
+from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Factory = Callable[[RlctlConfig], Algorithm]
@@ -38,7 +39,7 @@ PACKAGES = str(Path(__file__).parents[3])
 # What the file prints goes to stderr.
 TRIAL = (
     "import os, pickle, sys; sys.path.append(sys.argv[1]); out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1)\n"
-    "from rlctl.rl.algorithms.registry import trial; out.write(pickle.dumps(trial(pickle.load(sys.stdin.buffer))))"
+    "from rlctl.rl.algorithms.available import trial; out.write(pickle.dumps(trial(pickle.load(sys.stdin.buffer))))"
 )
 
 
@@ -97,9 +98,17 @@ class UserAlgorithm:
         if not (isinstance(make, type) and issubclass(make, Algorithm)):
             raise InputError(
                 f"Algorithm {self.code.reference!r} is no class of an algorithm.",
-                "Derive it from rlctl.rl.algorithms.base.Algorithm.",
+                "Derive it from rlctl.rl.algorithms.algorithm.Algorithm.",
             )
-        algorithm = make(config)
+        if missing := sorted(make.__abstractmethods__):
+            raise InputError(
+                f"Algorithm {self.code.reference!r} does not define {' and '.join(missing)}.",
+                "Both are described in docs/training.md.",
+            )
+        try:
+            algorithm = make(config)
+        except Exception as error:
+            raise self.code.error(error, "being made") from error
         algorithm.made_by = self
         return algorithm
 
@@ -112,7 +121,15 @@ class UserLoss(Algorithm):
         super().__init__(inner.config)
         self.inner, self.code, self._names = inner, code, names
         self.metrics = tuple(Metric(name, "mean", curve=name) for name in names)
-        self.keeps, self.advantages, self.token_weights = inner.keeps, inner.advantages, inner.token_weights
+
+    def keeps(self, rewards_G: np.ndarray) -> bool:
+        return self.inner.keeps(rewards_G)
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        return self.inner.advantages(rewards_G)
+
+    def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
+        return self.inner.token_weights(response_tokens_N)
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         return self.answer(batch)[0]
@@ -215,7 +232,7 @@ def _made_up_batch(needs: frozenset[str]) -> TokenBatch:
         rollout_logprobs_R=near(logprobs_R),
         advantages_R=torch.tensor([1.0] * 4 + [-1.0] * 3),
         token_weights_R=torch.full((TRIAL_TOKENS,), 1 / TRIAL_TOKENS),
-        loss_mask_R=torch.ones(TRIAL_TOKENS, dtype=torch.bool),
+        counted_R=torch.ones(TRIAL_TOKENS, dtype=torch.bool),
         rollout_R=torch.tensor([0] * 4 + [1] * 3),
         old_logprobs_R=near(logprobs_R) if "old_logprobs" in needs else None,
         reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,

@@ -25,15 +25,15 @@ from rlctl.errors import WorkerError
 from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exchange
 from rlctl.refit.records import Made, Sent, SourcePlace, SourceSetup, TableRow
 from rlctl.transport import disk
-from rlctl.transport.base import Sender, make_staging, open_sender, sends_messages
 from rlctl.transport.changes import ChangePacker
 from rlctl.transport.collective import CollectiveSender, Group, serve_store
 from rlctl.transport.cuda_ipc import device_name
-from rlctl.transport.packing import Packer, source_view
+from rlctl.transport.movers import Sender, make_staging, open_sender, sends_messages
+from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_world, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Staging, this_node
 from rlctl.weights.fingerprints import combine
-from rlctl.weights.plan import (
+from rlctl.weights.transfer_plan import (
     Copy,
     Place,
     RememberingWorld,

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rlctl.refit.source import RefitSource
-from rlctl.transport.packing import Packer
+from rlctl.refit.policy_side import RefitSource
+from rlctl.transport.round_buffers import Packer
 from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
-from rlctl.weights.plan import SingleWorld, World, receive_plan
+from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
 
 ROWS = [(f"layer.{number}", "float32", (8, 8)) for number in range(4)]
 

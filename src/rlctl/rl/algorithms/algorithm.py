@@ -11,6 +11,7 @@ entropy of the policy, and how far the engine's log-probs are from the trainer's
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ and not training: mean and maximum of |d|, the KL divergence by k3, and the mean
 multiplicative token probability error."""
 
 
-class Algorithm:
+class Algorithm(ABC):
     """An algorithm with its configuration; a subclass gives at least `advantages` and `token_loss`."""
 
     requires: frozenset[LogprobColumn] = frozenset()
@@ -61,17 +62,17 @@ class Algorithm:
         """Return whether a group with these rewards is trained on."""
         return True
 
+    @abstractmethod
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return the advantage of each rollout of a group; float64 [G]."""
-        raise NotImplementedError
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         """Return the weight of each response token of a rollout; float64 [N]. All normalisation is in them."""
         return token_weights(response_tokens_N, self.config.loss.level)
 
+    @abstractmethod
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         """Return the loss of each response token [R], without its weight; differentiable in `batch.logprobs_R`."""
-        raise NotImplementedError
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
@@ -109,10 +110,10 @@ class RunLoss:
 
         loss_R = self.algorithm.token_loss(batch)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
-        loss = torch.where(batch.loss_mask_R, batch.token_weights_R * loss_R, 0.0).sum()
+        loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
             values = {**_measured_always(batch), **self.algorithm.measure(batch)}
-            return self._reduced(loss, values, batch.loss_mask_R)
+            return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
         """Raises ValueError where the algorithm measured something else than it declares."""
@@ -150,7 +151,7 @@ def _measured_always(batch: TokenBatch) -> dict[str, torch.Tensor]:
 
     from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs
 
-    log_ratio_R = torch.where(batch.loss_mask_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
+    log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
     difference_R = log_ratio_R.abs()
     return {
         "entropy": batch.entropy_R,

@@ -16,7 +16,7 @@ from rlctl.errors import VerificationError
 from rlctl.weights import hf
 from rlctl.weights.layout import Layout, Piece, Span, meet, overlaps, whole
 from rlctl.weights.megatron import MegatronWorld
-from rlctl.weights.plan import (
+from rlctl.weights.transfer_plan import (
     Place,
     RememberingWorld,
     SingleWorld,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlctl.transport.collective import Group
-    from rlctl.transport.packing import Packer
+    from rlctl.transport.round_buffers import Packer
     from rlctl.transport.shared_memory import Staging
 
 

@@ -13,10 +13,10 @@ import torch
 
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
-from rlctl.rl.algorithms import registry
-from rlctl.rl.algorithms.base import Algorithm, RunLoss
+from rlctl.rl.algorithms import available
+from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.algorithms.available import algorithm_from_config, register
 from rlctl.rl.algorithms.grpo import Grpo
-from rlctl.rl.algorithms.registry import algorithm_from_config, register
 from support.token_batches import token_batch
 
 LOSS = """
@@ -41,7 +41,7 @@ def exits(batch):
     raise SystemExit(3)
 """
 ALGORITHM = """
-from rlctl.rl.algorithms.base import Algorithm
+from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
 
 class Reinforce(Algorithm):
@@ -55,6 +55,14 @@ class Reinforce(Algorithm):
 
     def measure(self, batch):
         return {"surprise": -batch.logprobs_R}
+
+class Half(Algorithm):
+    def advantages(self, rewards_G):
+        return rewards_G
+
+class Broken(Reinforce):
+    def __init__(self, config):
+        raise ValueError("no such option")
 
 def function(config):
     return None
@@ -91,7 +99,7 @@ class FromOutside(Grpo):
 
 
 def test_an_algorithm_is_registered_from_outside_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(available, "_registered", {})
     register("outside", FromOutside)
     with pytest.raises(ConfigError, match="outside needs reference_logprobs") as error:
         configured(run={"algorithm": "outside"})
@@ -136,7 +144,12 @@ def test_an_algorithm_from_a_file_works_in_another_process_after_the_file_is_gon
 def test_a_file_that_holds_no_algorithm_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(ALGORITHM)
-    for name, said in (("function", "no class of an algorithm"), ("Absent", "no function 'Absent'")):
+    for name, said in (
+        ("function", "no class of an algorithm"),
+        ("Absent", "no function 'Absent'"),
+        ("Half", "does not define token_loss"),
+        ("Broken", r"raised ValueError: no such option \(being made; .*own.py"),
+    ):
         with pytest.raises(InputError, match=said):
             configured(run={"algorithm": f"{file}:{name}"})
 

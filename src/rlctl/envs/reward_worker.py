@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rlctl.data.rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_prompts
-from rlctl.data.rows import PromptRow, PromptSource
 from rlctl.errors import InputError
 
 SCANNED_PROMPTS = 2048

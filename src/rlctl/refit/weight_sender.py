@@ -75,7 +75,7 @@ class SendingPolicy(PolicyWorker, WeightSender, Protocol):
 
 def policy_worker(worker: str, **kwargs: Any) -> SendingPolicy:
     """One rank of a policy: the worker of a backend (`PolicyBackend.worker`) with the sending side of refits."""
-    from rlctl.refit.source import RefitSource
+    from rlctl.refit.policy_side import RefitSource
 
     class Sending(imported(worker), RefitSource):
         def close(self) -> None:
@@ -87,6 +87,6 @@ def policy_worker(worker: str, **kwargs: Any) -> SendingPolicy:
 
 
 if TYPE_CHECKING:
-    from rlctl.refit.source import RefitSource
+    from rlctl.refit.policy_side import RefitSource
 
     SENDER: type[WeightSender] = RefitSource

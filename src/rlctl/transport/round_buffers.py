@@ -13,9 +13,9 @@ import torch
 
 from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.errors import WorkerError
-from rlctl.transport.rounds import ALIGNMENT, Chunk, Part, Rounds, message_bytes
+from rlctl.transport.rounds import ALIGNMENT, Chunk, MessagePart, Rounds, message_bytes
 from rlctl.weights.layout import ITEM_BYTES
-from rlctl.weights.plan import Copy
+from rlctl.weights.transfer_plan import Copy
 from rlctl.weights.transforms import Cast
 
 
@@ -38,13 +38,13 @@ def by_round(copies: Sequence[Copy], rounds: Rounds) -> list[list[Copy]]:
     return found
 
 
-def message_parts(copies: Sequence[Copy]) -> tuple[Part, ...]:
+def message_parts(copies: Sequence[Copy]) -> tuple[MessagePart, ...]:
     """Where each copy lies in a message that holds all of them."""
     parts, offset = [], 0
     for copy in copies:
         chunk = int(copy.destination_param.partition(".")[2])
         size = copy.elements * ITEM_BYTES[copy.destination_dtype]
-        parts.append(Part(chunk, copy.destination_view, offset, size))
+        parts.append(MessagePart(chunk, copy.destination_view, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(parts)
 
@@ -139,7 +139,7 @@ class Images:
     """Two images, and for each sender two buffers in which its messages arrive."""
 
     def __init__(
-        self, rounds: Rounds, parts: list[list[tuple[Part, ...]]], device: torch.device, capacity: int
+        self, rounds: Rounds, parts: list[list[tuple[MessagePart, ...]]], device: torch.device, capacity: int
     ) -> None:
         """`parts[sender][round]`: the boxes of a message; `capacity`: bytes of an image (0: `unpack` is given it)."""
         self.rounds, self.parts = rounds, parts
