@@ -25,14 +25,14 @@ from published_rows import PHASES, PROVEN, Row, device_of, facts_of, size, usabl
 
 from rlctl.errors import RlctlError
 from rlctl.models.catalog import lookup
-from rlctl.planner import memory as mem
-from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice
-from rlctl.planner.cluster import GIB, make_cluster
-from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.costs import memory as mem
+from rlctl.planner.costs import time as timing
+from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.inputs.cluster import GIB, make_cluster
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import Plan, make_plan
-from rlctl.planner.parameters import count
-from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
 
 FITTED = (

@@ -13,10 +13,10 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import GIB, ClusterFacts, make_cluster
-from rlctl.planner.constants import BOUNDS, Constants
-from rlctl.planner.parameters import count
-from rlctl.planner.time import offload_seconds, refit_time, tensor_count
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.costs.time import offload_seconds, refit_time, tensor_count
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts, make_cluster
+from rlctl.planner.inputs.constants import BOUNDS, Constants
 
 
 @dataclass(frozen=True)

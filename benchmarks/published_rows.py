@@ -14,8 +14,8 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import ClusterFacts, make_cluster
-from rlctl.planner.workload import Workload
+from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
+from rlctl.planner.inputs.workload import Workload
 
 PROVEN = ("published", "CI-tested", "documented recommended", "documented minimum (runs)")
 PHASES = {"training": "train_s", "generation": "gen_s", "refit": "refit_s", "logprobs": "logprob_s"}

@@ -10,7 +10,7 @@ from rlctl import cli
 from rlctl.checkpoints.locations import converted_directory, nearest_existing
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
-from rlctl.planner.cluster import profile_path
+from rlctl.planner.inputs.cluster import profile_path
 
 NOBODY = "~no_such_user_here/x"
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlctl.models.catalog import entries, facts_of, lookup, near
-from rlctl.planner.parameters import count
+from rlctl.planner.costs.parameters import count
 
 # Billions of parameters as the hub's safetensors headers or the model's report state them (MTP layers left out).
 PUBLISHED = {

@@ -16,15 +16,15 @@ from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, TrainingChoice
-from rlctl.planner.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
-from rlctl.planner.constants import DEFAULTS
-from rlctl.planner.explain import explain
+from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
+from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import Plan, make_plan, refuse_unrunnable
-from rlctl.planner.render import compare_text, plan_json, plan_text
-from rlctl.planner.rules import training_problems
-from rlctl.planner.time import offload_seconds
-from rlctl.planner.workload import Workload
+from rlctl.planner.search.rules import training_problems
+from rlctl.planner.views.explain import explain
+from rlctl.planner.views.render import compare_text, plan_json, plan_text
 from rlctl.telemetry.phases import Phase
 
 CPU = ClusterFacts(cpu_device(2, 24 * GIB), 1, 0)
@@ -435,8 +435,8 @@ def test_a_gpu_preset_on_a_machine_without_is_the_machine_s_lack(monkeypatch: py
 
 def test_planning_imports_no_engine() -> None:
     code = (
-        "import sys; from rlctl.models.catalog import lookup; from rlctl.planner.cluster import make_cluster;"
-        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.workload import Workload;"
+        "import sys; from rlctl.models.catalog import lookup; from rlctl.planner.inputs.cluster import make_cluster;"
+        "from rlctl.planner.make_plan import make_plan; from rlctl.planner.inputs.workload import Workload;"
         "make_plan(lookup('Qwen3-8B'), make_cluster('h100'), Workload());"
         "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'megatron') if m in sys.modules])"
     )

@@ -9,7 +9,8 @@ import pytest
 from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup
-from rlctl.planner.cluster import (
+from rlctl.planner.from_config import cluster_from_config
+from rlctl.planner.inputs.cluster import (
     GIB,
     REACHED,
     ClusterFacts,
@@ -22,9 +23,8 @@ from rlctl.planner.cluster import (
     save_profile,
     with_profile,
 )
-from rlctl.planner.from_config import cluster_from_config
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import make_plan
-from rlctl.planner.workload import Workload
 from rlctl.telemetry.phases import Phase
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rlctl.errors import ConfigError, NoPlanError
 from rlctl.models.catalog import entries
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.cluster import DEVICES, GIB, ClusterFacts, cpu_device, make_cluster
+from rlctl.planner.inputs.cluster import DEVICES, GIB, ClusterFacts, cpu_device, make_cluster
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import Plan, make_plan
-from rlctl.planner.render import plan_json
-from rlctl.planner.workload import Workload
+from rlctl.planner.views.render import plan_json
 from rlctl.telemetry.phases import Phase
 
 MODELS = st.sampled_from([entry.facts for entry in entries()])

@@ -28,7 +28,7 @@ from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.render import plan_json, plan_text
+from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
 

@@ -32,7 +32,7 @@ from rlctl.models.families import facts_from_hf_config
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.render import plan_json
+from rlctl.planner.views.render import plan_json
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.prompt_order import PromptStream

@@ -92,7 +92,7 @@ def measure(json_: bool) -> None:
     """Measure the machine and store its profile where the planner looks for it."""
     from rlctl.checkpoints.locations import converted_directory
     from rlctl.doctor.calibrate import calibrate, profile_text
-    from rlctl.planner.cluster import profile_path, save_profile
+    from rlctl.planner.inputs.cluster import profile_path, save_profile
 
     profile = calibrate(converted_directory(), tell=lambda part: message(f"measuring {part}"))
     save_profile(profile, profile_path())
@@ -113,7 +113,7 @@ def wanted(config: RlctlConfig) -> Wanted:
     """Return what this configuration needs of the machine. A named type of GPU needs at least one. Raises InputError
     for an unknown type of GPU."""
     from rlctl.doctor.examine import Wanted
-    from rlctl.planner.cluster import device_named
+    from rlctl.planner.inputs.cluster import device_named
 
     kind = config.cluster.gpu
     named = kind not in ("auto", "cpu")
@@ -131,7 +131,7 @@ def parameters(name: str | None, revision: str | None) -> int:
     """Return the parameters of the model, by the catalog or its weights in a local directory; 0 if neither knows it."""
     from rlctl.checkpoints.model_source import stored_parameters
     from rlctl.models import catalog
-    from rlctl.planner.parameters import count
+    from rlctl.planner.costs.parameters import count
 
     if name is None:
         return 0

@@ -137,7 +137,7 @@ def side(text: str) -> tuple[list[str], str | None, list[str]]:
 def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     """Plan and show it; with --json also what there is to say where nothing fits."""
     from rlctl.apps.prepare import shown_plan
-    from rlctl.planner.render import no_plan_values
+    from rlctl.planner.views.render import no_plan_values
 
     try:
         made = shown_plan(resolved, top, message)
@@ -151,8 +151,8 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.apps.arguments import EngineArguments, differences
     from rlctl.apps.prepare import planned_crew
-    from rlctl.planner.explain import explain as arithmetic
-    from rlctl.planner.render import plan_json, plan_text
+    from rlctl.planner.views.explain import explain as arithmetic
+    from rlctl.planner.views.render import plan_json, plan_text
 
     name = resolved.config.model.name or ""
     planned = resolved.with_values(made.config_values())
@@ -174,8 +174,8 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
 
 
 def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, json_: bool) -> None:
-    from rlctl.planner.explain import explain as arithmetic
-    from rlctl.planner.render import compare_text, plan_json
+    from rlctl.planner.views.explain import explain as arithmetic
+    from rlctl.planner.views.render import compare_text, plan_json
 
     if json_:
         data: dict[str, Any] = {"plans": [plan_json(plan) for plan in plans], "names": list(names)}
@@ -189,7 +189,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.planner.against import compare_memory, compare_run, comparison_text, memory_text
+    from rlctl.planner.views.against import compare_memory, compare_run, comparison_text, memory_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:

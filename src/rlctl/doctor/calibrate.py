@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rlctl.errors import MachineError
-from rlctl.planner.cluster import MachineProfile, match_device
+from rlctl.planner.inputs.cluster import MachineProfile, match_device
 
 MIB = 1024**2
 GROUP_TIMEOUT_S = 180.0

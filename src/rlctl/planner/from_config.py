@@ -14,10 +14,10 @@ from rlctl.errors import ConfigError, MachineError
 from rlctl.models.constraints import require_policy_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, Precision
-from rlctl.planner.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
-from rlctl.planner.constants import DEFAULTS
+from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
+from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import Plan, make_plan
-from rlctl.planner.workload import Workload
 
 PROMPT_TOKENS = 128
 """Prompt length that is reckoned with where the data is not read."""

@@ -8,15 +8,15 @@ from typing import Any
 
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
-from rlctl.planner import search
 from rlctl.planner.choice import Adapters, Precision
-from rlctl.planner.cluster import ClusterFacts
-from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.fitting import device_seconds, fitting_plans, score
-from rlctl.planner.reasons import reasons_for
+from rlctl.planner.inputs.cluster import ClusterFacts
+from rlctl.planner.inputs.constants import DEFAULTS, Constants
+from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.result import Plan, Rejected
-from rlctl.planner.search import Request
-from rlctl.planner.workload import Workload
+from rlctl.planner.search import policy_search as search
+from rlctl.planner.search.fitting import device_seconds, fitting_plans, score
+from rlctl.planner.search.policy_search import Request
+from rlctl.planner.views.reasons import reasons_for
 
 
 def make_plan(
@@ -51,7 +51,7 @@ def make_plan(
     if workload.goal == "frugal":
         plans = _frugal(request, plans)
     if not plans:
-        from rlctl.planner.advice import no_plan
+        from rlctl.planner.views.advice import no_plan
 
         raise no_plan(request, rejected)
     if prefer_runnable:

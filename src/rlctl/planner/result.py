@@ -10,11 +10,11 @@ from typing import Any
 from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import ClusterFacts
-from rlctl.planner.constants import DEFAULTS
-from rlctl.planner.memory import PhaseMemory
-from rlctl.planner.rules import not_runnable
-from rlctl.planner.workload import Workload
+from rlctl.planner.costs.memory import PhaseMemory
+from rlctl.planner.inputs.cluster import ClusterFacts
+from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlctl.backends.host_memory import HostMemory, pairs
 from rlctl.errors import ConfigError
-from rlctl.planner.constants import OPTIMIZER_PART_BYTES
+from rlctl.planner.inputs.constants import OPTIMIZER_PART_BYTES
 
 PART_BYTES = OPTIMIZER_PART_BYTES
 PAIRS = (("model_float16_groups", "shard_fp32_from_float16_groups"), ("model_fp32_groups", "shard_fp32_groups"))

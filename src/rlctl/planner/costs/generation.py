@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice
-from rlctl.planner.cluster import GIB, ClusterFacts
-from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.memory import PhaseMemory
-from rlctl.planner.parameters import attended, count, kv_bytes_per_token
-from rlctl.planner.workload import Workload
+from rlctl.planner.costs.memory import PhaseMemory
+from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts
+from rlctl.planner.inputs.constants import DEFAULTS, Constants
+from rlctl.planner.inputs.workload import Workload
 
 CPU_DECODE_EFFICIENCY = 0.35
 """Share of the processor's matmul rate that vLLM's decode reaches (135M parameters on two AVX2 cores)."""

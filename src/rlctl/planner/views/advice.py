@@ -10,13 +10,14 @@ from typing import Any
 from rlctl.config.parallel import SIZES
 from rlctl.errors import ConfigError, NoPlanError, RlctlError
 from rlctl.models.constraints import Problem
-from rlctl.planner import engine_search, search
 from rlctl.planner.choice import Adapters
-from rlctl.planner.cluster import ClusterFacts, cpu_device
-from rlctl.planner.fitting import fitting_plans
+from rlctl.planner.inputs.cluster import ClusterFacts, cpu_device
 from rlctl.planner.result import Rejected
-from rlctl.planner.rules import lone_problem
-from rlctl.planner.search import Request
+from rlctl.planner.search import engine_search
+from rlctl.planner.search import policy_search as search
+from rlctl.planner.search.fitting import fitting_plans
+from rlctl.planner.search.policy_search import Request
+from rlctl.planner.search.rules import lone_problem
 
 LARGEST_NODES = 4096
 SHOWN = 5

@@ -9,8 +9,7 @@ from typing import Any
 
 from rlctl.models.constraints import Problem
 from rlctl.planner.choice import GenerationChoice
-from rlctl.planner.cluster import GIB
-from rlctl.planner.generation import (
+from rlctl.planner.costs.generation import (
     CPU_ENGINE_BYTES,
     generation_time,
     kv_bytes_per_token_on_device,
@@ -18,8 +17,9 @@ from rlctl.planner.generation import (
     plan_kv,
     weight_bytes,
 )
-from rlctl.planner.rules import generation_problems
-from rlctl.planner.search import SIMPLICITY, Reject, Request, powers, values_to_try
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.search.policy_search import SIMPLICITY, Reject, Request, powers, values_to_try
+from rlctl.planner.search.rules import generation_problems
 
 
 @dataclass(frozen=True)

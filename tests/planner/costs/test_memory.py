@@ -10,12 +10,18 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import GIB, make_cluster
-from rlctl.planner.constants import DEFAULTS
-from rlctl.planner.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
-from rlctl.planner.memory import activation_bytes, layer_activation_bytes, logit_bytes, state_bytes, training_memory
-from rlctl.planner.parameters import count, rank_parameters, stages, trained_parameters
-from rlctl.planner.workload import Workload
+from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.costs.memory import (
+    activation_bytes,
+    layer_activation_bytes,
+    logit_bytes,
+    state_bytes,
+    training_memory,
+)
+from rlctl.planner.costs.parameters import count, rank_parameters, stages, trained_parameters
+from rlctl.planner.inputs.cluster import GIB, make_cluster
+from rlctl.planner.inputs.constants import DEFAULTS
+from rlctl.planner.inputs.workload import Workload
 
 
 def model(name: str) -> ModelFacts:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rlctl.planner import memory as mem
-from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import GIB
-from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
+from rlctl.planner.costs import memory as mem
+from rlctl.planner.costs import time as timing
+from rlctl.planner.costs.generation import generation_time, kv_bytes_per_token_on_device, weight_bytes
+from rlctl.planner.costs.parameters import Stage, count, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.time import refit_time, remote_share, tensor_count
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.make_plan import Plan
-from rlctl.planner.parameters import Stage, count, rank_parameters, stages, trained_parameters
-from rlctl.planner.time import refit_time, remote_share, tensor_count
 
 
 def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:

@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rlctl.planner import engine_search, search
-from rlctl.planner import memory as mem
-from rlctl.planner import time as timing
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import GIB
-from rlctl.planner.generation import generation_memory, generation_time, weight_bytes
+from rlctl.planner.costs import memory as mem
+from rlctl.planner.costs import time as timing
+from rlctl.planner.costs.generation import generation_memory, generation_time, weight_bytes
+from rlctl.planner.costs.time import refit_time
+from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Rejected
-from rlctl.planner.rules import not_runnable
-from rlctl.planner.search import Request
-from rlctl.planner.time import refit_time
+from rlctl.planner.search import engine_search
+from rlctl.planner.search import policy_search as search
+from rlctl.planner.search.policy_search import Request
+from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import GIB
+from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
-from rlctl.planner.search import HEADROOM, Request
+from rlctl.planner.search.policy_search import HEADROOM, Request
 
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:

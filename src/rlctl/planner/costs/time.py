@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import ClusterFacts
-from rlctl.planner.constants import DEFAULTS, Constants
-from rlctl.planner.generation import weight_bytes
-from rlctl.planner.memory import layer_activation_bytes, master_and_moments
-from rlctl.planner.parameters import Stage, attended, count, layer_sizes, score_width, stages, trained_parameters
-from rlctl.planner.workload import Workload
+from rlctl.planner.costs.generation import weight_bytes
+from rlctl.planner.costs.memory import layer_activation_bytes, master_and_moments
+from rlctl.planner.costs.parameters import Stage, attended, count, layer_sizes, score_width, stages, trained_parameters
+from rlctl.planner.inputs.cluster import ClusterFacts
+from rlctl.planner.inputs.constants import DEFAULTS, Constants
+from rlctl.planner.inputs.workload import Workload
 
 CPU_MATMUL_EFFICIENCY = 0.65
 """Share of the processor's matmul rate, inside a training step with packed rows (120 of 178 GFLOP/s on two AVX2

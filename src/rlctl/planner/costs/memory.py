@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.cluster import GIB, ClusterFacts
-from rlctl.planner.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
-from rlctl.planner.parameters import Stage, rank_parameters, stages, trained_parameters
-from rlctl.planner.workload import Workload
+from rlctl.planner.costs.parameters import Stage, rank_parameters, stages, trained_parameters
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts
+from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
+from rlctl.planner.inputs.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from rlctl.config.keys import TRAINING_CHOSEN
 from rlctl.errors import NoPlanError
-from rlctl.planner.cluster import GIB
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.make_plan import Plan
-from rlctl.planner.parameters import count
 from rlctl.telemetry.phases import Phase
 
 GENERATION_KEYS = (

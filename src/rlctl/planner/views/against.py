@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from rlctl.errors import InputError
-from rlctl.planner.cluster import GIB
+from rlctl.planner.inputs.cluster import GIB
 from rlctl.telemetry.phases import Phase
 
 SUSPECTS = {

@@ -283,7 +283,7 @@ def with_profile(cluster: ClusterFacts, profile: MachineProfile | None) -> Clust
 
 
 REACHED = 0.72
-"""Share of the data sheet's BF16 peak that a large matmul reaches where nothing is wrong (planner/constants.py)."""
+"""Share of the data sheet's BF16 peak that a large matmul reaches where nothing is wrong (see `constants.py`)."""
 REACHED_BANDWIDTH = 0.9
 LINK_REACHED = 0.8
 """Share of NVLink's peak that nccl-tests report as bus bandwidth of a large all-reduce."""

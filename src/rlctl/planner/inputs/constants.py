@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.planner.cluster import GIB
+from rlctl.planner.inputs.cluster import GIB
 
 OPTIMIZER_PART_BYTES = 256 * 1024**2
 """Most bytes of an optimizer's states that are on the device at once where they live in host memory

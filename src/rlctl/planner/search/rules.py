@@ -11,8 +11,8 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem, engine_problems, float8_problems, lone_problems, policy_problems
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
-from rlctl.planner.cluster import ClusterFacts
-from rlctl.planner.workload import Workload
+from rlctl.planner.inputs.cluster import ClusterFacts
+from rlctl.planner.inputs.workload import Workload
 
 
 def training_problems(

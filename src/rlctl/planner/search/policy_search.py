@@ -1,6 +1,6 @@
 """The request for a plan, and the search for the policy's layout, which ranks all that are valid and fit.
 
-`engine_search` does the same for engines.
+`engine_search.py` does the same for engines.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem
 from rlctl.models.facts import ModelFacts
-from rlctl.planner import memory as mem
-from rlctl.planner import time as timing
 from rlctl.planner.choice import Adapters, Precision, TrainingChoice
-from rlctl.planner.cluster import GIB, ClusterFacts
-from rlctl.planner.constants import Constants
-from rlctl.planner.rules import training_problems
-from rlctl.planner.workload import Workload
+from rlctl.planner.costs import memory as mem
+from rlctl.planner.costs import time as timing
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts
+from rlctl.planner.inputs.constants import Constants
+from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.search.rules import training_problems
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""
