@@ -2,7 +2,8 @@
 # .venv first and needs only Python 3.11 and pip.
 .PHONY: demo test lint venv
 
-PYTEST_ARGS ?=
+# Two processes, each with whole folders of tests (tests/conftest.py).
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 demo: venv
 	.venv/bin/rlctl train grpo --preset laptop

@@ -27,6 +27,18 @@ from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["support.commands", "support.engines"]
 
+SHARING = {"backends": "engines", "refit": "engines"}
+"""Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a folder's tests in one process where several run tests: they share what is slow to start."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            folder = item.path.relative_to(Path(__file__).parent).parts[0]
+            item.add_marker(pytest.mark.xdist_group(SHARING.get(folder, folder)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:

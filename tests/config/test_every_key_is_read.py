@@ -119,7 +119,9 @@ def commands() -> Iterator[tuple[str, str, object]]:
             yield name, registered.name or "", registered.callback
 
 
-@pytest.mark.parametrize(("command", "sub", "function"), list(commands()), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("command", "sub", "function"), list(commands()), ids=lambda value: getattr(value, "__name__", value)
+)
 def test_an_option_of_a_command_is_used_in_its_body(command: str, sub: str, function: object) -> None:
     tree = ast.parse(inspect.getsource(function))  # type: ignore[arg-type]
     body = ast.Module(tree.body[0].body, [])  # type: ignore[attr-defined]
