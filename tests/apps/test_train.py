@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
@@ -23,90 +21,29 @@ from rlctl.rl.agreement import LIMITS
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from support.commands import Run
-from support.metrics import without_timing
+from support.runs import (
+    LIMIT_S,
+    REWARD,
+    ROLLOUTS,
+    STEPS,
+    TASK,
+    command,
+    finish,
+    results,
+    resume,
+    same_run,
+    started,
+    wait_for_step,
+    wait_until_gone,
+    worker_name,
+)
 from support.tiny_models import write_tiny_llama
-
-STEPS = 4
-LIMIT_S = 900
-TASK = (
-    "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
-    "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
-)  # fmt: skip
-ROLLOUTS = 8  # of a step
-# A reward that a random model earns: answers with an even number of characters. A run may be held up in it.
-REWARD = """
-import itertools, os, time
-scored = itertools.count(1)
-def even(completion, answer, prompt, **row):
-    if next(scored) > int(os.environ.get("HOLD_AFTER", 1 << 40)):
-        time.sleep(200)
-    return float(len(completion) % 2 == 0)
-"""
-
-
-def command(model: Path, run_dir: Path, *more: str) -> list[str]:
-    reward = model.parent / "reward.py"  # beside the model: its path names the metric, and runs are compared
-    reward.write_text(REWARD)
-    return [
-        str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
-        "--reward", f"{reward}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2", "--seed", "1",
-        "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
-        "run.checkpoint_every=2", "--set", "reward.timeout_s=300", "--set", "training.dp=1",
-        "--set", "training.threads=1", "--set", "generation.threads=1", *more,
-    ]  # fmt: skip
-
-
-def resume(run_dir: Path, *more: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--resume", "--run-dir", str(run_dir), *more]
-
-
-def finish(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 @pytest.fixture
 def here(run_here: Run) -> Callable[[list[str]], subprocess.CompletedProcess[str]]:
     """As `finish`, in the process of the tests."""
     return lambda arguments: run_here(*arguments[1:])
-
-
-@contextlib.contextmanager
-def started(arguments: list[str], log: Path):
-    """A run in the background; whatever is left of it at the end is killed."""
-    with log.open("w") as out:
-        process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
-    family: list[psutil.Process] = []
-    process.family = lambda: family.extend(process.children(recursive=True)) or family  # type: ignore[attr-defined]
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family.extend(process.children(recursive=True))
-        for one in (process, *family):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait(30)
-
-
-def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -> None:
-    """Until `steps` lines of metrics are there."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and len(read_metrics(path)) >= steps:
-            return
-        assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
-        time.sleep(0.05)
-    pytest.fail(f"no step {steps} in {LIMIT_S} s:\n{log.read_text()}")
-
-
-def wait_until_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=120)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
-
-
-def results(run_dir: Path) -> list[dict]:
-    return [without_timing(line) for line in read_metrics(run_dir / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +109,8 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
     monkeypatch.setenv("HOLD_AFTER", str(3 * ROLLOUTS))
     with started(command(tiny_llama, run_dir, "--set", "run.checkpoint_every=1"), log) as process:
         wait_for_step(process, run_dir, 1, log)
-        workers = [p for p in process.family() if _worker_name(p, run_dir)]
-        assert {_worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
+        workers = [p for p in process.family() if worker_name(p, run_dir)]
+        assert {worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
         wait_for_step(process, run_dir, 3, log)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
@@ -199,7 +136,7 @@ def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_l
 
     with started(resume(run_dir, "--set", "cluster.engine_restarts=0"), log) as process:
         wait_for_step(process, run_dir, steps + 1, log)
-        engine = next(p for p in process.family() if _worker_name(p, run_dir) == "engine-0")
+        engine = next(p for p in process.family() if worker_name(p, run_dir) == "engine-0")
         family = process.family()
         engine.kill()
         assert process.wait(LIMIT_S) == 1
@@ -222,13 +159,13 @@ def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
     more = ("--steps", "400", "--set", "run.checkpoint_every=0", *sizes)
     with started(command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=1"), log) as process:
         wait_for_step(process, run_dir, 1, log)
-        first = [p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"]
+        first = [p for p in process.family() if worker_name(p, run_dir) == f"engine-{engines - 1}"]
         (first[0] if tp == 1 else next(p for p in first if "Worker" in " ".join(p.cmdline()))).kill()
         wait_for_step(process, run_dir, STEPS + 4, log)
         text = log.read_text()
         assert f"engine {engines - 1} is lost" in text
         assert f"{engines} engine(s) hold version" in text
-        again = {p for p in process.family() if _worker_name(p, run_dir) == f"engine-{engines - 1}"}
+        again = {p for p in process.family() if worker_name(p, run_dir) == f"engine-{engines - 1}"}
         for one in again - set(first):
             one.kill()
         assert process.wait(LIMIT_S) == 1
@@ -267,24 +204,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(here, uninterrup
     assert f"checkpoint step_4 is damaged: {shard.name} is not what was written" in done.stderr
     assert "resuming after step 2" in done.stderr
     assert results(run_dir)[:STEPS] == results(uninterrupted[0])
-
-
-def _worker_name(process: psutil.Process, run_dir: Path) -> str | None:
-    """Name of the worker whose log the process writes to; None: it is no worker of the run."""
-    with contextlib.suppress(OSError):
-        output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-        if output.parent == run_dir / "logs":
-            return output.stem
-    return None
-
-
-def same_run(one: list[dict], other: list[dict]) -> None:
-    """Two runs that sampled the same tokens and computed the same, to float32's rounding."""
-    assert len(one) == len(other)
-    for ours, theirs in zip(one, other, strict=True):
-        assert theirs["logprob_diff"]["max"] < 1e-4
-        for name in ("reward_mean", "response_tokens_mean", "entropy", "grad_norm", "loss"):
-            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
 
 
 def layout(*sizes: str) -> list[str]:

@@ -1,0 +1,155 @@
+"""Processes of a run that are killed or stopped at random moments: each run resumes to the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.telemetry.metrics import read_metrics
+from support.runs import LIMIT_S, command, finish, results, resume, started, wait_for_step, wait_until_gone, worker_name
+
+WORKERS = ("policy-0", "engine-0", "reward-0")
+OF_RAY = ("raylet", "gcs_server")
+STEPS = 30
+SLOWER = """
+import time
+def even(completion, answer, prompt, **row):
+    time.sleep(0.05)
+    return float(len(completion) % 2 == 0)
+"""
+"""A reward that makes a step long enough for signals to arrive in every part of it."""
+
+
+def long_run(model: Path, run_dir: Path, steps: int) -> list[str]:
+    reward = model.parent / "slower.py"
+    reward.write_text(SLOWER)
+    more = ("--steps", str(steps), "--set", "run.checkpoint_every=3", "--set", "run.keep_last=2")
+    arguments = command(model, run_dir, *more)
+    arguments[arguments.index("--reward", arguments.index("--reward") + 1) + 1] = f"{reward}:even"
+    return arguments
+
+
+def processes_of(run: psutil.Popen, run_dir: Path) -> dict[str, psutil.Process]:
+    """The processes of a run by what they are: the driver, its workers, and Ray's own."""
+    found: dict[str, psutil.Process] = {"driver": psutil.Process(run.pid)}
+    for one in run.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if (name := worker_name(one, run_dir)) is not None:
+                found.setdefault(name, one)
+            elif one.name() in OF_RAY:
+                found[one.name()] = one
+    return found
+
+
+def step_of(name: str) -> int:
+    return int(name.removeprefix("step_"))
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    return max((step_of(path.name) for path in (run_dir / "checkpoints").glob("step_*")), default=0)
+
+
+def finished_steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(read_metrics(path)) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
+    """Metrics of the same run when nothing happens to it; a shorter run begins like a longer one."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = finish(long_run(tiny_llama, run_dir, STEPS))
+    assert done.returncode == 0, done.stderr
+    return {line["step"]: line for line in results(run_dir)}
+
+
+def disturb(arguments: list[str], run_dir: Path, log: Path, kind: str, after: int, delay_s: float) -> int:
+    """Start a run, kill its process of `kind` some time after `after` steps, and return how the run ended."""
+    with started(arguments, log) as run:
+        wait_for_step(run, run_dir, after, log)
+        time.sleep(delay_s)
+        workers = [p for p in run.family() if worker_name(p, run_dir) is not None]
+        victim = processes_of(run, run_dir).get(kind)
+        if victim is not None:  # the run may have ended meanwhile
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        code = run.wait(LIMIT_S)
+        wait_until_gone(workers)  # Ray's own agents take a minute more to notice
+    assert "Traceback" not in log.read_text()
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.guard), 1, 2])
+def test_a_run_whose_processes_are_killed_resumes_to_the_same_numbers(undisturbed, tiny_llama, tmp_path, seed):
+    """Every kind of process is killed once; no checkpoint is lost, and no step is skipped or repeated."""
+    choose = random.Random(seed)
+    kinds, steps = (["driver", "policy-0"], 12) if seed == 0 else (["driver", *WORKERS, *OF_RAY], STEPS)
+    choose.shuffle(kinds)
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments, ended = long_run(tiny_llama, run_dir, steps), False
+    for number, kind in enumerate(kinds):
+        after = max(finished_steps(run_dir), 1) + choose.randint(1, max(1, steps // (2 * len(kinds))))
+        newest = newest_checkpoint(run_dir)
+        code = disturb(arguments, run_dir, tmp_path / f"log-{number}", kind, min(after, steps), choose.random() * 0.4)
+        assert newest_checkpoint(run_dir) >= newest, f"the killed {kind} lost the checkpoint of step {newest}"
+        ended = code == 0
+        if ended:
+            break
+        arguments = resume(run_dir)
+    if not ended:
+        done = finish(resume(run_dir))
+        log.write_text(done.stderr)
+        assert done.returncode == 0, done.stderr
+    assert results(run_dir) == [undisturbed[step] for step in range(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["driver", *WORKERS, "raylet"])
+def test_a_process_that_is_stopped_for_a_while_changes_nothing(undisturbed, tiny_llama, tmp_path, kind):
+    """SIGSTOP and SIGCONT: to the process, it is a clock that jumps, as when a laptop's lid is closed."""
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 8
+    with started(long_run(tiny_llama, run_dir, steps), log) as run:
+        wait_for_step(run, run_dir, 2, log)
+        victim = processes_of(run, run_dir)[kind]
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        victim.send_signal(signal.SIGCONT)
+        assert run.wait(LIMIT_S) == 0, log.read_text()
+    assert results(run_dir) == [undisturbed[step] for step in range(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+@pytest.mark.parametrize("place", ["run", "shm", "tmp"])
+def test_a_disk_that_fills_up_is_named_and_nothing_saved_is_lost(tiny_llama, tmp_path, place):
+    """A file system of a few megabytes in place of the run directory, of /dev/shm, or of the temporary directory."""
+    small = tmp_path / "small"
+    small.mkdir()
+    run_dir = small / "run" if place == "run" else tmp_path / "run"
+    target, size = {"run": (small, "6m"), "shm": (Path("/dev/shm"), "1m"), "tmp": (small, "1m")}[place]
+    more = ("--steps", "40", "--set", "run.keep_last=100", "--set", "run.checkpoint_every=1")
+    script = f'mount -t tmpfs -o size={size} tmpfs {target} && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", script, "sh", "env"]
+    words += [f"TMPDIR={small}"] if place == "tmp" else []
+    # What the mount holds is seen in its own namespace alone: it lists what is left before it ends.
+    listing = f'"$@"; code=$?; ls {run_dir}/checkpoints > {tmp_path}/left; exit $code'
+    done = finish([*words, "sh", "-c", listing, "sh", *command(tiny_llama, run_dir, *more)])
+    said = " ".join(done.stderr.split())
+    assert "Traceback" not in said
+    if place == "run":
+        assert done.returncode == 1, said
+        assert "No space left on device" in said
+        left = (tmp_path / "left").read_text().split()
+        assert left
+        assert all(name.startswith("step_") for name in left)
+        assert f"Resume from step {max(map(step_of, left))}" in said
+    else:  # it goes without, or says which place is too small
+        assert done.returncode == 0 or "/dev/shm" in said or str(small) in said, said

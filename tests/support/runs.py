@@ -1,0 +1,110 @@
+"""Whole training runs of tests: the command, a run in the background, and what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.telemetry.metrics import read_metrics
+from support.metrics import without_timing
+
+STEPS = 4
+LIMIT_S = 900
+TASK = (
+    "--data", "reasoning-gym:chain_sum", "--set", "data.params.min_terms=2", "--set", "data.params.max_terms=2",
+    "--set", "data.params.min_digits=1", "--set", "data.params.max_digits=1", "--reward", "task",
+)  # fmt: skip
+ROLLOUTS = 8  # of a step
+# A reward that a random model earns: answers with an even number of characters. A run may be held up in it.
+REWARD = """
+import itertools, os, time
+scored = itertools.count(1)
+def even(completion, answer, prompt, **row):
+    if next(scored) > int(os.environ.get("HOLD_AFTER", 1 << 40)):
+        time.sleep(200)
+    return float(len(completion) % 2 == 0)
+"""
+
+
+def command(model: Path, run_dir: Path, *more: str) -> list[str]:
+    reward = model.parent / "reward.py"  # beside the model: its path names the metric, and runs are compared
+    reward.write_text(REWARD)
+    return [
+        str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--model", str(model), *TASK,
+        "--reward", f"{reward}:even", "--gpu", "cpu", "--steps", str(STEPS), "--prompts", "2", "--seed", "1",
+        "--generations", "4", "--max-new-tokens", "6", "--lr", "1e-3", "--run-dir", str(run_dir), "--set",
+        "run.checkpoint_every=2", "--set", "reward.timeout_s=300", "--set", "training.dp=1",
+        "--set", "training.threads=1", "--set", "generation.threads=1", *more,
+    ]  # fmt: skip
+
+
+def resume(run_dir: Path, *more: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--resume", "--run-dir", str(run_dir), *more]
+
+
+def finish(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], log: Path):
+    """A run in the background; whatever is left of it at the end is killed."""
+    with log.open("w") as out:
+        process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
+    family: list[psutil.Process] = []
+    process.family = lambda: family.extend(process.children(recursive=True)) or family  # type: ignore[attr-defined]
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.extend(process.children(recursive=True))
+        for one in (process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait(30)
+
+
+def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -> None:
+    """Until `steps` lines of metrics are there."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        path = run_dir / "metrics.jsonl"
+        if path.exists() and len(read_metrics(path)) >= steps:
+            return
+        assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
+        time.sleep(0.05)
+    pytest.fail(f"no step {steps} in {LIMIT_S} s:\n{log.read_text()}")
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=120)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+
+
+def results(run_dir: Path) -> list[dict]:
+    return [without_timing(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def worker_name(process: psutil.Process, run_dir: Path) -> str | None:
+    """Name of the worker whose log the process writes to; None: it is no worker of the run."""
+    with contextlib.suppress(OSError):
+        output = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+        if output.parent == run_dir / "logs":
+            return output.stem
+    return None
+
+
+def same_run(one: list[dict], other: list[dict]) -> None:
+    """Two runs that sampled the same tokens and computed the same, to float32's rounding."""
+    assert len(one) == len(other)
+    for ours, theirs in zip(one, other, strict=True):
+        assert theirs["logprob_diff"]["max"] < 1e-4
+        for name in ("reward_mean", "response_tokens_mean", "entropy", "grad_norm", "loss"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
