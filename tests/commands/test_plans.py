@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,24 @@ def test_devices_that_lack_are_named_before_anything_is_opened(
     code, _, err = rlctl(capsys, *command, "--model", str(tiny_llama), "--gpu", "h100", "--gpus-per-node", "1")
     assert code == 3, err
     assert "needs 1 GPU, and this machine has none" in err
+
+
+def test_a_dry_run_shows_the_plan_then_what_was_set_then_what_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    """What nobody set is behind --explain, and no line is longer than a terminal of 100 columns."""
+    arguments = ["train", "grpo", *NODE, "--preset", "1node", "--set", "training.tp=2"]
+    code, out, err = rlctl(capsys, *arguments)
+    assert code == 0, err
+    assert out.index("training    megatron  TP2 DP4") < out.index("  set\n") < out.index("  to know\n")
+    assert re.search(r"^    training\.tp +2 +--set$", out, re.MULTILINE)
+    assert "optimizer.beta1" not in out
+    assert "TransformerConfig" not in out
+    assert "is taken as" not in out  # --gpu names the type
+    assert max(map(len, out.splitlines())) <= 100
+    code, out, _ = rlctl(capsys, *arguments, "--explain")
+    assert code == 0
+    assert re.search(r"^    optimizer\.beta1 +0\.9 +default$", out, re.MULTILINE)
+    assert "TransformerConfig:" in out
+    assert "training.ep=1                          The model has no experts." in out
+    code, _, err = rlctl(capsys, "train", "grpo", "--preset", "laptop", "--explain")
+    assert code == 2
+    assert "--explain is for --dry-run" in err

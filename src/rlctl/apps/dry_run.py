@@ -21,15 +21,20 @@ from rlctl.apps.prepare import (
 from rlctl.apps.refit_test import RefitTestJob
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
-from rlctl.config.load import Resolved
+from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.views.render import plan_json, plan_text
+from rlctl.planner.views.render import plan_json, plan_text, wrapped
 from rlctl.runs.directory import Checkpoint, RunDirectory
+
+DECIDED = (DEFAULT, PLANNER, "prompts")
+"""Origins of values that nobody set."""
+MOST_COLUMNS = 40
+"""Columns that values take before their origins; longer ones push theirs to the right."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,33 @@ class DryRun:
             "notes": list(self.notes),
         }
 
-    def text(self) -> str:
-        width = max(len(key) for key, _ in self.resolved.leaves())
-        lines = [f"{key:<{width}}  {value!r}  ({self.resolved.origin[key]})" for key, value in self.resolved.leaves()]
-        plan = plan_text(self.plan, self.resolved.config.model.name or "")
-        pinned = [f"pinned: {line}" for line in self.arguments.pinned(self.resolved)]
-        return "\n".join([*lines, "", plan, "", *self.arguments.text(), "", *pinned, *self.notes])
+    def text(self, explain: bool) -> str:
+        """Return the plan, what was set and what to know; with `explain` also the rule behind each value, every value
+        with its origin, and the engines' arguments."""
+        lines = [plan_text(self.plan, self.resolved.config.model.name or "", reasons=explain), ""]
+        lines += ["  values" if explain else "  set", *self._values(explain), ""]
+        if explain:
+            lines += [*self.arguments.text(), ""]
+        lines += ["  to know", *self._notes(), ""]
+        if not explain:
+            lines.append("  --explain shows the rule behind each value, all values, and the engines' arguments.")
+        return "\n".join(lines).rstrip()
+
+    def _values(self, every: bool) -> list[str]:
+        """Return lines of key, value and origin; without `every`, of those that somebody set."""
+        origin = self.resolved.origin
+        rows = [
+            (key, f"{value!r}", origin[key])
+            for key, value in self.resolved.leaves()
+            if every or origin[key] not in DECIDED
+        ]
+        keys = max((len(key) for key, _, _ in rows), default=0)
+        values = min(max((len(value) for _, value, _ in rows), default=0), MOST_COLUMNS)
+        return [f"    {key:<{keys}}  {value:<{values}}  {origin}" for key, value, origin in rows]
+
+    def _notes(self) -> list[str]:
+        notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]
+        return [line for note in notes for line in wrapped(note.removeprefix("note: "), "    ", "      ")]
 
 
 def dry_train(resolved: Resolved) -> DryRun:
@@ -76,10 +102,11 @@ def dry_train(resolved: Resolved) -> DryRun:
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
             raise
         resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
-        unseen = "" if isinstance(error, MachineError) else "tokenizer, data and rewards were not checked; "
-        note = f"note: {error.message} Planned from the catalog: {unseen}a GPU of type auto is taken as {ASSUMED_GPU}."
+        notes = [error.message]
+        if not isinstance(error, MachineError):
+            notes.append("Tokenizer, data and rewards were not checked: the plan is made from the catalog.")
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
-        return DryRun(resolved, plan, EngineArguments.of(crew), (*differences(resolved), note))
+        return DryRun(resolved, plan, EngineArguments.of(crew), (*notes, *_assumed(resolved, plan)))
     return DryRun.of(job)
 
 

@@ -286,6 +286,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     """
     resolved.require_supported()
     config = resolved.config
+    require_backend(config.training.backend)
     _require_places(config)
     algorithm = algorithm_from_config(config)
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
@@ -324,9 +325,10 @@ def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
 def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     """The plan of a configuration to look at, with `top` alternatives and all that keeps it from running. Raises
     NoPlanError when nothing fits."""
-    config, facts = resolved.config, published_facts(resolved.config.model, tell)
-    refuse_without_effect(resolved, facts)
+    config = resolved.config
     require_backend(config.training.backend)
+    facts = published_facts(config.model, tell)
+    refuse_without_effect(resolved, facts)
     plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")

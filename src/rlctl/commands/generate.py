@@ -64,6 +64,7 @@ def generate(
     gpu: options.Gpu = None,
     ray_address: options.RayAddress = None,
     dry_run: options.DryRun = False,
+    explain: options.Explain = False,
     json_: options.Json = False,
 ) -> None:
     """Sample completions from a model, or from a checkpoint of a run (--run-dir).
@@ -81,10 +82,11 @@ def generate(
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)
     rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
+    options.require_dry_run(explain, dry_run)
     if dry_run:
         from rlctl.apps.dry_run import dry_generate
 
-        show_dry_run(dry_generate(resolved, n, checkpoint, len(rows)), json_)
+        show_dry_run(dry_generate(resolved, n, checkpoint, len(rows)), json_, explain)
     else:
         sample(resolved, checkpoint, rows, n, json_)
 

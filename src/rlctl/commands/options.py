@@ -89,6 +89,10 @@ Set: TypeAlias = Annotated[
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
 ]
+Explain: TypeAlias = Annotated[
+    bool,
+    typer.Option("--explain", help="With --dry-run: also every value, the rule behind it, and the engines' arguments."),
+]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Check configuration and plan, show them, and start nothing.")
 ]
@@ -130,6 +134,12 @@ def resolve_config(
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
     return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [])
+
+
+def require_dry_run(explain: bool, dry_run: bool) -> None:
+    """Raises InputError where --explain was given and --dry-run was not."""
+    if explain and not dry_run:
+        raise InputError("--explain is for --dry-run: it shows what is behind a plan.", "Add --dry-run.")
 
 
 def parse_reward(text: str) -> dict[str, Any]:

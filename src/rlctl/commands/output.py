@@ -46,9 +46,9 @@ def print_json(value: Any, *, lines: bool = False) -> None:
     sys.stdout.flush()
 
 
-def show_dry_run(report: DryRun, json_: bool) -> None:
-    """Print a dry run."""
-    print_json(report.to_json()) if json_ else print(report.text())
+def show_dry_run(report: DryRun, json_: bool, explain: bool) -> None:
+    """Print a dry run; `explain` adds what is behind it, which --json always has."""
+    print_json(report.to_json()) if json_ else print(report.text(explain))
 
 
 def message(text: str) -> None:

@@ -35,7 +35,12 @@ Sparse = Annotated[
     bool | None, typer.Option("--sparse", help="Send only changed elements; between the refits few of them change.")
 ]
 Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Number of refits; weights are perturbed between them.")]
-Explain = Annotated[bool, typer.Option("--explain", help="Show the receive path of each tensor, and why it took it.")]
+Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain", help="Show the receive path of each tensor, and why; with --dry-run, what is behind the plan."
+    ),
+]
 Synthetic = Annotated[
     str | None,
     typer.Option(
@@ -96,7 +101,7 @@ def refit_test(
     elif dry_run:
         from rlctl.apps.dry_run import dry_refit_test
 
-        show_dry_run(dry_refit_test(resolved), json_)
+        show_dry_run(dry_refit_test(resolved), json_, explain)
     else:
         from rlctl.apps.refit_test import refit_test_job, run_refit_test
 

@@ -60,6 +60,7 @@ def grpo(
     config: options.Config = None,
     set_: options.Set = None,
     dry_run: options.DryRun = False,
+    explain: options.Explain = False,
     json_: options.Json = False,
 ) -> None:
     """Group relative policy optimization: sample answers, score them, learn from the difference.
@@ -69,12 +70,13 @@ def grpo(
     resolved = options.resolve_config(**context.params)
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
+    options.require_dry_run(explain, dry_run)
     if dry_run:
         from rlctl.apps.dry_run import dry_train
         from rlctl.apps.train import dry_resume
 
         report = dry_resume(resolved, message, allow_changes=allow_changes) if resume else dry_train(resolved)
-        show_dry_run(report, json_)
+        show_dry_run(report, json_, explain)
         return
     from rlctl.apps import train as launch
 

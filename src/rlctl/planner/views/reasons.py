@@ -71,6 +71,10 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
     value = getattr(t.parallel, key)
     if value == 1 and key in ("pp", "vpp") and t.sharding == "full":
         return "FSDP2 has no pipeline stages."
+    if value == 1 and key in ("ep", "etp") and plan.facts.moe is None:
+        return "The model has no experts."
+    if value == 1 and key == "vpp" and t.parallel.pp == 1:
+        return "There are no pipeline stages to divide."
     if value == 1:
         return "More would only add communication: everything fits without it."
     if key == "vpp":
@@ -129,7 +133,8 @@ def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> It
     fastest = f"It is the fastest for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
     yield _reason(plan, "generation.tp", g.tp, fastest)
     for key in ("pp", "dp", "ep"):
-        yield _reason(plan, f"generation.{key}", getattr(g, key), "It is the fastest of the layouts that fit.")
+        one = "rlctl runs engines with 1 only."
+        yield _reason(plan, f"generation.{key}", getattr(g, key), one if getattr(g, key) == 1 else "It is the fastest.")
     if g.memory_fraction is not None:
         most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
         rule = f"It holds all rollouts of an engine at full length, and is at most {most}."
@@ -137,6 +142,8 @@ def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> It
     cache = f"It holds {g.kv_cache_tokens:,} tokens, and one sequence needs {workload.max_length:,}."
     yield _reason(plan, "generation.kv_cache_bytes", int(g.kv_cache_bytes), cache)
     every = "All rollouts of an engine run at once, up to 1,024 (256 on a CPU)."
+    if (full := g.kv_cache_tokens // workload.max_length) < g.max_concurrent:
+        every += f" The KV cache holds {full:,} of full length; more run at once while they are shorter."
     yield _reason(plan, "generation.max_concurrent", g.max_concurrent, every)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,10 @@ GENERATION_KEYS = (
     "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "kv_cache_tokens", "max_concurrent",
     "max_batched_tokens", "threads",
 )  # fmt: skip
+
+
+WIDTH = 100
+"""Columns that a plan takes at most."""
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -106,9 +111,11 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     if not plan.runnable:
         lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
     if reasons:
-        lines += ["", "  why", *_aligned((reason.value, reason.rule) for reason in plan.reasons)]
-        others = [f"    {other.plan}: {other.why}" for other in plan.rejected]
-        lines += ["", "  not chosen", *(others or ["    there is no other layout for these devices"])]
+        lines += ["", "  why", *aligned((reason.value, reason.rule) for reason in plan.reasons)]
+        others = [f"{other.plan}: {other.why}" for other in plan.rejected]
+        lines += ["", "  not chosen"]
+        for other in others or ["there is no other layout for these devices"]:
+            lines += wrapped(other, "    ", "      ")
     return "\n".join(lines)
 
 
@@ -118,10 +125,20 @@ def _billions(plan: Plan) -> str:
     return total if plan.facts.moe is None else f"{total}, {parts.active / 1e9:.1f}B active"
 
 
-def _aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Return `text` in lines of at most WIDTH columns, without breaking words; `first` and `rest` begin the lines."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return pairs in two columns, the second wrapped."""
     listed = list(pairs)
     width = max((len(left) for left, _ in listed), default=0)
-    return [f"    {left:<{width}}  {right}" for left, right in listed]
+    return [
+        line for left, right in listed for line in wrapped(right, f"    {left:<{width}}  ", " " * (width + 6)) or [left]
+    ]
 
 
 def _memory_table(plan: Plan) -> list[str]:
@@ -134,11 +151,9 @@ def _memory_table(plan: Plan) -> list[str]:
         if max(values) >= 0.01:
             rows.append(f"    {part:<24}" + "".join(f"{value:>12.2f}" if value else f"{'':>12}" for value in values))
     rows.append(f"    {'total':<24}" + "".join(f"{plan.memory[phase].total / GIB:>12.2f}" for phase in phases))
-    available = plan.cluster.device.memory / GIB
-    rows.append(
-        f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:.0f} GiB of "
-        f"{plan.cluster.device.host_memory / GIB:.0f}"
-    )
+    available, host = plan.cluster.device.memory / GIB, plan.cluster.device.host_memory / GIB
+    known = f" of {host:,.0f}" if host else ""
+    rows.append(f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:,.0f} GiB{known}")
     return rows
 
 
@@ -146,8 +161,9 @@ def _seconds_table(plan: Plan) -> list[str]:
     parts = "  ".join(f"{phase.value} {plan.seconds[phase]:.1f}" for phase in Phase if plan.seconds[phase])
     devices = "node" if plan.cluster.is_cpu else "GPU"
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
+    what = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
     return [
-        f"  seconds{' a step' * (plan.training is not None)}, predicted   {parts}  total {plan.total_s:.1f}",
+        *wrapped(f"{parts}  total {plan.total_s:.1f}", what, " " * len(what)),
         f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
     ]
 
