@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,16 @@ os.environ.update(
     }
 )
 
+from rlctl.vector_math import warm_up
 from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["support.commands", "support.engines"]
+
+
+def pytest_collection_finish() -> None:
+    """Tests compute in this process too; one that imports torch later than this has a single thread."""
+    if "torch" in sys.modules:
+        warm_up()
 
 
 @pytest.fixture(scope="session", autouse=True)
