@@ -33,16 +33,13 @@ def elsewhere(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def files(tmp_path, tiny_llama) -> Path:
+def files(tmp_path) -> Path:
     rows = [{"prompt": f"{i} + 1 =", "answer": str(i + 1)} for i in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "noconfig").mkdir()
-    small = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 16}
-    (tmp_path / "smallheads").mkdir()
-    (tmp_path / "smallheads" / "config.json").write_text(json.dumps(small))
     return tmp_path
 
 
@@ -78,7 +75,6 @@ def train(model: Path, *more: str) -> list[str]:
         (["--max-length", "100000"], 2, "--max-length"),
         (["--set", "generation.top_p=0.9"], 2, "generation.top_p = 0.9 cannot be trained on"),
         (["--set", "generation.top_k=20"], 2, "Or set loss.importance_correction=off"),
-        (["--model", "smallheads"], 2, "smallheads has attention heads of size 16, and on a CPU"),
         (["--set", "refit.directory=there"], 2, "refit.directory = there has no effect"),
         (["--set", "refit.mover=disk", "--set", "refit.directory=sums.jsonl"], 2, "sums.jsonl cannot be written to"),
     ],

@@ -115,3 +115,15 @@ def test_devices_that_lack_are_named_before_anything_is_opened(
     code, _, err = rlctl(capsys, *command, "--model", str(tiny_llama), "--gpu", "h100", "--gpus-per-node", "1")
     assert code == 3, err
     assert "needs 1 GPU, and this machine has none" in err
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["refit-test"], ["train", "grpo"]])
+def test_heads_that_a_cpu_engine_lacks_are_named_before_anything_is_opened(
+    capsys: pytest.CaptureFixture[str], tiny_llama: Path, tmp_path: Path, command: list[str]
+) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # there is nothing else to open
+    code, _, err = rlctl(capsys, *command, "--model", str(tmp_path), "--gpu", "cpu")
+    assert code == 2, err
+    assert f"{tmp_path} has attention heads of size 16, and on a CPU" in err
+    assert "32, 64, 80" in err
