@@ -30,6 +30,7 @@ from typing import Any
 from rlctl.apps.prepare import prepare_job
 from rlctl.config.load import Resolved, resolve
 from rlctl.telemetry.metrics import read_metrics
+from rlctl.vector_math import warm_up
 
 LIMIT_S = 3600
 
@@ -85,6 +86,7 @@ class Peer:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
+        warm_up()
         self.torch, self.shape, self.settings = torch, shape, config.config
         self.prompts = prepare_job(config).prompts
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()

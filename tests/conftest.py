@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ os.environ.update(
     }
 )
 
+from rlctl.vector_math import warm_up
 from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["support.commands", "support.engines"]
@@ -38,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             folder = item.path.relative_to(Path(__file__).parent).parts[0]
             item.add_marker(pytest.mark.xdist_group(SHARING.get(folder, folder)))
+
+
+def pytest_collection_finish() -> None:
+    """Tests compute in this process too; one that imports torch later than this has a single thread."""
+    if "torch" in sys.modules:
+        warm_up()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,6 +73,8 @@ def train(model: Path, *more: str) -> list[str]:
         (["--model", "./no-such-model"], 2, "no-such-model"),
         (["--set", "generation.temperature=0"], 2, "generation.temperature"),
         (["--max-length", "100000"], 2, "--max-length"),
+        (["--set", "generation.top_p=0.9"], 2, "generation.top_p = 0.9 cannot be trained on"),
+        (["--set", "generation.top_k=20"], 2, "Or set loss.importance_correction=off"),
         (["--set", "refit.directory=there"], 2, "refit.directory = there has no effect"),
         (["--set", "refit.mover=disk", "--set", "refit.directory=sums.jsonl"], 2, "sums.jsonl cannot be written to"),
     ],

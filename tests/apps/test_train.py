@@ -76,6 +76,8 @@ def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
     summary = json.loads(done.stdout)
     assert summary["steps"] == STEPS
     assert summary["interrupted"] is False
+    (decoded,) = re.findall(r"log-probs are within (\S+) of the policy's", done.stderr)
+    assert 0 < float(decoded) < 1e-5
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_2", "step_4"]
     assert "<svg" in (run_dir / "report.html").read_text()
     assert list((run_dir / "tensorboard").iterdir())

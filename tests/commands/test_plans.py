@@ -137,3 +137,15 @@ def test_a_dry_run_shows_the_plan_then_what_was_set_then_what_to_know(capsys: py
     code, _, err = rlctl(capsys, "train", "grpo", "--preset", "laptop", "--explain")
     assert code == 2
     assert "--explain is for --dry-run" in err
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["refit-test"], ["train", "grpo"]])
+def test_heads_that_a_cpu_engine_lacks_are_named_before_anything_is_opened(
+    capsys: pytest.CaptureFixture[str], tiny_llama: Path, tmp_path: Path, command: list[str]
+) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # there is nothing else to open
+    code, _, err = rlctl(capsys, *command, "--model", str(tmp_path), "--gpu", "cpu")
+    assert code == 2, err
+    assert f"{tmp_path} has attention heads of size 16, and on a CPU" in err
+    assert "32, 64, 80" in err

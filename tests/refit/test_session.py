@@ -21,15 +21,17 @@ from rlctl.cluster.objects import fetch
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
+from rlctl.refit.decoding import DecodeCheck, LogprobDifference
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.telemetry.phases import RefitPhase
-from support import refit_sources
+from support import engine_policies, refit_sources
 from support.engine_policies import WholeTensorPolicy, generate, largest_logprob_error, requests
 from support.engines import HostedEngine, tiny_facts
 
 # Workers cannot import the tests' modules: their classes travel by value.
+cloudpickle.register_pickle_by_value(engine_policies)
 cloudpickle.register_pickle_by_value(refit_sources)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -236,22 +238,61 @@ def test_nothing_is_left_in_shared_memory(engine: HostedEngine, make_source: Mak
     session.close()
 
 
+def weight_sync(source: WorkerGroup, engine: HostedEngine, **options: Any) -> WeightSync:
+    facts = tiny_facts(tied=False)
+    policy = PolicyClient(source, PolicySpec(facts), TrainingConfig(), micro_batch_tokens=256)
+    return WeightSync(
+        policy, EngineClient(engine.group), facts, settings=RefitConfig(timeout_s=60), dtype="float32",
+        offload=False, engines_sleep=False, **options,
+    )  # fmt: skip
+
+
+def decode_with_a_copy(worker: Any) -> None:
+    """Have the model compute with a copy of a weight as it is now, as a graph that reads old memory would."""
+    import copy
+
+    norm = worker.model_runner.get_model().model.norm
+    norm.forward = copy.deepcopy(norm).forward
+
+
+def decode_with_the_weight(worker: Any) -> None:
+    del worker.model_runner.get_model().model.norm.forward
+
+
+def test_an_engine_that_decodes_with_what_no_reading_sees_is_caught(
+    engine: HostedEngine, make_source: MakeSource
+) -> None:
+    source = make_source(engine.model)
+    check = DecodeCheck(1e-4, vocabulary=512, max_length=256, temperature=1.0)
+    with weight_sync(source, engine, decode_check=check) as sync:
+        first = sync.refit(1)
+        assert (first.verified, first.compared_all) == (21, True)
+        assert first.decoding is not None
+        assert first.decoding < 1e-5
+        engine.call(VllmEngine._rpc, decode_with_a_copy)
+        source.call(WeightSender.refit_perturb, 2, 0.5)
+        with pytest.raises(VerificationError, match=r"version 2: the tensors are equal \(all 21 .*log-probs of") as why:
+            sync.refit(2, verify=True)
+        assert why.value.exit_code == 5
+        assert "a graph or a cache that still has earlier weights" in (why.value.hint or "")
+        with pytest.raises(WorkerError, match="half-updated"):
+            engine.call(EngineWorker.generate, requests(), Sampling(4), 30.0)
+        engine.call(VllmEngine._rpc, decode_with_the_weight)
+        assert sync.refit(3, verify=True).decoding < 1e-5
+        assert sync.refit(4).decoding is None  # a sample of the tensors, and no look at what is decoded
+
+
 def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:
     from rlctl.apps import selftest
 
     name = "model.layers.0.self_attn.o_proj.weight"
     source = make_source(engine.model, transpose=name)
-    facts = tiny_facts(tied=False)
-    policy = PolicyClient(source, PolicySpec(facts), TrainingConfig(), micro_batch_tokens=256)
-    sync = WeightSync(
-        policy, EngineClient(engine.group), facts, settings=RefitConfig(timeout_s=60), dtype="float32",
-        offload=False, engines_sleep=False,
-    )  # fmt: skip
+    sync = weight_sync(source, engine)
 
-    def difference(results: list[Any]) -> selftest.LogprobDifference:
+    def difference(results: list[Any]) -> LogprobDifference:
         groups = [(result, fetch(result.columns), None) for result in results]
         worst = largest_logprob_error(groups, whole_policy(source, engine.model), Sampling(8))
-        return selftest.LogprobDifference(1, worst, worst, worst)
+        return LogprobDifference(1, worst, worst, worst)
 
     with sync:
         found = selftest.run(

@@ -8,8 +8,8 @@ import pytest
 
 from rlctl.apps.refit_test import LOGPROB_LIMITS
 from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
-from rlctl.errors import DivergenceError
-from rlctl.rl.agreement import LIMITS, Agreement, precision_of
+from rlctl.errors import ConfigError, DivergenceError
+from rlctl.rl.agreement import LIMITS, Agreement, precision_of, refuse_cut_sampling
 
 
 def step(mean: float) -> dict:
@@ -67,3 +67,16 @@ def test_sampling_from_a_cut_distribution_is_held_to_no_limit_but_ones_own(cut: 
         agreement.check(0, step(math.nan))
     with pytest.raises(DivergenceError):
         Agreement.from_config(ChecksConfig(logprob_diff_error=0.05), generation, "float32").check(0, step(0.1))
+
+
+@pytest.mark.parametrize(("cut", "named"), [({"top_p": 0.9}, r"top_p = 0\.9"), ({"top_k": 20}, "top_k = 20")])
+def test_a_cut_distribution_is_not_corrected_for(cut: dict, named: str) -> None:
+    for correction in ("truncated", "masked"):
+        config = RlctlConfig.model_validate({"generation": cut, "loss": {"importance_correction": correction}})
+        with pytest.raises(
+            ConfigError, match=rf"generation\.{named} .*importance_correction = {correction}"
+        ) as refused:
+            refuse_cut_sampling(config)
+        assert "loss.importance_correction=off" in refused.value.hint
+    refuse_cut_sampling(RlctlConfig.model_validate({"generation": cut, "loss": {"importance_correction": "off"}}))
+    refuse_cut_sampling(RlctlConfig())

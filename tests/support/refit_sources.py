@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from rlctl.backends.batch import BatchShard, Fetch, LogprobStats
+from rlctl.backends.messages import Sampling
 from rlctl.refit.policy_side import RefitSource
 from rlctl.refit.records import Sent, SourceSetup
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, whole
 from rlctl.weights.transfer_plan import Copy, Shard, World
+from support.engine_policies import WholeTensorPolicy
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 ROW_PARALLEL = ("o_proj", "down_proj")
@@ -69,7 +72,7 @@ class ShardedSource(RefitSource):
     def __init__(self, rank: int, tp: int, dp: int, directory: Path, fault: str = "", transpose: str = "") -> None:
         from safetensors.torch import load_file
 
-        self.rank, self.fault, self.transpose = rank, fault, transpose
+        self.rank, self.fault, self.transpose, self.directory = rank, fault, transpose, directory
         whole_tensors = load_file(directory / "model.safetensors")
         self.world = ShardedWorld({name: tuple(t.shape) for name, t in sorted(whole_tensors.items())}, tp, dp)
         self.held = {
@@ -114,6 +117,29 @@ class ShardedSource(RefitSource):
     def refit_send(self, version: int, epoch: int) -> Sent:
         self.sent = super().refit_send(version, epoch)
         return self.sent
+
+    # What a `PolicyClient` asks for log-probs; transformers computes them from the tensors of a single rank.
+
+    def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
+        handles = list(shard.columns)
+        self.batch = list(zip(handles, fetch([shard.columns[group] for group in handles]), strict=True))
+
+    def logprobs(self, column: str) -> None:
+        policy = WholeTensorPolicy(self.directory)
+        with torch.no_grad():
+            for name, tensor in policy.tensors().items():
+                tensor.copy_(self.held[f"local.{name}"])
+        self.differences: list[torch.Tensor] = []
+        for _, columns in self.batch:
+            for row in range(columns.rollouts):
+                span = columns.slice(row)
+                tokens, chosen = columns.tokens_T[span].tolist(), int(columns.loss_mask_T[span].sum())
+                own = policy.logprobs(tuple(tokens[:-chosen]), tokens[-chosen:], Sampling(chosen))
+                self.differences.append(own - torch.tensor(columns.logprobs_T[span][-chosen:]))
+
+    def logprob_difference(self, column: str) -> LogprobStats:
+        d = torch.cat(self.differences).double()
+        return LogprobStats(len(d), float(d.abs().sum()), float(d.abs().max()), float((d.exp() - 1 - d).sum()))
 
     def last_sent(self) -> Sent:
         """What the last refit sent."""

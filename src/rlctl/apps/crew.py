@@ -75,20 +75,31 @@ class Crew:
     reward: WorkerGroup[RewardWorker] | None
 
     def weight_sync(
-        self, settings: RefitConfig, source: ModelSource | None, *, offload: bool | None = None, **options: Any
+        self,
+        settings: RefitConfig,
+        source: ModelSource | None,
+        *,
+        offload: bool | None = None,
+        decode_limit: float | None = None,
+        **options: Any,
     ) -> WeightSync:
         """Return the synchronisation of weights, with further `options` of `WeightSync`.
 
         `source` is the model that the policy's weights are of; None: they are those of a checkpoint. The policy waits
-        in host memory as `offload` says; None: where the engines can sleep.
+        in host memory as `offload` says; None: where the engines can sleep. With `decode_limit` what the engines decode
+        is compared too (`DecodeCheck`).
         """
         from rlctl.checkpoints.conversion.prepared_model import fingerprints_of
+        from rlctl.refit.decoding import DecodeCheck
         from rlctl.refit.sync import WeightSync
 
         policy, sleeps = self.spec.policy, self.spec.engine.sleeps
         if source is not None:
             options["converted"] = fingerprints_of(source, policy.dtype)
             options["converted_at"] = source.megatron and source.megatron.parent
+        if decode_limit is not None:
+            length = self.spec.engine.max_length
+            options["decode_check"] = DecodeCheck(decode_limit, policy.facts.vocab, length, policy.temperature)
         options |= {"dtype": policy.dtype, "engines_sleep": sleeps, "offload": sleeps if offload is None else offload}
         return WeightSync(self.policy, self.engines, policy.facts, settings=settings, **options)
 

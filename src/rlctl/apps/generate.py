@@ -12,8 +12,17 @@ from typing import Any
 
 from rlctl.apps.arguments import EngineArguments
 from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
-from rlctl.apps.prepare import NamedModel, Tell, open_model, planned_crew, planned_engines, require_devices
+from rlctl.apps.prepare import (
+    NamedModel,
+    Tell,
+    device_of,
+    open_model,
+    planned_crew,
+    planned_engines,
+    require_devices,
+)
 from rlctl.backends.clients import EngineClient
+from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import ray_session
@@ -27,6 +36,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.rl.agreement import error_limit
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint, RunDirectory
@@ -73,6 +83,7 @@ class CompletionJob:
         """The plan, refused where it cannot be run or this machine lacks its devices."""
         plan = self.plan(prompt_tokens)
         refuse_unrunnable(plan)
+        engine_backend().refuse(self.config, self.facts, device_of(plan))
         require_devices(plan, self.config)
         return plan
 
@@ -231,7 +242,8 @@ def _refitted(job: CompletionJob, spec: CrewSpec, weights: Path, logs: Path, tel
             crew.policy.load(job.checkpoint.policy)
         else:
             crew.policy.load_model(weights)
-        with crew.weight_sync(job.config.refit, None if job.checkpoint else job.model.source) as sync:
+        source, limit = None if job.checkpoint else job.model.source, error_limit(job.config, spec.policy.dtype)
+        with crew.weight_sync(job.config.refit, source, decode_limit=limit) as sync:
             for share in sync.refit(job.checkpoint.step if job.checkpoint else 0).shares:
                 tell(f"weights: {share}")
             with sync.generating():

@@ -33,6 +33,7 @@ from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
 from rlctl.planner.views.render import plan_json
+from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.prompt_order import PromptStream
@@ -315,6 +316,7 @@ def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
+    refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts)
     config = planned.config
     planned_policy(config, facts, plan)

@@ -12,9 +12,7 @@ from rlctl.apps.crew import CrewSpec, start_crew
 from rlctl.apps.prepare import device_of, open_model, planned_crew, require_devices, runnable_plan
 from rlctl.apps.selftest import LogprobLimit
 from rlctl.backends.base import resolve_dtype
-from rlctl.backends.batch import RolloutRow, TrainBatch
-from rlctl.backends.clients import PolicyClient
-from rlctl.backends.messages import GroupResult
+from rlctl.backends.lookup import engine_backend
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import ray_session
@@ -22,6 +20,7 @@ from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.make_plan import Plan
+from rlctl.refit.decoding import fixed_prompts, policy_difference
 from rlctl.refit.session import Receive
 from rlctl.rl.agreement import precision_of
 
@@ -34,6 +33,7 @@ LOGPROB_LIMITS = {
 }
 MAX_LENGTH = 256
 MAX_NEW_TOKENS = 16
+PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,10 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     resolved.require_supported()
     model = open_model(resolved.config.model, weights=False)
     planned, plan = runnable_plan(resolved, model.facts)
+    engine_backend().refuse(planned.config, model.facts, device_of(plan))
     require_devices(plan, resolved.config)
     model = open_model(planned.config.model, tell)
     return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)
-
-
-def test_prompts(vocabulary: int, length: int) -> list[tuple[int, ...]]:
-    """Prompts of fixed tokens, long enough for the engine to cache their prefixes."""
-    longest = max(1, length - MAX_NEW_TOKENS - 1)
-    return [tuple((7 * i + 13 * j) % vocabulary for j in range(min(longest, 40 + 11 * i))) for i in range(4)]
 
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
@@ -95,7 +90,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                 return selftest.run(
                     sync,
                     model=job.source.label,
-                    prompts=test_prompts(job.facts.vocab, job.max_length),
+                    prompts=fixed_prompts(job.facts.vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),
                     compare_logprobs=lambda results: policy_difference(crew.policy, results),
                     repeat=job.repeat,
                     logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
@@ -103,20 +98,6 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
                     new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
                     tell=tell,
                 )
-
-
-def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> selftest.LogprobDifference:
-    """Compare the engine's log-probs of its own tokens with those of the policy's forward pass."""
-    rows = [
-        RolloutRow(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0)
-        for r in results
-        for row, tokens in enumerate(r.tokens)
-    ]
-    policy.load_batch(TrainBatch((tuple(rows),), {r.group: r.columns for r in results}))
-    policy.logprobs("old_logprobs")
-    stats = policy.logprob_difference("old_logprobs")
-    tokens = max(stats.tokens, 1)
-    return selftest.LogprobDifference(stats.tokens, stats.abs_sum / tokens, stats.abs_max, stats.k3_sum / tokens)
 
 
 def logprob_limit(facts: ModelFacts, precision: str) -> LogprobLimit:

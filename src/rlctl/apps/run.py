@@ -18,7 +18,7 @@ from rlctl.cluster.ray_session import ray_session
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
-from rlctl.rl.agreement import Agreement, precision_of
+from rlctl.rl.agreement import Agreement, error_limit, precision_of
 from rlctl.rl.algorithms.algorithm import declared
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rl.saving import Saver, newest_intact
@@ -108,7 +108,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         loggers = _loggers(job, run, resume_from, stack)
         sync = crew.weight_sync(
             job.config.refit, None if resume_from else job.source, offload=job.offload, tell=display.say,
-            restarts=job.config.cluster.engine_restarts,
+            restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
         )  # fmt: skip
         stack.enter_context(sync)
         saver = Saver(run, policy, job.config.run)
@@ -194,9 +194,10 @@ class RunJournal:
 
     def refitted(self, report: RefitReport) -> None:
         unread = f"; {report.unread} cannot be read back from it" if report.unread else ""
+        decoded = "" if report.decoding is None else f"; its log-probs are within {report.decoding:.1e} of the policy's"
         self.say(
             f"weights in the engine: {report.bytes / 1e6:.0f} MB in {sum(report.seconds.values()):.1f} s, "
-            f"{report.verified} tensors compared, all equal{unread}"
+            f"{report.verified} tensors compared, all equal{unread}{decoded}"
         )
         for share in report.shares:
             self.say(str(share))

@@ -11,6 +11,7 @@ from rlctl.backends.base import EngineWorker, WeightReceiver
 from rlctl.backends.clients import EngineClient, only_result
 from rlctl.backends.messages import QUANTISED, GroupRequest, GroupResult, Sampling
 from rlctl.errors import RlctlError
+from rlctl.refit.decoding import LogprobDifference
 from rlctl.refit.records import RefitReport, Share
 from rlctl.refit.session import RefitSession
 from rlctl.refit.sync import WeightSync
@@ -23,27 +24,6 @@ SPARSE_SHARE = 0.02
 QUANTISED_SHARE = 0.5
 EXPLAINED = 8  # tensors whose values are looked at to guess a cause
 COPY_BYTES_LIMIT = 1 << 30
-
-
-@dataclass(frozen=True)
-class LogprobDifference:
-    """Engine against policy over the tokens that the engine chose."""
-
-    tokens: int
-    mean_abs: float
-    max_abs: float
-    kl: float
-    """Estimate of KL(engine || policy), mean of exp(d) - 1 - d."""
-
-    def joined(self, other: LogprobDifference) -> LogprobDifference:
-        tokens = self.tokens + other.tokens
-
-        def mean(a: float, b: float) -> float:
-            return (a * self.tokens + b * other.tokens) / max(tokens, 1)
-
-        return LogprobDifference(
-            tokens, mean(self.mean_abs, other.mean_abs), max(self.max_abs, other.max_abs), mean(self.kl, other.kl)
-        )
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,11 @@ class EngineSpec:
         """The precision of the engine's weights."""
         return self.arguments["dtype"]
 
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a sequence, its prompt included."""
+        return self.arguments["max_model_len"]
+
     def require_environment(self) -> None:
         """Raise WorkerError unless this process was started with `environment`."""
         wrong = {name: value for name, value in self.environment.items() if os.environ.get(name) != value}

@@ -269,7 +269,8 @@ class GenerationConfig(Section):
     temperature: NonNegativeNumber = 1.0
     """Temperature of sampling; 0 takes the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the most likely tokens whose probabilities add up to this; 1 is all."""
+    """Sample among the most likely tokens whose probabilities add up to this; 1 is all. Training with less needs
+    `loss.importance_correction=off`, as with `top_k`."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among the k most likely tokens; -1 is all."""
     stop: tuple[str, ...] = ()

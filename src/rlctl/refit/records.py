@@ -100,6 +100,11 @@ class RefitReport:
     """Tensors whose fingerprints were compared at the source and inside every engine; 0: none this time."""
     unread: int = 0
     """Tensors that were not compared, because an engine holds them in a form that cannot be read back."""
+    compared_all: bool = False
+    """They are all that can be compared, and not a sample."""
+    decoding: float | None = None
+    """Mean absolute difference between the log-probs of tokens that the engines decoded and the policy's; None: not
+    looked at this time."""
     mover: str = "shared-memory"
     receive: str = "loader"
     """`direct`, `loader`, or `mixed`."""

@@ -207,7 +207,8 @@ class RefitSession:
             RefitPhase.LOAD: ended - moving - waited - reset,
             RefitPhase.CACHE_RESET: reset,
         }
-        verified = self._verified(version, verify)
+        sample = self._to_compare(version, verify)
+        verified = self._verified(version, sample)
         self._base, self._since_full = version, 0 if lengths is None else self._since_full + 1
         return RefitReport(
             version=version,
@@ -215,6 +216,7 @@ class RefitSession:
             bytes=self.payload_bytes,
             staging_bytes=self.staging_bytes,
             verified=verified,
+            compared_all=sample is None,
             unread=len(self.last_comparison.unread) if verified and self.last_comparison else 0,
             mover=self.mover,
             receive=received[0].path,
@@ -278,13 +280,16 @@ class RefitSession:
             return sent, wrote_s
         return self._transfer(self.policy.submit(WeightSender.refit_send, version, self.attempts), update), 0.0
 
-    def _verified(self, version: int, wanted: bool | None) -> int:
-        """Compare all tensors on the first refit and every few after it, else a sample; return how many."""
+    def _to_compare(self, version: int, wanted: bool | None) -> list[str] | None:
+        """The tensors to compare: all (None) on the first refit and every few after it, else a sample."""
         every = self.settings.verify_every
         due = self.refits == 1 or (every > 0 and (self.refits - 1) % every == 0)
         if wanted is not None:
-            due = wanted
-        sample = None if due else [] if wanted is False else self._sample(version)
+            return None if wanted else []
+        return None if due else self._sample(version)
+
+    def _verified(self, version: int, sample: list[str] | None) -> int:
+        """Compare the tensors of `sample` (None: all); return how many."""
         if sample == []:
             return 0
         compared = 0
@@ -293,9 +298,14 @@ class RefitSession:
                 self.last_comparison, compared = comparison, comparison.tensors
                 require_equal(comparison, version, f"engine {index}")
         except RlctlError:
-            self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
+            self.reject(version)
             raise
         return compared
+
+    def reject(self, version: int) -> None:
+        """Have the engines refuse to generate until a full refit has succeeded."""
+        self._base = None
+        self._wait("verify", self.engines, WeightReceiver.refit_reject, version)
 
     def _as_converted(self) -> dict[str, int]:
         """Fingerprints that tensors in the precision of the conversion must have in the first refit."""

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.config.schema import RefitConfig
-from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
+from rlctl.refit.decoding import DecodeCheck
 from rlctl.refit.records import RefitReport
 from rlctl.refit.session import Receive, RefitSession
 from rlctl.refit.weight_sender import SendingPolicy
@@ -97,13 +98,14 @@ class WeightSync:
         receive: Receive = "auto",
         converted: Mapping[str, int] | None = None,
         converted_at: Path | None = None,
+        decode_check: DecodeCheck | None = None,
         restarts: int = 0,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`dtype`, `receive`, `converted` and `converted_at` are those of `RefitSession`; `offload` and `engines_sleep`
-        those of `DeviceTurns`. At most `restarts` engines that are lost are replaced; `tell` hears of every loss and of
-        what became of it."""
-        self.engines = engines
+        those of `DeviceTurns`. `decode_check` follows each refit of which all tensors were compared. At most `restarts`
+        engines that are lost are replaced; `tell` hears of every loss and of what became of it."""
+        self.engines, self._policy, self._decode_check = engines, policy, decode_check
         self.session = RefitSession(
             policy.group,
             engines.group,
@@ -141,10 +143,27 @@ class WeightSync:
         self.turns.to_weights()
         offloaded_s = time.perf_counter() - begun
         try:
-            report = self.session.refit(version, verify=verify)
+            report = self._decoded(self.session.refit(version, verify=verify))
         except (WorkerError, WaitTimeoutError) as error:
             return self.recover(error, version)
         return replace(report, seconds={RefitPhase.OFFLOAD: offloaded_s} | report.seconds)
+
+    def _decoded(self, report: RefitReport) -> RefitReport:
+        """After a refit of which all tensors were compared: also compare what the engines compute with them.
+
+        Raises VerificationError if that differs; the engines then refuse to generate until a full refit has succeeded.
+        """
+        check = self._decode_check
+        if check is None or not report.compared_all:
+            return report
+        with self.turns.generating():
+            decoded = check.decode(self.engines, report.version, self.session.settings.timeout_s)
+        try:
+            found = check.compare(self._policy, decoded, report.version, report.verified)
+        except VerificationError:
+            self.session.reject(report.version)
+            raise
+        return replace(report, decoding=found.mean_abs)
 
     def recover(self, error: RlctlError, version: int) -> RefitReport:
         """After `error`: replace the engines that are lost, and bring all to `version`, which the policy holds.
@@ -164,7 +183,7 @@ class WeightSync:
                 self.turns.to_policy()
                 self.turns.to_weights()
                 self.session.reform(self.engines.group)
-                report = self.session.refit(version, verify=True)
+                report = self._decoded(self.session.refit(version, verify=True))
                 if generating:
                     self.turns.to_engines()
             except (WorkerError, WaitTimeoutError) as another:

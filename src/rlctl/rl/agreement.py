@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
-from rlctl.errors import DivergenceError
+from rlctl.errors import ConfigError, DivergenceError
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
 # 10 to 20 is off by about 16 times the unit roundoff (2^-24 in float32, 2^-8 in bfloat16), so by 1e-6 and by 0.06 at
@@ -22,6 +22,26 @@ LIMITS = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 0.5), "float8": (0.2, 0.5)
 def precision_of(config: RlctlConfig, dtype: str) -> str:
     """Return the key of `LIMITS` for a policy with weights in `dtype`: the precision of its matrix products."""
     return "float8" if config.megatron.passed.get("fp8") else dtype
+
+
+def error_limit(config: RlctlConfig, dtype: str) -> float:
+    """Return the mean absolute difference that stops a run in which all tokens are sampled from."""
+    return config.checks.logprob_diff_error or LIMITS[precision_of(config, dtype)][1]
+
+
+def refuse_cut_sampling(config: RlctlConfig) -> None:
+    """Raise ConfigError where an importance correction would take what top-p or top-k cut off for a difference between
+    engine and trainer: the engine's log-probs are of the tokens that are left, and the trainer's of all tokens."""
+    generation, correction = config.generation, config.loss.importance_correction
+    cuts = [f"generation.top_p = {generation.top_p:g}"] if generation.top_p < 1 else []
+    cuts += [f"generation.top_k = {generation.top_k}"] if generation.top_k > 0 else []
+    if cuts and correction != "off":
+        raise ConfigError(
+            f"{' and '.join(cuts)} cannot be trained on with loss.importance_correction = {correction}: the engine's "
+            "log-probs are of the tokens that are left, the trainer's of all, and the correction would be of that.",
+            "Sample from all tokens in training (generation.top_p=1, generation.top_k=-1); `rlctl generate` takes both "
+            "keys. Or set loss.importance_correction=off, which takes the samples for the policy's own.",
+        )
 
 
 @dataclass(frozen=True)
@@ -40,8 +60,7 @@ class Agreement:
         """Return the limits that are set, and those of the precision where none is.
 
         Where top-p or top-k cut the distribution that is sampled, only limits that are set hold: the engine's log-probs
-        are of what is left of it and the trainer's of all of it, which differ by more than rounding (the importance
-        correction is for such a difference).
+        are of what is left of it and the trainer's of all of it, which differ by more than rounding.
         """
         cut = generation.top_p < 1 or generation.top_k > 0
         warning, error = (math.inf, math.inf) if cut else LIMITS[precision]

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES
 from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
 
 
-def layout(facts: ModelFacts, dtype: str, copies: bool = False) -> Layout:
+def layout(
+    facts: ModelFacts, dtype: str, copies: bool = False, published: Mapping[str, str] = MappingProxyType({})
+) -> Layout:
     """Every published tensor, whole; the router's correction bias stays in float32.
 
-    `copies` adds tensors that published files repeat (embedding and head next to multi-token-prediction layers).
+    `copies` adds tensors that published files repeat (embedding and head next to multi-token-prediction layers);
+    `published` names the dtypes of tensors that have another one than the rest of their files.
     """
     weights = weights_of(facts)
-    wide = {matrix.tensor for matrix in weights.matrices if matrix.role in FLOAT32_ROLES}
-    params = {name: ParamSpec(shape, "float32" if name in wide else dtype) for name, shape in weights.tensors.items()}
+    wide = {matrix.tensor: "float32" for matrix in weights.matrices if matrix.role in FLOAT32_ROLES}
+    dtypes = wide | dict(published)
+    params = {name: ParamSpec(shape, dtypes.get(name, dtype)) for name, shape in weights.tensors.items()}
     pieces = [_whole_piece(name, name, spec) for name, spec in params.items()]
     for copy, name in weights.copies.items() if copies else ():
         params[copy] = params[name]

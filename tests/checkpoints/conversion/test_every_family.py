@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from support.parallel_families import FAMILIES, hf_model
 
@@ -38,3 +39,22 @@ def test_there_and_back(family: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     ids = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(loaded.float()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tensor_of_a_dtype_of_its_own_comes_back_in_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The correction bias of routers is float32 in Megatron, and in published files what their author chose."""
+    hf_model("moonlight").save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    held = {name: value.to(torch.bfloat16) for name, value in load_file(path).items()}
+    own = [name for name in held if name.endswith("e_score_correction_bias") or name == "model.norm.weight"]
+    assert len(own) > 1
+    save_file(held | {name: held[name].to(dtype) for name in own}, path, metadata={"format": "pt"})
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    assert megatron_to_hf(tmp_path / "megatron", tmp_path / "back").verified
+    before, after = SafetensorsDirectory.open(tmp_path / "hf"), SafetensorsDirectory.open(tmp_path / "back")
+    for name in before.tensors:
+        assert after.tensors[name].dtype == before.tensors[name].dtype, name
+        assert torch.equal(before.read(name), after.read(name)), name
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "wide", options=Options(dtype="float32"))
+    assert {stored.dtype for stored in SafetensorsDirectory.open(tmp_path / "wide").tensors.values()} == {"float32"}

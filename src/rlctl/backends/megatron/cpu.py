@@ -22,10 +22,12 @@ from typing import Any
 import torch
 
 from rlctl.backends.megatron.compat import fill_gaps
+from rlctl.vector_math import warm_up
 
 
 def install() -> None:
     """Patches Megatron-Core for this process if there is no CUDA. Cheap to repeat: covers modules imported since."""
+    warm_up()
     if torch.cuda.is_available():
         if find_spec("transformer_engine") is None:
             fill_gaps()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.backends.base import Device, EngineSpec, resolve_dtype
+from rlctl.backends.vllm.interfaces import cpu_head_sizes
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_engine_sizes
@@ -81,8 +82,17 @@ def engine_spec(
 def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:
     """Raise ConfigError for a combination that vLLM cannot run."""
     require_engine_sizes(facts, tp or config.generation.tp or 1)
-    if device == "cpu" and config.vllm.passed.get("enforce_eager") is False:
+    if device != "cpu":
+        return
+    if config.vllm.passed.get("enforce_eager") is False:
         raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
+    sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has kernels of its own
+    if sizes and facts.head_dim not in sizes:
+        raise ConfigError(
+            f"model.name: {config.model.name} has attention heads of size {facts.head_dim}, and on a CPU this vLLM has "
+            f"attention for heads of size {', '.join(map(str, sizes))} alone.",
+            "Take another model, or run it on GPUs.",
+        )
 
 
 def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class VllmEngine:
         except ValueError as error:
             raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
         self._memory = DeviceMemory(self._llm.llm_engine, shared=self.spec.sleeps)
+        self._rpc("rlctl_record_buffers")
         if self._records:
             self._rpc("rlctl_record_routing")
 

@@ -144,6 +144,17 @@ def installed_package() -> Path | None:
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
+def cpu_head_sizes() -> tuple[int, ...]:
+    """The sizes of heads that the CPU attention of the installed vLLM takes; empty: they are not known."""
+    package = installed_package()
+    tree = _parsed(package / "v1" / "attention" / "backends" / "cpu_attn.py") if package is not None else None
+    method = _find(tree, "CPUAttentionBackend", "get_supported_head_sizes") if tree else None
+    returned = [one.value for one in ast.walk(method) if isinstance(one, ast.Return)] if method else []
+    if len(returned) != 1 or not isinstance(returned[0], ast.List):
+        return ()
+    return tuple(one.value for one in returned[0].elts if isinstance(one, ast.Constant) and isinstance(one.value, int))
+
+
 def _missing(package: Path, interface: Interface) -> Iterator[str]:
     alternatives, name = _alternatives(interface.where)
     found = None

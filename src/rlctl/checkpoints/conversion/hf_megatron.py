@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
+from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
+from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights import torch_dist as keys
-from rlctl.weights.layout import ParamSpec
+from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.transfer_plan import SingleWorld, TransferPlan
 
 BLOCK_BYTES = 64 << 20
@@ -100,7 +103,8 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
             compare(done.fingerprints, read_back(plan, shapes, Blocks(reader, blocks), options.progress))
         return done
 
-    return _convert(destination, (source,), model.facts, options, record.wanted(source, dtype), write)
+    wanted, published = record.wanted(source, dtype), model.published(dtype)
+    return _convert(destination, (source,), model.facts, options, wanted, write, published)
 
 
 def megatron_to_hf(
@@ -120,9 +124,10 @@ def megatron_to_hf(
     model = exported_weights(found, config_from, options.tell)
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
+    published = record.published(found.shards, dtype)
 
     def write(aside: Path) -> Streamed:
-        target = hf.layout(model.facts, dtype, copies=True)
+        target = hf.layout(model.facts, dtype, copies=True, published=published)
         rows = {c.name: c for key, spec in target.params.items() for c in keys.chunk_of(spec, key, 0, BLOCK_BYTES)}
         plan = plan_between(model.world, SingleWorld(keys.chunked(target, list(rows.values()))))
         writer = SafetensorsWriter(aside, target.params, options.shard_bytes)
@@ -131,7 +136,8 @@ def megatron_to_hf(
         done = stream(plan, shapes, model.source, rows, put, options.progress)
         writer.finish()
         if options.verify:
-            _require_as_converted(found, dtype, done.fingerprints)
+            held = hf.layout(model.facts, dtype)
+            _require_as_converted(found, dtype, done.fingerprints | _as_held(aside, held, published))
         copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
         if options.verify:
             written = _Rows(SafetensorsDirectory.open(aside), rows)
@@ -154,6 +160,13 @@ def _require_undamaged(found: MegatronDirectory) -> None:
     if damaged:
         hint = "Convert another: name RUN/checkpoints/step_N."
         raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
+
+
+def _as_held(written: Path, held: Layout, published: Mapping[str, str]) -> dict[str, int]:
+    """Fingerprints of `published` tensors in the dtypes that the checkpoint holds them in."""
+    files = SafetensorsDirectory.open(written)
+    specs = {name: held.params[name] for name in published if name in held.params}
+    return {name: fingerprint(files.read(name).to(dtype_of(spec.dtype)), spec.shape) for name, spec in specs.items()}
 
 
 def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, int]) -> None:
@@ -189,8 +202,10 @@ def _convert(
     options: Options,
     wanted: dict[str, Any],
     write: Callable[[Path], Streamed],
+    published: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
-    """Run `write` under the lock of the destination (of what it points to), and put a record next to the result.
+    """Run `write` under the lock of the destination (of what it points to), and put a record next to the result, with
+    the dtypes of tensors that are `published` in others.
 
     A result that another process has just made of the same source is reused.
     """
@@ -211,7 +226,7 @@ def _convert(
             done = write(aside)
             seconds, nans = time.perf_counter() - begun, tuple(done.nans)
             report = Report(len(shapes), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
-            record.write(aside, wanted, report.__dict__, done.fingerprints)
+            record.write(aside, wanted, report.__dict__, done.fingerprints, published)
             return report
 
 

@@ -18,15 +18,22 @@ def wanted(source: Path, dtype: str) -> dict[str, str]:
     return {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
 
 
-def write(directory: Path, wanted: dict[str, Any], report: dict[str, Any], fingerprints: Mapping[str, int]) -> None:
+def write(
+    directory: Path,
+    wanted: dict[str, Any],
+    report: dict[str, Any],
+    fingerprints: Mapping[str, int],
+    published: Mapping[str, str],
+) -> None:
     """Write the record of a `directory` that is finished otherwise.
 
-    `wanted` tells one conversion from another; `fingerprints` are those of the tensors in their dtype there.
+    `wanted` tells one conversion from another; `fingerprints` are those of the tensors in their dtype there;
+    `published` has the dtypes of tensors that the source holds in another one.
     """
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     files = {str(path.relative_to(directory)): path.stat().st_size for path in found}
     files.pop(LATEST, None)  # names another iteration once one is saved beside it
-    values = {"wanted": wanted, "report": report, "files": files}
+    values = {"wanted": wanted, "report": report, "files": files, "published": dict(published)}
     values["fingerprints"] = {name: f"{value:016x}" for name, value in fingerprints.items()}
     (directory / RECORD).write_text(json.dumps(values, indent=2) + "\n")
 
@@ -60,10 +67,19 @@ def fingerprints(shards: Path, dtype: str) -> dict[str, int]:
 
     Empty where nothing is known: for example of iterations that were trained from it and saved next to it.
     """
-    found = read(shards.parent) if shards.name == RELEASE else None
-    if found is None or found["report"].get("dtype") != dtype:
-        return {}
     try:
-        return {name: int(value, 16) for name, value in found.get("fingerprints", {}).items()}
-    except (AttributeError, TypeError, ValueError):
+        return {name: int(value, 16) for name, value in _part(shards, dtype, "fingerprints").items()}
+    except (TypeError, ValueError):
         return {}
+
+
+def published(shards: Path, dtype: str) -> dict[str, str]:
+    """Tensor of a Megatron checkpoint -> the dtype that the files had from which it was converted to `dtype`, where it
+    is another one than the checkpoint's. Empty as `fingerprints` are."""
+    return {name: value for name, value in _part(shards, dtype, "published").items() if isinstance(value, str)}
+
+
+def _part(shards: Path, dtype: str, key: str) -> dict[str, Any]:
+    found = read(shards.parent) if shards.name == RELEASE else None
+    part = found.get(key) if found is not None and found["report"].get("dtype") == dtype else None
+    return part if isinstance(part, dict) else {}

@@ -17,6 +17,7 @@ import torch
 from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transformed
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, VerificationError, listed
+from rlctl.vector_math import warm_up
 from rlctl.weights.fingerprints import combine
 from rlctl.weights.layout import Fill, ParamSpec, Shape
 from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
@@ -176,6 +177,7 @@ def thread_count() -> int:
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
     """torch computes with one thread in each of ours, which share the same cores."""
+    warm_up()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

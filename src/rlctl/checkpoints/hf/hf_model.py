@@ -13,6 +13,7 @@ from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredT
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config, weights_of
+from rlctl.weights import hf
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole
 from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.transforms import Dequantize, Stored, Transform
@@ -44,6 +45,15 @@ class HuggingFaceModel:
         """The floating dtype of most elements; bfloat16 for block-scaled float8."""
         named = next((d for d in self.files.dtypes if d in FLOATS), "bfloat16")
         return "bfloat16" if next(iter(self.files.dtypes), "") not in FLOATS else named
+
+    def published(self, dtype: str) -> dict[str, str]:
+        """The dtypes of tensors that the files hold in another one than a checkpoint in `dtype` does. Empty where
+        `dtype` is not the files' own: they are recast as a whole then."""
+        if dtype != self.dtype:
+            return {}
+        kept = hf.layout(self.facts, dtype).params
+        held = {name: self.files.tensors[name].dtype for name in kept if name in self.files.tensors}
+        return {name: own for name, own in held.items() if own in FLOATS and own != kept[name].dtype}
 
 
 def open_hf_model(directory: Path) -> HuggingFaceModel:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from rlctl.backends.vllm.weights import check
+from rlctl.errors import VerificationError
 
 
 class Rotary(torch.nn.Module):
@@ -46,7 +48,12 @@ def test_no_other_buffer_may_be_rounded() -> None:
     assert differing(model) == ["rotary.scale"]
 
 
-def test_a_table_that_was_wrong_before_the_first_refit_is_found() -> None:
+def test_a_table_that_was_wrong_from_the_start_is_told_from_one_that_has_changed() -> None:
     model = Model()
-    model.rotary.cos_sin_cache[0, 0] = 5
+    model.rotary.cos_sin_cache[0, 0] += 2.0**-13  # as the first parallel cosine of a process can be off
+    with pytest.raises(VerificationError, match=r"rotary\.cos_sin_cache.* wrong since .* process began.* 1\.2e-04"):
+        check.record_buffers(model)
+    model = Model()
+    check.record_buffers(model)
+    model.rotary.cos_sin_cache[0, 0] += 2.0**-13
     assert differing(model) == ["rotary.cos_sin_cache"]

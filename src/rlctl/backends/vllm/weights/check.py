@@ -14,6 +14,7 @@ import torch
 from rlctl.backends.vllm.weights.locate import Site, Sites, sites
 from rlctl.backends.vllm.weights.reload import abandon
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
+from rlctl.errors import VerificationError
 from rlctl.weights.fingerprints import Reading
 
 READ_COLUMNS = 256
@@ -90,18 +91,31 @@ def values(found: list[Site], tensor: str) -> Iterator[tuple[str, tuple[int, ...
 
 
 def record_buffers(model: torch.nn.Module) -> Expected:
-    """Fingerprints that the buffers must have; to be called before the first refit, the first call counts.
+    """Fingerprints that the buffers must have; to be called when the engine starts, the first call counts.
 
     Rotary tables are computed again from the model's configuration. The others (scales of the attention's cache,
-    Gemma's embedding factor, which experts a rank holds) depend on no weight, and must stay as they are now.
+    Gemma's embedding factor, which experts a rank holds) depend on no weight, and must stay as they are now. Raises
+    VerificationError where a table is wrong already.
     """
     if model not in _recorded:
         found = {(name, buffer.dtype): _fingerprint(buffer) for name, buffer in _buffers(model)}
-        for name, table in _rotary_tables(model):
-            for dtype in (table.dtype, *(ROUNDED if table.dtype == torch.float32 else ())):
-                found[name, dtype] = _fingerprint(table.to(dtype))
+        for name, table, computed in _rotary_tables(model):
+            _require_right(name, table, computed)
+            for dtype in (computed.dtype, *(ROUNDED if computed.dtype == torch.float32 else ())):
+                found[name, dtype] = _fingerprint(computed.to(dtype))
         _recorded[model] = found
     return _recorded[model]
+
+
+def _require_right(name: str, table: torch.Tensor, computed: torch.Tensor) -> None:
+    if _fingerprint(table) == _fingerprint(computed):
+        return
+    by = "another shape" if table.shape != computed.shape else f"off by up to {(table - computed).abs().max():.1e}"
+    raise VerificationError(
+        f"{name}, a table of cosines and sines that no refit sends, has been wrong since the engine's process began: "
+        f"computed again it is different ({by}).",
+        "Run again. If it happens again, the vector functions of this machine's torch are at fault: report it.",
+    )
 
 
 def read_buffers(model: torch.nn.Module) -> Iterator[Reading]:
@@ -117,15 +131,15 @@ def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if buffer is not None and buffer.numel())
 
 
-def _rotary_tables(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tables that the configuration of each rotary embedding implies."""
+def _rotary_tables(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, table, the table that the configuration implies) of each rotary embedding."""
     for path, module in model.named_modules():
         table, compute = getattr(module, ROTARY_TABLE, None), getattr(module, "_compute_cos_sin_cache", None)
         if isinstance(table, torch.Tensor) and callable(compute):
             with table.device:
                 computed = compute()
                 assert isinstance(computed, torch.Tensor)
-                yield f"{path}.{ROTARY_TABLE}", computed.to(table.dtype)
+                yield f"{path}.{ROTARY_TABLE}", table, computed.to(table.dtype)
 
 
 def _fingerprint(buffer: torch.Tensor) -> int:

@@ -33,6 +33,7 @@ from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_receiver
 from rlctl.transport.rounds import Connection, Lengths, Need, cut_rounds, joined, whole_tensors
 from rlctl.transport.shared_memory import this_node
+from rlctl.vector_math import warm_up
 from rlctl.weights.fingerprints import Reading
 
 Receive = Literal["loader", "direct", "auto"]
@@ -73,7 +74,6 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Decide how tensors will be received, and so what to ask for."""
         self.shutdown()
-        check.record_buffers(self.model)
         self.info = init_info
         abandon(self.model)  # parameters of an interrupted reload are not in place
         self.assignment = self._assign({row[0] for row in init_info.table}, init_info.receive)
@@ -166,6 +166,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise RlctlError("vLLM's trainer cannot send to rlctl's engine.", "Refit it with a RefitSession.")
 
 
+warm_up()  # every worker process imports this before it makes the model
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
 if current_platform.is_cpu():
     compat.rotate_every_head()
@@ -207,6 +208,10 @@ class RlctlWorkerExtension:
 
     def rlctl_connect(self, engine: str, connections: tuple[Connection, ...]) -> None:
         self.weight_transfer_engine.connect(connections[self.rank], f"{engine} worker {self.rank}")
+
+    def rlctl_record_buffers(self) -> None:
+        """Keep what the model's buffers hold now. Raises VerificationError where a table is wrong already."""
+        check.record_buffers(self.model_runner.get_model())
 
     def rlctl_alive(self) -> bool:
         return True

@@ -1,0 +1,108 @@
+"""A look at what an engine computes: the tokens that it decodes, and the policy's log-probs of the same tokens.
+
+No reading of parameters can see a decode graph that goes on reading old memory, or a cache that earlier weights filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlctl.backends.batch import RolloutRow, TrainBatch
+from rlctl.backends.clients import EngineClient, PolicyClient
+from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.errors import RlctlError, VerificationError
+
+PROMPTS, NEW_TOKENS = 2, 8
+PROMPT_TOKENS = 40
+"""More than the tokens of a block of any engine's cache, so that what it keeps of a prompt is looked at too."""
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """Engine against policy over the tokens that the engine chose."""
+
+    tokens: int
+    mean_abs: float
+    max_abs: float
+    kl: float
+    """Estimate of KL(engine || policy), mean of exp(d) - 1 - d."""
+
+    def joined(self, other: LogprobDifference) -> LogprobDifference:
+        tokens = self.tokens + other.tokens
+
+        def mean(a: float, b: float) -> float:
+            return (a * self.tokens + b * other.tokens) / max(tokens, 1)
+
+        return LogprobDifference(
+            tokens, mean(self.mean_abs, other.mean_abs), max(self.max_abs, other.max_abs), mean(self.kl, other.kl)
+        )
+
+
+def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> LogprobDifference:
+    """Compare the engine's log-probs of its own tokens with those of the policy's forward pass. It replaces the batch
+    that the policy has loaded."""
+    rows = [
+        RolloutRow(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0)
+        for r in results
+        for row, tokens in enumerate(r.tokens)
+    ]
+    policy.load_batch(TrainBatch((tuple(rows),), {r.group: r.columns for r in results}))
+    policy.logprobs("old_logprobs")
+    stats = policy.logprob_difference("old_logprobs")
+    tokens = max(stats.tokens, 1)
+    return LogprobDifference(stats.tokens, stats.abs_sum / tokens, stats.abs_max, stats.k3_sum / tokens)
+
+
+def fixed_prompts(vocabulary: int, longest: int, count: int) -> list[tuple[int, ...]]:
+    """Prompts of fixed tokens, of different lengths up to `longest`."""
+    lengths = (min(longest, PROMPT_TOKENS + 11 * i) for i in range(count))
+    return [tuple((7 * i + 13 * j) % vocabulary for j in range(length)) for i, length in enumerate(lengths)]
+
+
+@dataclass(frozen=True)
+class DecodeCheck:
+    """A few short completions of every engine, compared with the policy after a refit that was verified."""
+
+    limit: float
+    """Mean absolute difference of the log-probs that two correct engines stay below (checks.logprob_diff_error)."""
+    vocabulary: int
+    max_length: int
+    """Most tokens of a sequence in the engines."""
+    temperature: float
+    """The policy's own."""
+
+    def decode(self, engines: EngineClient, version: int, timeout_s: float) -> list[list[GroupResult]]:
+        """Return the completions of each engine. Raises the error of one that fails."""
+        new = min(NEW_TOKENS, self.max_length - 1)
+        prompts = fixed_prompts(self.vocabulary, self.max_length - new, PROMPTS)
+        asked = [GroupRequest(i, prompt, (1000 * version + i,)) for i, prompt in enumerate(prompts)]
+        outcomes = engines.generate([asked] * len(engines), Sampling(new, temperature=self.temperature), timeout_s)
+        found: list[list[GroupResult]] = []
+        for outcome in outcomes:
+            if isinstance(outcome, RlctlError):
+                raise outcome
+            found.append(outcome)
+        return found
+
+    def compare(
+        self, policy: PolicyClient, decoded: list[list[GroupResult]], version: int, tensors: int
+    ) -> LogprobDifference:
+        """Return the differences of all engines together, `tensors` of which were compared and are equal. Raises
+        VerificationError naming the first engine whose difference is beyond the limit."""
+        differences = [policy_difference(policy, results) for results in decoded]
+        for index, one in enumerate(differences):
+            if not one.mean_abs <= self.limit:  # also where it is not a number
+                raise VerificationError(
+                    f"Refit to version {version}: the tensors are equal (all {tensors} that were compared in engine "
+                    f"{index}), but what it computes with them differs: its log-probs of {one.tokens} tokens are off "
+                    f"from the policy's by {one.mean_abs:.2g} on average, {one.max_abs:.2g} at most (limit "
+                    f"{self.limit:g}).",
+                    "It decodes with something else than its parameters, such as a graph or a cache that still has "
+                    "earlier weights, or by other arithmetic than the policy. The engine refuses to generate. "
+                    "`rlctl refit-test` says more; --set vllm.enforce_eager=true decodes without graphs; "
+                    "--set checks.logprob_diff_error=... goes on regardless.",
+                )
+        whole = differences[0]
+        for one in differences[1:]:
+            whole = whole.joined(one)
+        return whole
