@@ -25,7 +25,7 @@ def save(run: RunDirectory, step: int, reward: float = 0.0) -> None:
     with new.writing():
         new.begin()
         (new.policy / "weights").write_bytes(b"w" * 100)
-        new.commit({"note": step * 10, "metrics": {"reward_mean": reward}})
+        new.commit({"version": step * 10, "source": {}, "metrics": {"reward_mean": reward}, "files": {"weights": "0"}})
 
 
 def test_checkpoints_come_back_in_order_with_their_state(run):
@@ -33,7 +33,7 @@ def test_checkpoints_come_back_in_order_with_their_state(run):
         save(run, step)
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 9, 10]
     newest = run.checkpoints()[-1]
-    assert newest.state() == {"note": 100, "step": 10, "metrics": {"reward_mean": 0.0}}
+    assert (newest.state()["version"], newest.state()["step"], newest.reward) == (100, 10, 0.0)
     assert (newest.policy / "weights").read_bytes() == b"w" * 100
 
 
@@ -56,7 +56,7 @@ def test_a_save_that_was_killed_is_not_a_checkpoint_and_is_cleared_away(run):
     save(run, 1)
     (run.path / "checkpoints" / ".step_2.partial").mkdir()
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [1]
-    run.clear_partial()
+    run.recover_partial(print)
     assert os.listdir(run.path / "checkpoints") == ["step_1"]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
+from rlctl.commands.output import command_app, examples, message, print_json, show, show_dry_run
 from rlctl.errors import InputError
 
 app = command_app()
@@ -82,6 +82,6 @@ def grpo(
     if json_:
         print_json(dataclasses.asdict(summary))
     else:
-        print(summary.text())
+        show(summary.text())
     if summary.interrupted:
         raise typer.Exit(130)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import math
 import numbers
 import sys
 import traceback
@@ -21,6 +20,8 @@ from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 
+LARGEST_REWARD = 1e30
+"""Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
 
 
@@ -109,10 +110,11 @@ class UserScorer:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {row.where}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST_REWARD:  # also a NaN
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
-                f"Reward function {self.name} returned {what} for {row.where}.", "It must return a finite number."
+                f"Reward function {self.name} returned {what} for {row.where}.",
+                f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
             )
         return float(value)
 
