@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-import re
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -40,6 +43,13 @@ scored = itertools.count(1)
 def even(completion, answer, prompt, **row):
     if next(scored) > int(os.environ.get("HOLD_AFTER", 1 << 40)):
         time.sleep(200)
+    return float(len(completion) % 2 == 0)
+"""
+FAILING_REWARD = """
+def even(completion, answer, prompt, scored=[], **row):
+    scored.append(completion)
+    if len(scored) > 2 * 8:
+        return {}["a step too far"]
     return float(len(completion) % 2 == 0)
 """
 
@@ -75,10 +85,37 @@ def started(arguments: list[str], log: Path):
     """A run in the background; whatever is left of it at the end is killed."""
     with log.open("w") as out:
         process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
+    with ended(process):
+        yield process
+
+
+@contextlib.contextmanager
+def in_terminal(arguments: list[str], log: Path):
+    """A run in a terminal of its own: another process, which writes to `log` what is shown there until it is closed."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "wb", closefd=True) as out:
+        process = psutil.Popen(
+            arguments, stdin=out, stdout=out, stderr=out, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+    with log.open("wb") as shown:
+        reader = psutil.Popen(["cat"], stdin=ours, stdout=shown, stderr=subprocess.DEVNULL)
+    os.close(ours)
+    with ended(process):
+        try:
+            yield process, SimpleNamespace(close=reader.kill)
+        finally:
+            reader.kill()
+            reader.wait(30)
+
+
+@contextlib.contextmanager
+def ended(process: psutil.Popen):
+    """Whatever is left of a run at the end is killed."""
     family: list[psutil.Process] = []
     process.family = lambda: family.extend(process.children(recursive=True)) or family  # type: ignore[attr-defined]
     try:
-        yield process
+        yield
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             family.extend(process.children(recursive=True))
@@ -90,14 +127,18 @@ def started(arguments: list[str], log: Path):
 
 def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -> None:
     """Until `steps` lines of metrics are there."""
+    path = run_dir / "metrics.jsonl"
+    wait_for(lambda: path.exists() and len(read_metrics(path)) >= steps, process, log)
+
+
+def wait_for(there: Callable[[], bool], process: psutil.Popen, log: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and len(read_metrics(path)) >= steps:
+        if there():
             return
         assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
         time.sleep(0.05)
-    pytest.fail(f"no step {steps} in {LIMIT_S} s:\n{log.read_text()}")
+    pytest.fail(f"not there in {LIMIT_S} s:\n{log.read_text()}")
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:
@@ -167,7 +208,7 @@ def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
 def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
     uninterrupted, tiny_llama, tmp_path, monkeypatch
 ):
-    """In its fourth step, and so with one checkpoint complete and another one begun."""
+    """In its fourth step, as soon as the checkpoint of the third is complete: nothing but its writing is waited for."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     monkeypatch.setenv("HOLD_AFTER", str(3 * ROLLOUTS))
     with started(command(tiny_llama, run_dir, "--set", "run.checkpoint_every=1"), log) as process:
@@ -175,27 +216,33 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
         workers = [p for p in process.family() if _worker_name(p, run_dir)]
         assert {_worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
         wait_for_step(process, run_dir, 3, log)
+        wait_for(lambda: (run_dir / "checkpoints" / "step_3").exists(), process, log)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
         wait_until_gone(workers)  # Ray's own agents take a minute more to notice
     monkeypatch.delenv("HOLD_AFTER")
     done = finish(resume(run_dir))
     assert done.returncode == 0, done.stderr
-    assert re.search("resuming after step [23]", done.stderr)  # the third may have been written at once
+    assert "resuming after step 3" in done.stderr
     assert results(run_dir) == results(uninterrupted[0])
 
 
-def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
+def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
+    """The terminal takes its output with it, and hangs up on every process that the run has started."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(command(tiny_llama, run_dir, "--steps", "300", "--set", "run.checkpoint_every=0"), log) as process:
+    more = ("--steps", "300", "--set", "run.checkpoint_every=0")
+    with in_terminal(command(tiny_llama, run_dir, *more), log) as (process, terminal):
         wait_for_step(process, run_dir, 1, log)
         family = process.family()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 130, log.read_text()
+        terminal.close()
+        assert process.wait(LIMIT_S) == 130
         wait_until_gone(family)
     steps = len(read_metrics(run_dir / "metrics.jsonl"))
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{steps}"]
-    assert "Traceback" not in log.read_text()
+    said = (run_dir / "logs" / "driver.log").read_text()
+    assert "The terminal was closed (SIGHUP)." in said
+    assert "stderr cannot be written" in said
+    assert "Traceback" not in said
 
     with started(resume(run_dir, "--set", "cluster.engine_restarts=0"), log) as process:
         wait_for_step(process, run_dir, steps + 1, log)
@@ -484,6 +531,19 @@ def test_a_run_whose_engines_disagree_too_much_stops_and_shows_it(here, tiny_lla
     assert len(results(run_dir)) == 1
     assert not list((run_dir / "checkpoints").glob("*"))
     assert "probability error" in (run_dir / "report.html").read_text()
+
+
+def test_a_reward_that_fails_leaves_the_save_of_the_step_before_and_says_so(here, tiny_llama, tmp_path):
+    """The save is under way when the run ends; nothing has waited for it."""
+    failing = tmp_path / "failing.py"
+    failing.write_text(FAILING_REWARD)
+    more = ("--set", "run.checkpoint_every=2", "--reward", f"{failing}:even")
+    done = here(command(tiny_llama, tmp_path / "run", *more))
+    assert done.returncode == 2, done.stderr
+    assert "KeyError" in done.stderr
+    assert "Resume from step 2 with: rlctl train grpo --resume" in done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
+    assert "KeyError" in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
 def test_a_reward_function_that_raises_ends_the_run_in_its_own_words(here, tiny_llama, tmp_path):

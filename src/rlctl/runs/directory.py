@@ -82,6 +82,8 @@ class RunDirectory:
     def _require_free(self) -> None:
         if self.path.is_file():
             raise InputError(f"--run-dir {self.path} is a file.", "Name a directory.")
+        if self.path.is_symlink() and not self.path.exists():
+            raise InputError(f"--run-dir {self.path} is a symbolic link that leads nowhere.", "Name a directory.")
         if (self.path / MANIFEST).exists():
             raise InputError(
                 f"--run-dir {self.path} holds a run already.", "Add --resume to continue it, or name another directory."
