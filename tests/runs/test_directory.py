@@ -201,3 +201,22 @@ def test_a_run_directory_that_is_removed_is_said_to_be_gone(run):
     shutil.rmtree(run.path)
     with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
         run.write_rollouts(0, [])
+
+
+def test_an_error_before_the_first_step_is_not_taken_for_a_directory_that_is_gone(run, tmp_path):
+    loop = OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(tmp_path / "model"))
+
+    def fail():
+        run.abandon(keep_logs=False)  # the place is given back, and the cause goes on
+        raise loop
+
+    with pytest.raises(OSError, match="symbolic links") as raised, run.writing():
+        fail()
+    assert raised.value is loop
+
+
+def test_a_disk_other_than_the_run_directorys_is_not_called_by_its_name(run, tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "elsewhere"))
+    with pytest.raises(OSError, match="elsewhere") as raised, run.writing():
+        raise full
+    assert raised.value is full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import numbers
 import sys
 import traceback
@@ -110,13 +111,17 @@ class UserScorer:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {row.where}") from error
-        if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST_REWARD:  # also a NaN
+        try:
+            number = float(value) if isinstance(value, numbers.Real) else math.nan
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not abs(number) <= LARGEST_REWARD:  # also a NaN
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
                 f"Reward function {self.name} returned {what} for {row.where}.",
                 f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
             )
-        return float(value)
+        return number
 
     def _arguments(self, completion: str, row: PromptRow) -> dict[str, Any]:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
