@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from rlctl import __version__
 from rlctl.commands import output
 from rlctl.errors import EXIT_INTERRUPTED, InputError, MachineError, RlctlError
+from rlctl.telemetry.streams import Unbreakable, open_closed_ones
 
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -98,9 +99,11 @@ def root(
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit the process with the code that DESIGN.md lists for the outcome."""
+    open_closed_ones()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape
             stream.reconfigure(errors="backslashreplace")
+    sys.stderr = cast(TextIO, Unbreakable(sys.stderr))
     sys.exit(run(argv))
 
 

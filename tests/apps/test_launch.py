@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,10 @@ def train(model: Path, *more: str) -> list[str]:
         (["--gpu", "h100", "--gpus-per-node", "8"], 3, "this machine has none"),
         (["--run-dir", "sums.jsonl"], 2, "sums.jsonl is a file"),
         (["--run-dir", "noconfig/../sums.jsonl/run"], 2, "--run-dir"),
+        (["--run-dir", "loop"], 2, "loop is a symbolic link that leads nowhere"),
+        (["--run-dir", "loop/run"], 2, "loop/run cannot be made: Too many levels of symbolic links"),
+        (["--model", "./folder-for-weights"], 2, "model.safetensors is not a file that weights can be read from"),
+        (["--model", "./pipe-for-weights"], 2, "model.safetensors is not a file that weights can be read from"),
         (["--resume"], 2, "run holds no run"),
         (["--set", "run.stepz=3"], 2, "run.steps"),
         (["--data", "reasoning-gym:chain_sun"], 2, "chain_sum"),
@@ -82,6 +88,12 @@ def train(model: Path, *more: str) -> list[str]:
 def test_a_mistake_is_a_sentence(files, tiny_llama, capsys, monkeypatch, more, code, said):
     monkeypatch.setattr("rlctl.planner.from_config.local_gpus", list)
     monkeypatch.setattr("rlctl.apps.prepare.local_gpus", list)
+    (files / "loop").symlink_to("loop")
+    for name in ("folder-for-weights", "pipe-for-weights"):
+        shutil.copytree(tiny_llama, files / name)
+        (files / name / "model.safetensors").unlink()
+    (files / "folder-for-weights" / "model.safetensors").mkdir()
+    os.mkfifo(files / "pipe-for-weights" / "model.safetensors")
     if "--preset" in more:
         more = [*more, "--gpu", "auto"]
     assert run(train(tiny_llama, *more)) == code
@@ -160,7 +172,7 @@ def begun(arguments: list[str], path: Path) -> None:
     directory.write_manifest(prepare_job(resolved).manifest())
     checkpoint = directory.new_checkpoint(2)
     checkpoint.begin()
-    checkpoint.commit({})
+    checkpoint.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
     directory.release()
 
 
@@ -248,3 +260,48 @@ def test_a_damaged_run_directory_is_a_sentence(files, capsys):
             (files / "run" / MANIFEST).write_text(content)
         assert run(["train", "grpo", "--resume", "--run-dir", "run"]) == 2
         assert said in capsys.readouterr().err
+
+
+def packages_then(path: Path, **versions: str | None) -> None:
+    """Let the run have been started with other versions."""
+    directory = RunDirectory(path)
+    manifest = directory.manifest()
+    manifest["packages"] |= {name.replace("_", "-"): version for name, version in versions.items()}
+    directory.write_manifest(manifest)
+
+
+def test_a_resume_with_other_engines_is_refused_and_with_other_packages_told(files, tiny_llama, capsys):
+    begun(train(tiny_llama), files / "run")
+    packages_then(files / "run", ray="2.0")
+    told = [line for line in go_on(files / "run")[1] if "ray" in line]
+    assert told == [f"note: when the run was last started, ray 2.0 was installed, and {metadata.version('ray')} is now"]
+    packages_then(files / "run", torch="1.13", megatron_core="0.1")
+    assert run(["train", "grpo", "--resume", "--run-dir", "run"]) == 2
+    shown = capsys.readouterr().err
+    assert f"torch 1.13 was installed, and {metadata.version('torch')} is now" in shown
+    assert "--allow-changes" in shown
+    _, said = go_on(files / "run", allow_changes=True)
+    assert sum("going on although when the run was last started" in line for line in said) == 2
+
+
+def test_a_manifest_that_was_edited_is_told(files, tiny_llama):
+    begun(train(tiny_llama), files / "run")
+    path = files / "run" / MANIFEST
+    path.write_text(
+        path.read_text().replace('"batch.prompts": {\n      "value": 2', '"batch.prompts": {\n      "value": 3')
+    )
+    with pytest.raises(InputError, match=r"manifest\.json was edited since rlctl wrote it\. .*--allow-changes"):
+        go_on(files / "run")
+    job, said = go_on(files / "run", allow_changes=True)
+    assert job.config.batch.prompts == 3
+    assert "going on although manifest.json was edited since rlctl wrote it" in said
+
+
+def test_broken_metrics_are_named_and_an_empty_checkpoint_ignored_before_anything_starts(files, tiny_llama):
+    begun(train(tiny_llama), files / "run")
+    (files / "run" / "checkpoints" / "step_9999").mkdir()
+    (files / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"st')
+    assert go_on(files / "run")[0].config.run.steps == 4
+    (files / "run" / "metrics.jsonl").write_text('{"st\n{"step": 1}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 1 .* remove the line"):
+        go_on(files / "run")

@@ -29,15 +29,25 @@ from support.runs import (
     TASK,
     command,
     finish,
+    in_terminal,
     results,
     resume,
     same_run,
     started,
+    wait_for,
     wait_for_step,
     wait_until_gone,
     worker_name,
 )
 from support.tiny_models import write_tiny_llama
+
+FAILING_REWARD = """
+def even(completion, answer, prompt, scored=[], **row):
+    scored.append(completion)
+    if len(scored) > 2 * 8:
+        return {}["a step too far"]
+    return float(len(completion) % 2 == 0)
+"""
 
 
 @pytest.fixture
@@ -104,7 +114,7 @@ def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
 def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
     uninterrupted, tiny_llama, tmp_path, monkeypatch
 ):
-    """In its fourth step, and so with one checkpoint complete and another one begun."""
+    """In its fourth step, as soon as the checkpoint of the third is complete: nothing but its writing is waited for."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     monkeypatch.setenv("HOLD_AFTER", str(3 * ROLLOUTS))
     with started(command(tiny_llama, run_dir, "--set", "run.checkpoint_every=1"), log) as process:
@@ -112,28 +122,34 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
         workers = [p for p in process.family() if worker_name(p, run_dir)]
         assert {worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
         wait_for_step(process, run_dir, 3, log)
+        wait_for(lambda: (run_dir / "checkpoints" / "step_3").exists(), process, log)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
         wait_until_gone(workers)  # Ray's own agents take a minute more to notice
     monkeypatch.delenv("HOLD_AFTER")
     done = finish(resume(run_dir))
     assert done.returncode == 0, done.stderr
-    assert re.search("resuming after step [23]", done.stderr)  # the third may have been written at once
+    assert "resuming after step 3" in done.stderr
     assert results(run_dir) == results(uninterrupted[0])
 
 
-def test_an_interrupt_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
+def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
+    """The terminal takes its output with it, and hangs up on every process that the run has started."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(command(tiny_llama, run_dir, "--steps", "300", "--set", "run.checkpoint_every=0"), log) as process:
+    more = ("--steps", "300", "--set", "run.checkpoint_every=0")
+    with in_terminal(command(tiny_llama, run_dir, *more), log) as (process, terminal):
         wait_for_step(process, run_dir, 1, log)
         family = process.family()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 130, log.read_text()
+        terminal.close()
+        assert process.wait(LIMIT_S) == 130
         wait_until_gone(family)
     steps = len(read_metrics(run_dir / "metrics.jsonl"))
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{steps}"]
-    assert "Traceback" not in log.read_text()
-    (decoded,) = re.findall(r"log-probs are within (\S+) of the policy's", log.read_text())
+    said = (run_dir / "logs" / "driver.log").read_text()
+    assert "The terminal was closed (SIGHUP)." in said
+    assert "stderr cannot be written" in said
+    assert "Traceback" not in said
+    (decoded,) = re.findall(r"log-probs are within (\S+) of the policy's", said)
     assert 0 < float(decoded) < 1e-5
 
     with started(resume(run_dir, "--set", "cluster.engine_restarts=0"), log) as process:
@@ -405,6 +421,19 @@ def test_a_run_whose_engines_disagree_too_much_stops_and_shows_it(here, tiny_lla
     assert len(results(run_dir)) == 1
     assert not list((run_dir / "checkpoints").glob("*"))
     assert "probability error" in (run_dir / "report.html").read_text()
+
+
+def test_a_reward_that_fails_leaves_the_save_of_the_step_before_and_says_so(here, tiny_llama, tmp_path):
+    """The save is under way when the run ends; nothing has waited for it."""
+    failing = tmp_path / "failing.py"
+    failing.write_text(FAILING_REWARD)
+    more = ("--set", "run.checkpoint_every=2", "--reward", f"{failing}:even")
+    done = here(command(tiny_llama, tmp_path / "run", *more))
+    assert done.returncode == 2, done.stderr
+    assert "KeyError" in done.stderr
+    assert "Resume from step 2 with: rlctl train grpo --resume" in done.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
+    assert "KeyError" in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
 def test_a_reward_function_that_raises_ends_the_run_in_its_own_words(here, tiny_llama, tmp_path):

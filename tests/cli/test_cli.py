@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -236,3 +237,20 @@ def test_missing_engine_is_the_machines_lack(
     monkeypatch.setattr(cli, "load_command", import_absent_engine)
     assert cli.run(["doctor"]) == 3
     assert "`an_engine_that_is_not_here` is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-", "2> >(exec true)"])
+def test_messages_that_cannot_be_written_change_no_exit_code(stderr: str) -> None:
+    command = f"{sys.executable} -m rlctl presets ls --colour {stderr}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_result_whose_reader_is_gone_is_a_sentence() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rlctl", "presets", "ls", "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == "rlctl: the output cannot be written to stdout: Broken pipe.\n"

@@ -88,6 +88,13 @@ def test_terms_are_weighted_and_accuracy_is_the_reference_scorer_s(tmp_path: Pat
     assert plan.describe()[0] == f"reward: 2 x task + -0.5 x {name}"
 
 
+def test_a_weight_that_makes_a_reward_huge_is_refused(tmp_path: Path) -> None:
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    plan = prepare_rewards(RewardConfig(terms=(RewardTerm(name="task", weight=1e300),)), source)
+    with pytest.raises(InputError, match=r"is 1e\+300: 1e\+300 x 1 \(task\)"):
+        score(plan, source, f"= {source[0].answer}")
+
+
 def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
     name = user_file(tmp_path, "def score(completion, answer):\n    return 0.25\n")
     with_answers = jsonl(tmp_path, {"prompt": "q", "answer": "yes"})
@@ -166,6 +173,9 @@ def test_no_reward_or_one_twice(tmp_path: Path) -> None:
         ("def score(completion, answer): return 'good'", ["returned 'good'", "data.jsonl, line 1", "number"]),
         ("def score(completion, answer): return None", ["returned None"]),
         ("def score(completion, answer): return float('nan')", ["returned nan", "finite"]),
+        ("def score(completion, answer): return float('inf')", ["returned inf", "data.jsonl, line 1"]),
+        ("def score(completion, answer): return -1e308", ["returned -1e+308", "data.jsonl, line 1", "1e+30"]),
+        ("def score(completion, answer): return 10 ** 400", ["returned 1000", "data.jsonl, line 1"]),
         ("async def score(completion, answer): return 1.0", ["coroutine"]),
     ],
 )  # fmt: skip

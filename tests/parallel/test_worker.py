@@ -72,12 +72,13 @@ def test_shared_prompts_save_tokens_and_change_nothing_else(pools: Pools) -> Non
 
 
 def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:
-    (broken, then, straight), same = pools(1).run(run_broken, Case(), weights_of("llama"), make_batch())[0]
+    (broken, then, straight), same, odd = pools(1).run(run_broken, Case(), weights_of("llama"), make_batch())[0]
     assert broken.skipped
     assert not np.isfinite(broken.grad_norm)
     assert same
     assert then == straight
     assert not then.skipped
+    assert odd == [[], ["embedding.word_embeddings.weight"]]
 
 
 @pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(dp=2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
+from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
@@ -45,6 +47,8 @@ class Recorder:
         self.logged: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
         self.said: list[str] = []
+        self.results = [MinibatchResult(0.5, {}, {}, 1.0, 1e-6, False, 8)]
+        """How each optimizer step ends; the last one stands for all that follow."""
 
     # the source
     def next(self, version: int) -> RolloutBatch:
@@ -66,7 +70,8 @@ class Recorder:
     def train(self, minibatches: int, loss: RunLoss, lr: float, decay: float) -> list[MinibatchResult]:
         self.asked.append(("train", minibatches))
         sums = {"tokens": 8.0, "entropy": 16.0, "logprob_diff/mean": 8 * self.difference}
-        return [MinibatchResult(0.5, sums, {}, 1.0, lr, False, 8)]
+        result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
+        return [replace(result, sums=sums, lr=lr)]
 
     # weight synchronisation
     def refit(self, version: int) -> SimpleNamespace:
@@ -115,7 +120,8 @@ class Stop:
 def loop(recorder: Any, steps: int, *, step: int = 0, version: int = 0, **sections: Any) -> Loop:
     config = RlctlConfig.model_validate({"run": {"steps": steps}, **sections})
     agreement = Agreement.from_config(ChecksConfig(), GenerationConfig(), "float32")
-    parts = Parts(recorder, Plain(config), recorder, recorder, recorder, recorder, agreement, StepTimer())
+    health = Health(config.checks)
+    parts = Parts(recorder, Plain(config), recorder, recorder, recorder, recorder, agreement, health, StepTimer())
     return Loop(config, parts, step=step, version=version)
 
 
@@ -179,3 +185,33 @@ def test_engines_that_disagree_end_the_run_for_any_algorithm() -> None:
         run(recorder, 1)
     assert recorder.logged
     assert not recorder.saved
+
+
+def result(loss: float, *, skipped: bool = False) -> MinibatchResult:
+    return MinibatchResult(loss, {}, {}, math.nan if skipped else 1.0, 1e-6, skipped, 8)
+
+
+def test_a_policy_without_finite_gradients_stops_the_run_before_it_is_saved_again() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 9)
+    recorder.results = [result(0.5), result(math.nan, skipped=True), result(0.5), result(math.nan, skipped=True)]
+    recorder.due = lambda step, ending: True  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match=r"after step 5: .* in 2 step\(s\) in a row \(checks.max_skipped_steps\)"):
+        run(recorder, 9, checks={"max_skipped_steps": 2})
+    assert [saved["step"] for saved in recorder.saved] == [0, 1, 2, 3]
+    assert len(recorder.logged) == 5
+
+
+def test_a_loss_that_is_not_finite_and_changed_the_weights_is_not_saved() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 3)
+    recorder.results = [result(0.5), result(math.inf)]
+    with pytest.raises(DivergenceError, match="after step 2: its loss is inf"):
+        run(recorder, 3)
+    assert not recorder.saved
+
+
+def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
+    recorder = Recorder([[1.0, 0.0], *[[1.0, 1.0]] * 4])
+    assert not run(recorder, 5, checks={"max_steps_without_signal": 3})
+    told = [text for text in recorder.said if "nothing to learn from" in text]
+    assert len(told) == 1
+    assert "step 4: for 3 step(s) in a row" in told[0]

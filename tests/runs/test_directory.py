@@ -25,7 +25,7 @@ def save(run: RunDirectory, step: int, reward: float = 0.0) -> None:
     with new.writing():
         new.begin()
         (new.policy / "weights").write_bytes(b"w" * 100)
-        new.commit({"note": step * 10, "metrics": {"reward_mean": reward}})
+        new.commit({"version": step * 10, "source": {}, "metrics": {"reward_mean": reward}, "files": {"weights": "0"}})
 
 
 def test_checkpoints_come_back_in_order_with_their_state(run):
@@ -33,7 +33,7 @@ def test_checkpoints_come_back_in_order_with_their_state(run):
         save(run, step)
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [2, 9, 10]
     newest = run.checkpoints()[-1]
-    assert newest.state() == {"note": 100, "step": 10, "metrics": {"reward_mean": 0.0}}
+    assert (newest.state()["version"], newest.state()["step"], newest.reward) == (100, 10, 0.0)
     assert (newest.policy / "weights").read_bytes() == b"w" * 100
 
 
@@ -56,7 +56,7 @@ def test_a_save_that_was_killed_is_not_a_checkpoint_and_is_cleared_away(run):
     save(run, 1)
     (run.path / "checkpoints" / ".step_2.partial").mkdir()
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [1]
-    run.clear_partial()
+    run.recover_partial(print)
     assert os.listdir(run.path / "checkpoints") == ["step_1"]
 
 
@@ -201,3 +201,22 @@ def test_a_run_directory_that_is_removed_is_said_to_be_gone(run):
     shutil.rmtree(run.path)
     with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
         run.write_rollouts(0, [])
+
+
+def test_an_error_before_the_first_step_is_not_taken_for_a_directory_that_is_gone(run, tmp_path):
+    loop = OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(tmp_path / "model"))
+
+    def fail():
+        run.abandon(keep_logs=False)  # the place is given back, and the cause goes on
+        raise loop
+
+    with pytest.raises(OSError, match="symbolic links") as raised, run.writing():
+        fail()
+    assert raised.value is loop
+
+
+def test_a_disk_other_than_the_run_directorys_is_not_called_by_its_name(run, tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "elsewhere"))
+    with pytest.raises(OSError, match="elsewhere") as raised, run.writing():
+        raise full
+    assert raised.value is full

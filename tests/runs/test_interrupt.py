@@ -14,17 +14,32 @@ from rlctl.runs.interrupt import SIGNALS, StopRequest
 @pytest.mark.parametrize("number", SIGNALS)
 def test_between_steps_the_first_is_a_request_and_the_second_ends_it(number: signal.Signals) -> None:
     said: list[str] = []
-    before = signal.getsignal(number)
+    before = [signal.getsignal(one) for one in SIGNALS]
     with StopRequest(said.append) as stop:
         with stop.between_steps():
             os.kill(os.getpid(), number)
             assert stop.requested
-            assert said == ["Stopping after this step, then saving. Once more to stop at once, without saving."]
+            assert said[-1] == "Stopping after this step, then saving. Once more to stop at once, without saving."
+            if number == signal.SIGHUP:  # the same terminal is told of again by the shell
+                os.kill(os.getpid(), number)
+                assert said.count("The terminal was closed (SIGHUP).") == 2
+                number = signal.SIGINT
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the clean-up goes on
-        assert said[1:] == ["Stopping; the processes are being ended."]
-    assert signal.getsignal(number) == before
+        assert said[-1] == "Stopping; the processes are being ended."
+    assert [signal.getsignal(one) for one in SIGNALS] == before
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(print) as stop, stop.between_steps():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_one_that_an_import_swallows_is_raised_again() -> None:

@@ -315,7 +315,8 @@ class BrokenLoss(Loss):
 
 
 def run_broken(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:
-    """(results of a broken step and the one after it, parameters unchanged by the broken one, results without it)."""
+    """(results of a broken step and the one after it, and without it), parameters unchanged by the broken one, and
+    those that are not finite before and after one of them is spoilt."""
     results = []
     for losses in ([BrokenLoss(), Loss()], [Loss()]):
         worker = make_worker(rank, case, weights)
@@ -324,7 +325,9 @@ def run_broken(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
             results.append(worker.train_minibatch(0, loss, Optim().lr))
             if number == 0 and len(losses) == 2:
                 same = all(torch.equal(value, weights[name]) for name, value, *_ in pieces(worker, "data"))
-    return results, same
+    odd = [worker.parameters_not_finite()]
+    next(iter(worker.parameters().values()))[-1] = torch.inf
+    return results, same, [*odd, worker.parameters_not_finite()]
 
 
 def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> tuple:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -58,10 +63,37 @@ def started(arguments: list[str], log: Path):
     """A run in the background; whatever is left of it at the end is killed."""
     with log.open("w") as out:
         process = psutil.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
+    with ended(process):
+        yield process
+
+
+@contextlib.contextmanager
+def in_terminal(arguments: list[str], log: Path):
+    """A run in a terminal of its own: another process, which writes to `log` what is shown there until it is closed."""
+    ours, theirs = pty.openpty()
+    with open(theirs, "wb", closefd=True) as out:
+        process = psutil.Popen(
+            arguments, stdin=out, stdout=out, stderr=out, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+    with log.open("wb") as shown:
+        reader = psutil.Popen(["cat"], stdin=ours, stdout=shown, stderr=subprocess.DEVNULL)
+    os.close(ours)
+    with ended(process):
+        try:
+            yield process, SimpleNamespace(close=reader.kill)
+        finally:
+            reader.kill()
+            reader.wait(30)
+
+
+@contextlib.contextmanager
+def ended(process: psutil.Popen):
+    """Whatever is left of a run at the end is killed."""
     family: list[psutil.Process] = []
     process.family = lambda: family.extend(process.children(recursive=True)) or family  # type: ignore[attr-defined]
     try:
-        yield process
+        yield
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             family.extend(process.children(recursive=True))
@@ -73,14 +105,18 @@ def started(arguments: list[str], log: Path):
 
 def wait_for_step(process: psutil.Popen, run_dir: Path, steps: int, log: Path) -> None:
     """Until `steps` lines of metrics are there."""
+    path = run_dir / "metrics.jsonl"
+    wait_for(lambda: path.exists() and len(read_metrics(path)) >= steps, process, log)
+
+
+def wait_for(there: Callable[[], bool], process: psutil.Popen, log: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and len(read_metrics(path)) >= steps:
+        if there():
             return
         assert process.poll() is None, f"the run ended early:\n{log.read_text()}"
         time.sleep(0.05)
-    pytest.fail(f"no step {steps} in {LIMIT_S} s:\n{log.read_text()}")
+    pytest.fail(f"not there in {LIMIT_S} s:\n{log.read_text()}")
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:

@@ -46,15 +46,16 @@ def test_a_line_cut_off_by_a_kill_is_left_out_but_a_damaged_one_is_refused(tmp_p
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "rew')
     assert [entry["step"] for entry in read_metrics(path)] == [0]
-    path.write_text('{"step": 0\n{"step": 1}\n')
-    with pytest.raises(InputError, match="line 1 is not JSON"):
-        read_metrics(path)
+    for broken in (b'{"step": 0', b"[0]", b'{"stap": 0}', b"\xff\0", b"[" * 100_000):
+        path.write_bytes(broken + b'\n{"step": 1}\n')
+        with pytest.raises(InputError, match="line 1 is not the metrics of a step"):
+            read_metrics(path)
 
 
-def test_a_value_that_is_not_finite_stays_visible_and_the_file_stays_json(tmp_path):
+def test_a_value_that_is_not_finite_is_null_and_the_file_stays_json(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path, keep_before=0).log(0, {"grad_norm": math.nan, "logprob_diff": {"max": math.inf}})
-    assert json.loads(path.read_text()) == {"step": 0, "grad_norm": "nan", "logprob_diff": {"max": "inf"}}
+    assert json.loads(path.read_text()) == {"step": 0, "grad_norm": None, "logprob_diff": {"max": None}}
 
 
 def test_times_are_not_part_of_what_two_equal_runs_share():
@@ -120,3 +121,11 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_ran_again(tmp_pa
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward_mean")] == [(0, 0), (1, 1), (2, 2.2), (3, 3.2)]
     assert [e.step for e in events.Scalars("logprob_diff/max")] == [0, 1, 2, 3]
+
+
+def test_a_report_is_made_of_odd_metrics(tmp_path):
+    odd = {"reward_mean": None, "accuracy": None, "response_tokens_mean": 1e300, "grad_norm": None, "tokens_per_s": 0}
+    write_report(tmp_path / "report.html", "run", [line(0, **odd)])
+    seconds = {"seconds": {**dict.fromkeys((phase.value for phase in Phase), 0.0), "total": 0.0}}
+    write_report(tmp_path / "report.html", "run", [{"step": 0, **seconds}])  # without a single curve
+    assert "1 steps" in (tmp_path / "report.html").read_text()

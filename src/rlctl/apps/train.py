@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.dry_run import DryRun, about
-from rlctl.apps.prepare import Job, content_changes, prepare_job
+from rlctl.apps.prepare import Job, content_changes, prepare_job, version_changes
 from rlctl.apps.run import RunSummary, run_training
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
 from rlctl.config.parallel import SIZES
 from rlctl.config.sources import Source
 from rlctl.errors import InputError
-from rlctl.runs.directory import RunDirectory, newest_run
+from rlctl.runs.directory import RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
+from rlctl.telemetry.metrics import read_metrics
 
 RUNS = Path("runs")
 # A resumed run may change how long, where and how it is watched, and nothing that its numbers follow from. The model
@@ -28,7 +29,7 @@ RUNS = Path("runs")
 CHANGEABLE = (
     "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
     "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
-    "reward.timeout_s", "model.name", "checks.logprob_diff_warning", "checks.logprob_diff_error",
+    "reward.timeout_s", "model.name", "checks.",
 )  # fmt: skip
 
 
@@ -36,9 +37,11 @@ def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: 
     """Begin or continue a run; returns when it is finished or was asked to stop."""
     with Display(steps=resolved.config.run.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
         display.doing("model, data and plan")
-        if resume:
-            return _resume(resolved, display, stop, allow_changes)
-        return _begin(resolved, display, stop)
+        try:
+            return _resume(resolved, display, stop, allow_changes) if resume else _begin(resolved, display, stop)
+        except Exception as error:
+            display.note(f"{type(error).__name__}: {error}")
+            raise
 
 
 def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
@@ -48,6 +51,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummar
     run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
     with _locked(run, run.create):
         try:
+            display.log_to(run.log)
             run.write_manifest(job.manifest())
             _introduce(display, job, run)
             return run_training(job, run, display, stop, resume=False)
@@ -60,9 +64,10 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummar
 def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool) -> RunSummary:
     run = run_to_resume(resolved)
     with _locked(run, run.reopen):
+        display.log_to(run.log)
+        run.recover_partial(display.say)
         job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
         display.steps = job.config.run.steps
-        run.clear_partial()
         run.write_manifest(job.manifest())
         _introduce(display, job, run)
         return run_training(job, run, display, stop, resume=True)
@@ -85,13 +90,17 @@ def resumed_job(
     """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
     InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` hears of it."""
     stored = run.manifest()
+    if run.metrics.exists():
+        read_metrics(run.metrics)  # what is wrong with it is told before anything starts
+    edited = ["manifest.json was edited since rlctl wrote it"] if is_edited(stored) else []
     merged, changes = continued(stored, resolved)
+    changes = [*edited, *version_changes(stored, tell), *changes]
+    if changes and not allow_changes:
+        raise _refusal(changes[0])
     job = prepare_job(merged, tell, starts=starts)
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
-            raise InputError(
-                f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
-            )
+            raise _refusal(change)
         tell(f"going on although {change}")
     if change := _layout_change(stored, job):
         tell(change)
@@ -102,6 +111,12 @@ def resumed_job(
             "Give more with --steps.",
         )
     return job
+
+
+def _refusal(change: str) -> InputError:
+    return InputError(
+        f"--resume: {change}.", "Restore it, start a new run, or add --allow-changes to go on with the change."
+    )
 
 
 def _layout_change(stored: dict[str, Any], job: Job) -> str | None:

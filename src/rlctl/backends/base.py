@@ -196,11 +196,16 @@ class PolicyWorker(Protocol):
     def save(self, directory: Path | str) -> None:
         """Write model, optimizer and random state into an existing directory; not atomic."""
 
+    def parameters_not_finite(self) -> list[str]:
+        """List the trained parameters of this rank with a value that is not finite; not collective."""
+        ...
+
     def save_begin(self, directory: Path | str) -> None:
         """Take a snapshot and start writing it into an existing directory; one save at a time."""
 
     def save_written(self) -> bool:
-        """Whether `save_finish` would not have to wait for this rank; not collective."""
+        """Whether `save_finish` would not have to wait for this rank; not collective. This and `save_finish` may be
+        called at any time, also between `sleep` and `wake`."""
         ...
 
     def save_finish(self) -> dict[str, str]:

@@ -79,6 +79,10 @@ class PolicyClient(Generic[W_co]):
     def wake(self) -> None:
         self.group.call(PolicyWorker.wake)
 
+    def parameters_not_finite(self) -> list[str]:
+        """List the trained parameters, of any rank, with a value that is not finite."""
+        return sorted({name for part in self.group.call(PolicyWorker.parameters_not_finite) for name in part})
+
     def save_begin(self, directory: Path) -> None:
         self.group.call(PolicyWorker.save_begin, directory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -41,11 +42,12 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
     children_before = {child.pid for child in psutil.Process().children(recursive=True)}
     try:
-        if address is None:
-            _start(gpus, namespace)
-        else:
-            _require_answer(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+        with _children_survive_the_terminal():
+            if address is None:
+                _start(gpus, namespace)
+            else:
+                _require_answer(address)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
         if address is None:
             raise MachineError(
@@ -59,6 +61,17 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
         ray.shutdown()
         if address is None:
             _end_children(children_before)
+
+
+@contextlib.contextmanager
+def _children_survive_the_terminal() -> Iterator[None]:
+    """Keep the SIGHUP of a terminal that is closed from processes that are started in the block, and from theirs: a run
+    finishes its step with them, and ends them itself. Ray does the same for SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _keep_stdout_clean() -> None:

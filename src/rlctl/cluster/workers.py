@@ -14,6 +14,7 @@ import importlib
 import os
 import resource
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -186,6 +187,7 @@ class WorkerGroup(Generic[W_co]):
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
         self.hosts = [self._host(rank) for rank in range(len(self.specs))]
         self.pids: list[int] = []
+        self._turn = threading.Lock()  # calls of two threads reach all ranks in one order: a call may be collective
         self._started = [self._begin(rank) for rank in range(len(self.specs))]
         if wait:
             self.ready()
@@ -273,12 +275,14 @@ class WorkerGroup(Generic[W_co]):
     def submit(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Begin `method` with the same arguments on every rank."""
         name = method.__name__
-        return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host in self.hosts])
+        with self._turn:
+            return PendingCall(self, name, [host.call.remote(name, args, kwargs) for host in self.hosts])
 
     def submit_each(self, method: Callable[[W_co, *Ts], R], args_by_rank: Sequence[tuple[*Ts]]) -> PendingCall[R]:
         """Begin `method` with one tuple of arguments a rank."""
         name, pairs = method.__name__, zip(self.hosts, args_by_rank, strict=True)
-        return PendingCall(self, name, [host.call.remote(name, args, {}) for host, args in pairs])
+        with self._turn:
+            return PendingCall(self, name, [host.call.remote(name, args, {}) for host, args in pairs])
 
     def submit_apart(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlctl.errors import RlctlError
+from rlctl.telemetry.streams import discard
 
 if TYPE_CHECKING:
     from rlctl.apps.dry_run import DryRun
@@ -41,22 +43,28 @@ def want_json(value: bool) -> bool:
 def print_json(value: Any, *, lines: bool = False) -> None:
     """Print one JSON object on stdout: indented, or on a single line for JSON Lines."""
     JsonMode.printed = True
-    text = json.dumps(value) if lines else json.dumps(value, indent=2)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    show(json.dumps(value) if lines else json.dumps(value, indent=2))
+
+
+def show(text: str) -> None:
+    """Print a result on stdout. Raises RlctlError where it cannot be written."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        discard(sys.stdout)
+        why = getattr(error, "strerror", None) or error
+        raise RlctlError(f"the output cannot be written to stdout: {why}.") from error
 
 
 def show_dry_run(report: DryRun, json_: bool, explain: bool) -> None:
     """Print a dry run; `explain` adds what is behind it, which --json always has."""
-    print_json(report.to_json()) if json_ else print(report.text(explain))
+    print_json(report.to_json()) if json_ else show(report.text(explain))
 
 
 def message(text: str) -> None:
     """Print a message for the person at the terminal (stderr)."""
-    if sys.stderr is None:  # closed by whoever started this process
-        return
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:  # None: closed by whoever started this process
+        print(text, file=sys.stderr, flush=True)
 
 
 def report_error(error: RlctlError) -> None:
@@ -65,7 +73,8 @@ def report_error(error: RlctlError) -> None:
     if error.hint:
         message(f"  {error.hint}")
     if JsonMode.wanted:
-        print_error(error)
+        with contextlib.suppress(RlctlError):  # a stdout that cannot be written changes no exit code
+            print_error(error)
 
 
 def print_error(error: RlctlError) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
-from rlctl.errors import InputError
+from rlctl.commands.output import command_app, examples, message, print_json, show, show_dry_run
+from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 app = command_app()
 
@@ -81,9 +81,8 @@ def grpo(
     from rlctl.apps import train as launch
 
     summary = launch.train_grpo(resolved, resume=resume, quiet=json_, allow_changes=allow_changes)
-    if json_:
-        print_json(dataclasses.asdict(summary))
-    else:
-        print(summary.text())
-    if summary.interrupted:
-        raise typer.Exit(130)
+    try:
+        print_json(dataclasses.asdict(summary)) if json_ else show(summary.text())
+    finally:
+        if summary.interrupted:  # also where the terminal that was to show it is what was closed
+            raise typer.Exit(EXIT_INTERRUPTED)

@@ -176,6 +176,10 @@ class ChecksConfig(Section):
     for float32, 0.05 for bfloat16, and 0.2 where linear layers compute in float8."""
     logprob_diff_error: PositiveNumber | None = None
     """Mean absolute difference that stops the run; unset: 0.01 for float32, else 0.5."""
+    max_skipped_steps: Positive = 5
+    """Number of steps in a row without any finite gradient that stops the run."""
+    max_steps_without_signal: Positive = 5
+    """Number of steps in a row after which it is said that all rollouts of each prompt have the same reward."""
 
 
 class LoraConfig(Section):

@@ -10,6 +10,8 @@ from itertools import islice
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work
+from rlctl.envs.user_function import LARGEST_REWARD
+from rlctl.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +73,18 @@ class RewardWorker:
         }
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         right = None if self._plan.accuracy_by is None else values[self._plan.accuracy_by]
+        rewards = tuple(sum(term.weight * scores[term.name] for term in self._plan.terms) for scores in rollouts)
+        for reward, scores in zip(rewards, rollouts, strict=True):
+            if not abs(reward) <= LARGEST_REWARD:
+                parts = " + ".join(
+                    f"{term.weight:g} x {scores[term.name]:g} ({term.name})" for term in self._plan.terms
+                )
+                raise InputError(
+                    f"The reward for {request.row.where} is {reward:g}: {parts}.",
+                    f"Lower the weights in --reward: a reward is between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
+                )
         return GroupScores(
-            rewards=tuple(sum(term.weight * scores[term.name] for term in self._plan.terms) for scores in rollouts),
+            rewards=rewards,
             accuracies=None if right is None else tuple(float(value >= 1.0) for value in right),
             terms={term.name: values[term.name] for term in self._plan.terms},
             failures=self._count_failures(request, scores_by_scorer),

@@ -21,6 +21,8 @@ from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
 
+LARGEST_REWARD = 1e30
+"""Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
 
 
@@ -109,12 +111,17 @@ class UserScorer:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {row.where}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        try:
+            number = float(value) if isinstance(value, numbers.Real) else math.nan
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not abs(number) <= LARGEST_REWARD:  # also a NaN
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
-                f"Reward function {self.name} returned {what} for {row.where}.", "It must return a finite number."
+                f"Reward function {self.name} returned {what} for {row.where}.",
+                f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
             )
-        return float(value)
+        return number
 
     def _arguments(self, completion: str, row: PromptRow) -> dict[str, Any]:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}

@@ -29,6 +29,7 @@ from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.health import Health
 from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
@@ -66,6 +67,7 @@ class Parts:
     saver: Saver
     journal: Journal
     agreement: Agreement
+    health: Health
     timer: StepTimer
     """Shared with the source, which counts its own phases."""
 
@@ -103,13 +105,12 @@ class Loop:
         parts.journal.keep_rollouts(step, batch)
         try:
             self._tell_troubles(step, metrics)
+            ending = self.step == self.config.run.steps or stop.requested
+            with parts.timer(Phase.CHECKPOINT):
+                self._save(step, metrics, ending=ending)
         except DivergenceError:
             parts.journal.log(step, self._timed(metrics))  # the report shows what it came to; no checkpoint does
-            parts.saver.finish()  # that of a step before
             raise
-        ending = self.step == self.config.run.steps or stop.requested
-        with parts.timer(Phase.CHECKPOINT):
-            self._save(step, metrics, ending=ending)
         parts.journal.log(step, self._timed(metrics))
         return metrics, ending
 
@@ -149,10 +150,8 @@ class Loop:
 
     def _tell_troubles(self, step: int, metrics: dict[str, Any]) -> None:
         """Say what a reader of the numbers should not miss; DivergenceError where going on makes no sense."""
-        if "loss" not in metrics:
-            self.parts.journal.say(f"step {step + 1}: nothing was trained on, the algorithm dropped every group")
-        if skipped := metrics["skipped_steps"]:
-            self.parts.journal.say(f"step {step + 1}: {skipped} optimizer step(s) skipped, the gradient was not finite")
+        for text in self.parts.health.check(step, metrics):
+            self.parts.journal.say(text)
         if warning := self.parts.agreement.check(step, metrics):
             self.parts.journal.say(warning)
 
@@ -217,10 +216,11 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
-    """Return what the optimizer steps of a batch say; the gradient norm is that of the last step taken."""
+    """Return the metrics of a batch's optimizer steps: mean loss of those taken, gradient norm of the last of them."""
     taken = [result for result in results if not result.skipped] or results[-1:]
     return {
-        "loss": sum(result.loss for result in results) / len(results),
+        "loss": sum(result.loss for result in taken) / len(taken),
         "grad_norm": taken[-1].grad_norm,
         "skipped_steps": sum(result.skipped for result in results),
+        "optimizer_steps": len(results),
     }

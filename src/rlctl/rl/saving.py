@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rlctl.backends.clients import PolicyClient
 from rlctl.config.schema import RunConfig
-from rlctl.errors import InputError
+from rlctl.errors import DivergenceError, InputError, RlctlError, WorkerError, listed
 from rlctl.runs.directory import Checkpoint, NewCheckpoint, RunDirectory
+
+LOOK_S = 0.2
+"""Between two looks at whether a save is written."""
+END_LIMIT_S = 120.0
+"""Longest time that the end of a run waits for a save under way, whatever ended it."""
 
 
 class Saver:
-    """Saves of one run; at most one is under way."""
+    """Saves of one run; at most one is under way.
+
+    A save is completed as soon as it is written, by a thread that asks the policy between its other calls: whatever
+    befalls the run afterwards, the checkpoint is there.
+    """
 
     def __init__(self, run: RunDirectory, policy: PolicyClient, config: RunConfig) -> None:
         self.run, self.policy, self.config = run, policy, config
-        self._under_way: tuple[NewCheckpoint, dict[str, Any]] | None = None
-        self._begun: int | None = None
+        self._under_way: Future[None] | None = None
+        self._given_up = threading.Event()
+        self._begun = -1
 
     def due(self, step: int, ending: bool) -> bool:
         """Return whether to save after `step` (counted from 0), unless its save was begun already."""
@@ -30,54 +41,87 @@ class Saver:
         """Take a snapshot after `step` and start writing it, once the save before it is complete.
 
         `state` goes into the checkpoint: `version`, `source`, and `metrics`, which a run that is killed before it wrote
-        its metrics line finds there.
+        its metrics line finds there. Raises DivergenceError, and saves nothing, where parameters are not finite.
         """
         self.finish()
+        if odd := self.policy.parameters_not_finite():
+            raise DivergenceError(
+                f"Stopped after step {step + 1}, which is not saved: {len(odd)} parameters have values that are not "
+                f"finite ({listed(odd)}).",
+                "Lower --lr, or set optimizer.clip_grad lower.",
+            )
         self._begun = step
         new = self.run.new_checkpoint(step + 1)
         with new.writing():
             new.begin()
             self.policy.save_begin(new.policy)
-        self._under_way = new, state
+        done = self._under_way = Future()
+        threading.Thread(target=self._complete, args=(new, state, done), name="saver", daemon=True).start()
+
+    def _complete(self, new: NewCheckpoint, state: dict[str, Any], done: Future[None]) -> None:
+        try:
+            with new.writing():
+                while not self.policy.save_written():
+                    if self._given_up.wait(LOOK_S):
+                        raise WorkerError("The run ended before the save was written.")
+                new.commit({**state, "files": self.policy.save_finish()})
+            self.run.damaged.discard(new.step)
+            self.run.prune(self.config.keep_last, self.config.keep_best)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def finish_if_written(self) -> None:
-        """Complete the save under way unless that would have to wait."""
-        if self._under_way is not None and self.policy.save_written():
+        """Raise what went wrong with the save under way, if it has ended."""
+        if self._under_way is not None and self._under_way.done():
             self.finish()
 
-    def finish(self) -> None:
-        """Complete the save under way, if there is one, and remove checkpoints that need not be kept."""
+    def finish(self, limit_s: float | None = None) -> None:
+        """Wait for the save under way, if there is one. Raises TimeoutError after `limit_s`."""
+        under_way = self._under_way
+        if under_way is None:
+            return
+        try:
+            under_way.result(limit_s)
+        finally:
+            if under_way.done():  # else an interrupt or the limit ended the wait
+                self._under_way = None
+
+    def close(self, tell: Callable[[str], None]) -> None:
+        """At the end of a run, whatever ended it: wait a bounded time for the save under way; `tell` hears of one that
+        is lost."""
         if self._under_way is None:
             return
-        (new, state), self._under_way = self._under_way, None
-        with new.writing():
-            digests = self.policy.save_finish()
-            new.commit({**state, "files": digests})
-        self.run.prune(self.config.keep_last, self.config.keep_best)
+        checkpoint = f"checkpoint of step {self._begun + 1}"
+        if not self._under_way.done():
+            tell(f"completing the {checkpoint} (at most {END_LIMIT_S:.0f} s)")
+        try:
+            self.finish(END_LIMIT_S)
+        except (RlctlError, OSError) as error:
+            why = error.message if isinstance(error, RlctlError) else str(error)
+            tell(f"The {checkpoint} is lost: {why or f'it was not written in {END_LIMIT_S:.0f} s.'}")
+        finally:
+            self._given_up.set()
 
-    def abandon(self) -> None:
-        """Remove what a save that will not be completed has written; what cannot be removed is cleared at a resume."""
-        if self._under_way is not None:
-            with contextlib.suppress(OSError):
-                self._under_way[0].discard()
 
-
-def newest_intact(
-    checkpoints: Sequence[Checkpoint], policy: PolicyClient, tell: Callable[[str], None]
-) -> Checkpoint | None:
+def newest_intact(run: RunDirectory, policy: PolicyClient, tell: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose files are as they were written; `tell` hears which were passed over, and why.
+    These are no checkpoints of `run` from here on.
 
     Raises InputError when there are checkpoints and all of them are damaged.
     """
-    for checkpoint in reversed(checkpoints):
+    found = run.checkpoint_directories()
+    for checkpoint in reversed(found):
         problems = _damage(checkpoint, policy)
         if not problems:
             return checkpoint
+        run.damaged.add(checkpoint.step)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         tell(f"checkpoint {checkpoint.path.name} is damaged: {problems[0]}{more}; looking at the one before")
-    if checkpoints:
+    if found:
         raise InputError(
-            f"--resume: every checkpoint in {checkpoints[0].path.parent} is damaged.",
+            f"--resume: every checkpoint in {found[0].path.parent} is damaged.",
             "Restore one from a copy, or start a new run.",
         )
     return None
@@ -85,7 +129,6 @@ def newest_intact(
 
 def _damage(checkpoint: Checkpoint, policy: PolicyClient) -> list[str]:
     try:
-        digests = checkpoint.digests
+        return policy.damaged_files(checkpoint.policy, checkpoint.state()["files"])
     except InputError as error:
         return [error.message]
-    return policy.damaged_files(checkpoint.policy, digests)

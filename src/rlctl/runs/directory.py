@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.staging import is_full
-from rlctl.errors import InputError, RlctlError
+from rlctl.errors import InputError, RlctlError, listed
+from rlctl.telemetry.metrics import finite
 
 MANIFEST = "manifest.json"
+DIGEST = "digest"
 CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
+PARTIAL_NAME = re.compile(r"\.step_(\d+)\.partial")
 LOCK = ".lock"
 LOGS = "logs"
+DRIVER_LOG = "driver.log"
 STATE = "state.json"
+STATE_PARTS = {"step": int, "version": int, "source": dict, "metrics": dict, "files": dict}
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
 
 
@@ -35,10 +41,14 @@ class RunDirectory:
         self.name = self.path.name
         self.metrics = self.path / "metrics.jsonl"
         self.logs = self.path / LOGS
+        self.log = self.logs / DRIVER_LOG
         self.report = self.path / "report.html"
         self.memory = self.path / "memory.json"
         """Most bytes that each process held."""
+        self.damaged: set[int] = set()
+        """Steps of checkpoints whose files were found not to be what was written: none of these counts any more."""
         self._lock: int | None = None
+        self._abandoned = False
 
     def require_place(self) -> None:
         """Raises InputError where `create` cannot make the directory, without making anything."""
@@ -72,6 +82,8 @@ class RunDirectory:
     def _require_free(self) -> None:
         if self.path.is_file():
             raise InputError(f"--run-dir {self.path} is a file.", "Name a directory.")
+        if self.path.is_symlink() and not self.path.exists():
+            raise InputError(f"--run-dir {self.path} is a symbolic link that leads nowhere.", "Name a directory.")
         if (self.path / MANIFEST).exists():
             raise InputError(
                 f"--run-dir {self.path} holds a run already.", "Add --resume to continue it, or name another directory."
@@ -81,8 +93,13 @@ class RunDirectory:
 
     def abandon(self, *, keep_logs: bool) -> None:
         """Undo `create` for a run that finished no step: its place is free again, with at most the workers' logs."""
+        self._abandoned = True
         for entry in list(self.path.iterdir()):
-            if keep_logs and entry == self.logs and any(log.stat().st_size for log in entry.iterdir()):
+            if (
+                keep_logs
+                and entry == self.logs
+                and any(log.stat().st_size for log in entry.iterdir() if log != self.log)
+            ):
                 continue
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         with contextlib.suppress(OSError):  # logs are left in it
@@ -125,7 +142,8 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            if isinstance(error, RlctlError):
+            elsewhere = error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(self.path)
+            if isinstance(error, RlctlError) or self._abandoned or elsewhere:
                 raise
             if not self.path.exists():
                 raise RlctlError(
@@ -140,8 +158,8 @@ class RunDirectory:
             ) from error
 
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Replace the manifest."""
-        write_json(self.path / MANIFEST, manifest)
+        """Replace the manifest; it holds a digest of itself."""
+        write_json(self.path / MANIFEST, {**manifest, DIGEST: _digest(manifest)})
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest. Raises InputError when it is unreadable."""
@@ -180,10 +198,15 @@ class RunDirectory:
 
     def has_steps(self) -> bool:
         """Return whether the run finished a step: there is something to look at or to go on from."""
-        return bool(self.checkpoints()) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+        return bool(self.checkpoint_directories()) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return complete checkpoints, oldest first."""
+        """Return the checkpoints that can be gone on from as far as is known, oldest first: their state is readable,
+        and their files were not found to be damaged."""
+        return [one for one in self.checkpoint_directories() if one.step not in self.damaged and one.readable]
+
+    def checkpoint_directories(self) -> list[Checkpoint]:
+        """Return what stands in the place of a checkpoint, damaged or not, oldest first."""
         directory = self.path / CHECKPOINTS
         found = directory.iterdir() if directory.is_dir() else ()
         steps = [(CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in found]
@@ -195,15 +218,31 @@ class RunDirectory:
             return
         found = self.checkpoints()
         newest = found[-(keep_last or 1) :]  # the newest is what a resume needs
+        newest += [one for one in found if one.good][-1:]  # where training has gone wrong since, this is
         best = sorted(found, key=lambda checkpoint: (-checkpoint.reward, -checkpoint.step))[: keep_best or 0]
         for checkpoint in found:
             if checkpoint not in (*newest, *best):
                 shutil.rmtree(checkpoint.path)
 
-    def clear_partial(self) -> None:
-        """Remove what killed saves left behind."""
+    def recover_partial(self, tell: Callable[[str], None]) -> None:
+        """Complete saves that were killed after all of them was written, and remove what other killed saves left."""
         for partial in (self.path / CHECKPOINTS).glob(".step_*.partial"):
-            shutil.rmtree(partial)
+            name = PARTIAL_NAME.fullmatch(partial.name)
+            if name and Checkpoint(int(name[1]), partial).readable:  # its digests are compared before it is loaded
+                self.new_checkpoint(int(name[1])).put_in_place()
+                tell(f"the checkpoint of step {name[1]} was written when the run was killed: it is completed")
+            else:
+                shutil.rmtree(partial)
+
+
+def is_edited(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest is not what `write_manifest` wrote; one without a digest is not known to be edited."""
+    return DIGEST in manifest and manifest[DIGEST] != _digest(manifest)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != DIGEST}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def newest_run(root: Path) -> Path:
@@ -236,12 +275,20 @@ class Checkpoint:
             ) from error
         if not isinstance(found, dict):
             raise InputError(f"{self.path / STATE} is not the state of a run.", "Remove the checkpoint.")
+        lacks = [name for name, kind in STATE_PARTS.items() if not isinstance(found.get(name), kind)]
+        if lacks or not found["files"]:
+            raise InputError(
+                f"{self.path / STATE} lacks {listed(lacks or ['the digests of its files'])}.",
+                "Remove the checkpoint to resume from the one before.",
+            )
         return found
 
     @property
-    def digests(self) -> dict[str, str]:
-        """Digest of each file of the policy. Raises InputError where `state` does."""
-        return self.state().get("files", {})
+    def readable(self) -> bool:
+        """Whether it has a state."""
+        with contextlib.suppress(InputError):
+            return bool(self.state())
+        return False
 
     @property
     def reward(self) -> float:
@@ -249,6 +296,12 @@ class Checkpoint:
         with contextlib.suppress(InputError, KeyError, TypeError):
             return float(self.state()["metrics"]["reward_mean"])
         return -math.inf
+
+    @property
+    def good(self) -> bool:
+        """Whether the step it was saved after had a finite loss and skipped no optimizer step."""
+        metrics = self.state()["metrics"]
+        return isinstance(metrics.get("loss", 0.0), float | int) and not metrics.get("skipped_steps")
 
 
 class NewCheckpoint:
@@ -288,8 +341,13 @@ class NewCheckpoint:
         self.policy.mkdir(parents=True)
 
     def commit(self, state: Mapping[str, Any]) -> Checkpoint:
-        """Write `state`, flush everything to the disk, and put it in its place."""
-        write_json(self._aside / STATE, {**state, "step": self.step})
+        """Write `state`, flush everything to the disk, and put it in its place. With `state` there it is complete, and
+        `RunDirectory.recover_partial` would do the rest."""
+        write_json(self._aside / STATE, {**finite(state), "step": self.step})
+        return self.put_in_place()
+
+    def put_in_place(self) -> Checkpoint:
+        """Flush what is written to the disk, and rename it."""
         for directory, _, files in os.walk(self._aside):
             for name in (*files, "."):
                 _flush(Path(directory, name))

@@ -1,4 +1,7 @@
-"""Ctrl-C as a request: before the first step it ends the run; then the first finishes the step, the second ends it."""
+"""Ctrl-C as a request: before the first step it ends the run; then the first finishes the step, the second ends it.
+
+A terminal that is closed (SIGHUP) asks for the same, unless `nohup` has turned that off.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Within its block, SIGINT and SIGTERM raise KeyboardInterrupt once; later ones let the clean-up go on.
+    """Within its block, each of `SIGNALS` raises KeyboardInterrupt once; later ones let the clean-up go on.
 
     Inside `between_steps` the first signal only sets `requested`.
     """
@@ -25,6 +28,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        if self._before[signal.SIGHUP] is signal.SIG_IGN:
+            del self._before[signal.SIGHUP]
         self.install()
         return self
 
@@ -37,7 +42,7 @@ class StopRequest:
 
         Raises the KeyboardInterrupt that was lost since (imports of Cython modules swallow any).
         """
-        for number in SIGNALS:
+        for number in self._before:
             signal.signal(number, self._handle)
         self._raise_lost()
 
@@ -56,8 +61,12 @@ class StopRequest:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._say("The terminal was closed (SIGHUP).")
         if self._raised:
             self._say("Stopping; the processes are being ended.")
+        elif number == signal.SIGHUP and self.requested:
+            pass  # the kernel and the shell send one each for the same terminal
         elif self._deferring and not self.requested:
             self.requested = True
             self._say("Stopping after this step, then saving. Once more to stop at once, without saving.")

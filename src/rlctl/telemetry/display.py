@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import time
 from collections.abc import Sequence
-from typing import NamedTuple, Self, TextIO
+from pathlib import Path
+from typing import NamedTuple, Self, TextIO, cast
 
 from rich.console import Console
 from rich.status import Status
 
 from rlctl.telemetry.metrics import Metric, Metrics, flatten
 from rlctl.telemetry.phases import Phase
+from rlctl.telemetry.streams import Unbreakable
 
 
 class Column(NamedTuple):
@@ -47,20 +52,52 @@ PHASE_LABELS = {
 
 
 class Display:
-    """Messages and step lines on stderr; `what is going on now` as a spinner where stderr is a terminal."""
+    """Messages and step lines on stderr; `what is going on now` as a spinner where stderr is a terminal.
+
+    Messages go to a log file too. A stderr that cannot be written is told there, and nothing else comes of it.
+    """
 
     def __init__(self, *, steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         # soft_wrap: a line of a log file is one line, however narrow the terminal it is read in.
-        self.console = Console(file=stream or sys.stderr, soft_wrap=True, highlight=False, quiet=quiet)
+        wanted = stream or sys.stderr
+        self._stream = wanted if isinstance(wanted, Unbreakable) else Unbreakable(wanted)
+        self.console = Console(file=cast(TextIO, self._stream), soft_wrap=True, highlight=False, quiet=quiet)
         self.steps = steps
         self.metrics: Sequence[Metric] = ()
         """Further metrics that may have a column: those of the framework and of the run's algorithm."""
         self._status: Status | None = None
         self._lines = 0
+        self._log: int | None = None
+        self._unlogged: list[str] = []
+        self._loss_told = False
 
     def say(self, text: str) -> None:
         """Show a message that stays."""
+        self.note(text)
         self.console.print(text, markup=False)
+        self._tell_loss()
+
+    def note(self, text: str) -> None:
+        """Write a message to the log file alone; one that comes before `log_to` is kept until then."""
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+        if self._log is None:
+            self._unlogged.append(line)
+            return
+        with contextlib.suppress(OSError):  # a full disk shows where something is written that matters
+            os.write(self._log, line.encode(errors="backslashreplace"))  # at once: a signal may come in the midst of it
+
+    def log_to(self, path: Path) -> None:
+        """Append messages to `path` from here on, those so far included."""
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            self._log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            os.write(self._log, "".join(self._unlogged).encode(errors="backslashreplace"))
+            self._unlogged = []
+
+    def _tell_loss(self) -> None:
+        if self._stream.lost and not self._loss_told:
+            self._loss_told = True
+            self.note(f"stderr cannot be written ({self._stream.lost}): the run goes on, and its messages are here")
 
     def doing(self, what: str) -> None:
         """Show what the run is busy with: a spinner in a terminal, nothing in a log."""
@@ -80,12 +117,16 @@ class Display:
         self._lines += 1
         plain = not self.console.is_terminal
         self.console.print(step_line(step, self.steps, metrics, self.metrics, plain=plain), markup=False)
+        self._tell_loss()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
 
     def close(self) -> None:
         """Take the spinner away and give the terminal its cursor back."""

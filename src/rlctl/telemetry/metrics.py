@@ -143,29 +143,32 @@ def nested(values: Mapping[str, float]) -> dict[str, Any]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a `metrics.jsonl`; a last line cut off by a killed process is left out.
 
-    Raises InputError when a line other than the last is not JSON.
+    Raises InputError when another line is not what a step wrote.
     """
-    lines = path.read_text().splitlines()
+    lines = path.read_text(errors="replace").splitlines()
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            metrics = json.loads(line)
+            if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
+                raise ValueError("it has no `step`")
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise InputError(
-                    f"{path}, line {number} is not JSON: {error}.", "Restore the file or remove the line."
+                    f"{path}, line {number} is not the metrics of a step: {error}.",
+                    "Restore the file, or remove the line.",
                 ) from error
+        else:
+            found.append(metrics)
     return found
 
 
 def _to_line(metrics: Metrics) -> str:
-    return json.dumps(_finite(metrics), allow_nan=False) + "\n"
+    return json.dumps(finite(metrics), allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
-    """Turn NaN and infinities into text: JSON has no word for them, and dropping them would hide a failure."""
+def finite(value: Any) -> Any:
+    """Return `value` with None in place of NaN and infinities, for which JSON has no word."""
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+        return {name: finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -311,6 +311,10 @@ class MegatronWorker:
         self.save_begin(directory)
         self.save_finish()
 
+    def parameters_not_finite(self) -> list[str]:
+        named = ((self._name(core, name), value) for core in self._cores() for name, value in core.named_parameters())
+        return [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
+
     def save_begin(self, directory: Path | str) -> None:
         from rlctl.backends.megatron.checkpoint import Save
 
