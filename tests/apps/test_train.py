@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.cluster.session_files import family_shared_memory
 from rlctl.planner.against import compare_memory, compare_run
 from rlctl.rl.agreement import LIMITS
 from rlctl.telemetry.metrics import read_metrics
@@ -244,15 +246,19 @@ def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["normal", pytest.param("interrupt", marks=pytest.mark.guard), "engine killed"])
-def test_a_run_opens_nothing_to_others_and_leaves_nothing(tiny_llama, tmp_path, end):
+def test_a_run_opens_nothing_to_others_and_leaves_nothing(tiny_llama, tmp_path, monkeypatch, end):
     """With an engine on two processes, which talk through shared memory and sockets of vLLM's."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    before = temporary_files()
-    more = ("--steps", "2" if end == "normal" else "300", "--set", "generation.tp=2", "--mover", "collective")
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # the path of a socket must be short
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    more = ("--steps", "2" if end == "normal" else "300", "--set", "generation.tp=2", "--set", "refit.mover=collective")
     arguments = command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=0")
     with started(arguments, log) as process:
         wait_for_step(process, run_dir, 1, log)
         family = process.family()
+        shared = family_shared_memory(process)
+        assert [path for path in shared if path.name.startswith("vllm_dist_")]
         assert beyond_loopback(family_of(process)) == []
         if end == "interrupt":
             process.send_signal(signal.SIGINT)
@@ -260,17 +266,10 @@ def test_a_run_opens_nothing_to_others_and_leaves_nothing(tiny_llama, tmp_path, 
             next(p for p in family if _worker_name(p, run_dir) == "engine-0").kill()
         assert process.wait(LIMIT_S) == {"normal": 0, "interrupt": 130, "engine killed": 1}[end], log.read_text()
         assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert [name for name in temporary_files() - before if made_by_a_run(name)] == []
+    assert [path for path in shared if path.exists()] == []
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    shutil.rmtree(temporary)
     assert bool(list((run_dir / "logs").glob("ray/raylet.*"))) == (end == "engine killed")
-
-
-def temporary_files() -> set[str]:
-    return {str(path) for place in ("/tmp", "/tmp/ray", "/dev/shm") for path in Path(place).glob("*")}
-
-
-def made_by_a_run(path: str) -> bool:
-    """Whether the name is one of those that rlctl, Ray and vLLM give, and not some other program's."""
-    return bool(re.match(r"(rlctl-|session_|psm_|sem\.mp-|vllm_dist_|[0-9a-f]{8}-[0-9a-f]{4}-)", Path(path).name))
 
 
 @pytest.mark.slow

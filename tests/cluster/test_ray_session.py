@@ -31,7 +31,7 @@ class Rank:
         from rlctl.cluster.placement import node_address
         from rlctl.transport.collective import serve_store
 
-        self.store = serve_store(node_address(), 60)
+        self.store = serve_store(str(node_address()), 60)
         return self.store.port
 
     def join(self, port: int) -> int:
@@ -40,7 +40,7 @@ class Rank:
 
         from rlctl.cluster.placement import node_address
 
-        store = self.store or TCPStore(node_address(), port, is_master=False)
+        store = self.store or TCPStore(str(node_address()), port, is_master=False)
         torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
@@ -74,6 +74,7 @@ def test_workers_are_as_nice_as_the_run(ranks: WorkerGroup[Rank]) -> None:
 def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> None:
     from ray._private import worker
 
+    assert worker._global_node is not None
     session = Path(worker._global_node.get_session_dir_path())
     assert session.parents[1].name.startswith("rlctl-")
     assert session.parents[1].stat().st_mode & 0o077 == 0

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -105,8 +106,8 @@ def _started(gpus: int | None, namespace: str, logs: Path | None) -> Iterator[No
 def dead_process(*kinds: str) -> str | None:
     """Name the process of Ray (one of `kinds`; none named: any) that died in a session started here; None: all live."""
     ray_worker = sys.modules.get("ray._private.worker")
-    node = ray_worker and ray_worker._global_node
-    for kind in kinds or PROCESSES if node else ():
+    node: Any = ray_worker and ray_worker._global_node
+    for kind in (kinds or PROCESSES) if node else ():
         if any(info.process.poll() is not None for info in node.all_processes.get(kind, ())):
             return PROCESSES[kind]
     return None

@@ -1,4 +1,4 @@
-"""Folders and shared memory that last as long as a session. What a killed session left is removed by the next one.
+"""Folders and shared memory that last as long as a session. The next session removes what a killed one left.
 
 A folder is held by a lock, which the kernel drops with the process that has it: a folder without a holder is abandoned.
 Shared memory has no owner that outlives its process, so each process notes in the folder what it has made.
@@ -58,9 +58,9 @@ def note_shared_memory(paths: Iterable[Path]) -> None:
             notes.writelines(f"{path}\n" for path in paths)
 
 
-def family_shared_memory() -> list[Path]:
-    """Return the files of shared memory that this process and its descendants have mapped."""
-    process, mapped = psutil.Process(), set[int]()
+def family_shared_memory(process: psutil.Process | None = None) -> list[Path]:
+    """Return the files of shared memory that a process (None: this one) and its descendants have mapped."""
+    process, mapped = process or psutil.Process(), set[int]()
     for one in (process, *process.children(recursive=True)):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{one.pid}/maps").read_text().splitlines()
