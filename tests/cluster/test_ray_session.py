@@ -46,9 +46,6 @@ class Rank:
         torch.distributed.all_reduce(value)
         return int(value)
 
-    def niceness(self) -> int:
-        return os.nice(0)
-
 
 @pytest.fixture(scope="module")
 def ranks(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup[Rank]]:
@@ -65,10 +62,6 @@ def test_all_processes_of_one_machine_listen_on_the_loopback_alone(ranks: Worker
     family = family_of(psutil.Process())
     assert {"gcs_server", "raylet", "ray::_Host"} <= {name for name, found in listening(family).items() if found}
     assert beyond_loopback(family) == []
-
-
-def test_workers_are_as_nice_as_the_run(ranks: WorkerGroup[Rank]) -> None:
-    assert ranks.call(Rank.niceness) == [os.nice(0)] * 2
 
 
 def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> None:
@@ -118,7 +111,8 @@ class Worker:
         self.segment = Segment.create(4096)
         self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         file = tempfile.mkstemp()[1]
-        return {"files": [self.segment.address.path, file], "pids": [os.getpid(), self.child.pid]}
+        return {"files": [self.segment.address.path, file], "pids": [os.getpid(), self.child.pid],
+                "niceness": os.nice(0)}
 
     def work(self, seconds):
         time.sleep(seconds)
@@ -162,12 +156,13 @@ print(json.dumps(told))
 def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
     tmp_path: Path, victim: str, finished: Any, said: str
 ) -> None:
-    """Calls under way are finished where they can be."""
-    arguments = [sys.executable, "-c", RUN, str(tmp_path / "logs"), victim]
+    """Calls under way are finished where they can be. Workers are as nice as the run."""
+    arguments = ["nice", "-n", "3", sys.executable, "-c", RUN, str(tmp_path / "logs"), victim]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["error"] == said
+    assert [one["niceness"] for one in told["begun"]] == [os.nice(0) + 3] * 2
     assert told.get("finished") == finished
     assert told.get("dead") == (said.removesuffix(" died.") if finished else None)
     assert list((tmp_path / "logs" / "ray").glob("raylet.*"))

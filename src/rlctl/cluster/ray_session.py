@@ -169,7 +169,7 @@ def _start(gpus: int | None, namespace: str, directory: Path, temporary: Path) -
                     _system_config={
                         # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
                         "prestart_worker_first_driver": False,
-                        "worker_niceness": os.getpriority(os.PRIO_PROCESS, 0),
+                        "worker_niceness": 0,  # more than this process's own; Ray's default makes workers wait
                         "gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S,
                     },
                 )
