@@ -61,6 +61,10 @@ class VerificationError(RlctlError):
     exit_code = 5
 
 
+class ClusterError(RlctlError):
+    """A process of Ray itself died (exit code 1)."""
+
+
 class WorkerError(RlctlError):
     """A worker process died or raised (exit code 1)."""
 

@@ -9,18 +9,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.cluster.session_files import family_shared_memory
 from rlctl.planner.views.against import compare_memory, compare_run
 from rlctl.rl.agreement import LIMITS
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from support.commands import Run
+from support.processes import beyond_loopback, family_of
 from support.runs import (
     LIMIT_S,
     REWARD,
@@ -194,6 +198,60 @@ def test_an_engine_that_dies_is_replaced_and_the_run_computes_the_same(
     assert str(run_dir / "logs" / f"engine-{engines - 1}.log") in text
     assert "Traceback" not in text
     same_run(results(run_dir)[:STEPS], results(uninterrupted[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["normal", pytest.param("interrupt", marks=pytest.mark.guard), "engine killed"])
+def test_a_run_opens_nothing_to_others_and_leaves_nothing(tiny_llama, tmp_path, monkeypatch, end):
+    """With an engine on two processes, which talk through shared memory and sockets of vLLM's."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # the path of a socket must be short
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    more = ("--steps", "2" if end == "normal" else "300", "--set", "generation.tp=2", "--set", "refit.mover=collective")
+    arguments = command(tiny_llama, run_dir, *more, "--set", "cluster.engine_restarts=0")
+    with started(arguments, log) as process:
+        wait_for_step(process, run_dir, 1, log)
+        family = process.family()
+        shared = family_shared_memory(process)
+        assert [path for path in shared if path.name.startswith("vllm_dist_")]
+        assert beyond_loopback(family_of(process)) == []
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+        if end == "engine killed":
+            next(p for p in family if worker_name(p, run_dir) == "engine-0").kill()
+        assert process.wait(LIMIT_S) == {"normal": 0, "interrupt": 130, "engine killed": 1}[end], log.read_text()
+        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert [path for path in shared if path.exists()] == []
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    shutil.rmtree(temporary)
+    assert bool(list((run_dir / "logs").glob("ray/raylet.*"))) == (end == "engine killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "said"),
+    [
+        pytest.param("gcs_server", "Ray's control process (gcs_server) died.", marks=pytest.mark.guard),
+        ("raylet", "The raylet of this node died."),
+    ],
+)
+def test_a_run_whose_ray_dies_ends_in_its_own_words(tiny_llama, tmp_path, killed, said):
+    """Without Ray's control process the step is finished and saved; without the raylet there are no workers left."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir, "--steps", "300"), log) as process:
+        wait_for_step(process, run_dir, 3, log)
+        family = process.family()
+        next(p for p in family if p.name() == killed).kill()
+        assert process.wait(LIMIT_S) == 1, log.read_text()
+        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    text, steps = log.read_text(), len(read_metrics(run_dir / "metrics.jsonl"))
+    assert said in text
+    assert "died during" not in text
+    assert "Traceback" not in text
+    saved = steps if killed == "gcs_server" else steps - steps % 2
+    assert f"Resume from step {saved} with: rlctl train grpo --resume --run-dir {run_dir}" in text
+    assert (run_dir / "report.html").exists()
 
 
 def test_a_run_interrupted_while_it_starts_leaves_nothing(tiny_llama, tmp_path):

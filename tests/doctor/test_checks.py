@@ -6,11 +6,14 @@ import http.server
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlctl.doctor import communication, directories, examine, gpus, host, network, software
@@ -305,6 +308,22 @@ def test_ray() -> None:
         expect(network.check_ray(address), "ok", "answers")
     expect(network.check_ray(address), "fail", "does not answer", "ray start --head")
     expect(network.check_ray("nonsense"), "fail", "HOST:PORT")
+
+
+def test_processes_that_listen_to_the_network_are_named() -> None:
+    listen = "import socket, sys; s = socket.create_server((sys.argv[2], 0)); print(flush=True); sys.stdin.read()"
+
+    def check(address: str, name: str = "/ray/_private/monitor.py") -> Check:
+        command = [sys.executable, "-c", listen, name, address]
+        with psutil.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            found = network.check_open_ports([process])
+            process.stdin.close()
+        return found
+
+    expect(check("0.0.0.0"), "warn", "0.0.0.0:", "keep strangers out")
+    expect(check("127.0.0.1"), "ok")
+    expect(check("0.0.0.0", "another/program"), "ok")
     expect(network.check_loopback("no-such-host.invalid"), "fail", "/etc/hosts")
 
 

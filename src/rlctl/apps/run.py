@@ -14,7 +14,7 @@ from rlctl.apps.prepare import Job
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
-from rlctl.cluster.ray_session import ray_session
+from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
@@ -101,8 +101,10 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             display.close()  # a conversion has a bar of its own
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         display.doing("starting Ray")
-        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=0 if job.device == "cpu" else None))
+        gpus = 0 if job.device == "cpu" else None
+        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs))
         stop.install()  # Ray has brought its own handlers
+        stop.trouble = dead_process
         display.doing("starting policy and engines")
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs))
         policy = _policy(job, crew, display)
@@ -137,6 +139,8 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         )
         loop = Loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = loop.run(stop)
+        if loop.step < job.config.run.steps:
+            require_processes()
         _keep_memory(run, crew, display)
         return loop.step, interrupted
 

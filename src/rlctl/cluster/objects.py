@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlctl.cluster.ray_session import RAYLET, require_processes
+
 
 def fetch(handle: Any) -> Any:
     """The value behind a handle, or the values behind a list of them. Arrays are mapped read-only, not copied, on the
     node that holds them."""
     import ray
 
+    require_processes(RAYLET)
     return ray.get(handle)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.cluster.ray_session import dead_process, require_processes
 from rlctl.errors import MachineError
 
 
@@ -33,6 +34,7 @@ class Placement:
         try:
             self.bundles = self._discover(count, gpus, timeout_s)
         except GetTimeoutError:
+            require_processes()
             self.release()
             have = ray.cluster_resources()
             raise MachineError(
@@ -64,10 +66,11 @@ class Placement:
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
 
     def release(self) -> None:
-        """Give the bundles back."""
+        """Give the bundles back, unless Ray is broken and has none to give."""
         import ray
 
-        ray.util.remove_placement_group(self.group)
+        if dead_process() is None:
+            ray.util.remove_placement_group(self.group)
 
 
 def place_order(node: str, gpu: str | None) -> tuple[str, int, str]:

@@ -1,30 +1,53 @@
-"""A Ray session: start Ray on this machine or join a running cluster, and take down what was started."""
+"""A Ray session: start Ray on this machine or join a running cluster, and take down what was started.
+
+A session that is started here is private: its processes listen on the loopback interface alone, and its files are in
+folders that only this user can look into. Both are gone after any end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import getpass
 import logging
 import os
+import shutil
 import signal
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 
-from rlctl.errors import MachineError
+from rlctl.cluster.session_files import lasting_folder
+from rlctl.errors import ClusterError, MachineError
 
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 START_ATTEMPTS = 3
+# Ray ends every process this long after its control process died. We end the run in our own words before.
+GCS_PATIENCE_S = 3600
+RAY_FAILURES = (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError)
+RAYLET = "raylet"
+PROCESSES = {RAYLET: "The raylet of this node", "gcs_server": "Ray's control process (gcs_server)"}
+# What is kept of Ray's logs when a run failed.
+TELLING_LOGS = ("gcs_server.*", "raylet.*", "worker-*.err", "python-core-*")
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @contextlib.contextmanager
-def ray_session(address: str | None = None, *, gpus: int | None = None, namespace: str = "rlctl") -> Iterator[None]:
+def ray_session(
+    address: str | None = None, *, gpus: int | None = None, namespace: str = "rlctl", logs: Path | None = None
+) -> Iterator[None]:
     """Connect to Ray for the duration of the block.
 
     `address` None starts Ray on this machine and stops it at the end, with all its workers; otherwise the cluster
-    at `address` is joined and left running. `gpus` limits the GPUs offered by a session started here (0: none).
+    at `address` is joined and left running. `gpus` limits the GPUs offered by a session started here (0: none). When
+    the block fails, what such a session logged is copied to `logs`.
 
     Raises MachineError when Ray cannot be started or the address does not answer.
     """
@@ -40,27 +63,72 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
     # We choose devices ourselves: two engines share each GPU, which Ray's own masking cannot express.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
-    children_before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with _started(gpus, namespace, logs) if address is None else _joined(address, namespace):
+        yield
+
+
+@contextlib.contextmanager
+def _joined(address: str, namespace: str) -> Iterator[None]:
+    import ray
+
     try:
-        with _children_survive_the_terminal():
-            if address is None:
-                _start(gpus, namespace)
-            else:
-                _require_answer(address)
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
-    except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
-        if address is None:
-            raise MachineError(
-                f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
-            ) from error
+        _require_answer(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+    except RAY_FAILURES as error:
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     _keep_stdout_clean()
     try:
         yield
     finally:
         ray.shutdown()
-        if address is None:
-            _end_children(children_before)
+
+
+@contextlib.contextmanager
+def _started(gpus: int | None, namespace: str, logs: Path | None) -> Iterator[None]:
+    import ray
+
+    with contextlib.ExitStack() as stack:
+        try:
+            own = stack.enter_context(lasting_folder(Path(os.environ.get("RAY_TMPDIR", "/tmp"))))
+            temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
+            stack.enter_context(_ending_descendants())
+            with _children_survive_the_terminal():
+                _start(gpus, namespace, own / "r", temporary)  # Ray opens the directory itself to everybody
+        except RAY_FAILURES as error:
+            raise MachineError(
+                f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
+            ) from error
+        _keep_stdout_clean()
+        if logs is not None:
+            stack.push(lambda kind, *_: _copy_logs(own, logs) if kind and issubclass(kind, Exception) else None)
+        stack.callback(ray.shutdown)
+        yield
+
+
+def dead_process(*kinds: str) -> str | None:
+    """Name the process of Ray (one of `kinds`; none named: any) that died in a session started here; None: all live."""
+    ray_worker = sys.modules.get("ray._private.worker")
+    node: Any = ray_worker and ray_worker._global_node
+    for kind in (kinds or PROCESSES) if node else ():
+        if any(info.process.poll() is not None for info in node.all_processes.get(kind, ())):
+            return PROCESSES[kind]
+    return None
+
+
+def require_processes(*kinds: str) -> None:
+    """Raise ClusterError where a process of Ray has died. Ray's own calls would wait for it without end, or end this
+    process without a word."""
+    if dead := dead_process(*kinds):
+        raise ClusterError(f"{dead} died.", "Look for a lack of memory (`dmesg`), and at Ray's logs in logs/ray.")
+
+
+def _copy_logs(session: Path, logs: Path) -> None:
+    target = logs / "ray"
+    with contextlib.suppress(OSError):  # the failure itself is what matters
+        for path in (path for pattern in TELLING_LOGS for path in session.glob(f"r/session_2*/logs/{pattern}")):
+            if path.stat().st_size:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target / path.name)
 
 
 @contextlib.contextmanager
@@ -89,26 +157,35 @@ def _joining_hint() -> str:
     return "`ray status --address` shows whether it runs. If it asks for a token, set RAY_AUTH_MODE=token."
 
 
-def _start(gpus: int | None, namespace: str) -> None:
+def _start(gpus: int | None, namespace: str, directory: Path, temporary: Path) -> None:
     """Start Ray on this machine; again where a busy machine was too slow for the half minute that Ray waits."""
     import ray
 
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(
-                address="local",
-                num_gpus=gpus,
-                # Workers are placed by bundles, a core each; a small machine holds more workers than it has cores.
-                num_cpus=max(16, 4 * (os.cpu_count() or 1)),
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_object_store_bytes(),
-                namespace=namespace,
-                # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
-                _system_config={"prestart_worker_first_driver": False},
-            )
+            # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
+            kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
+            environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
+            with _protected_token(), _on_loopback(), environment:
+                ray.init(
+                    address="local",
+                    num_gpus=gpus,
+                    # Workers are placed by bundles, a core each; a small machine holds more workers than it has cores.
+                    num_cpus=max(16, 4 * (os.cpu_count() or 1)),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=_object_store_bytes(),
+                    namespace=namespace,
+                    _temp_dir=str(directory),
+                    _system_config={
+                        # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
+                        "prestart_worker_first_driver": False,
+                        "worker_niceness": 0,  # more than this process's own; Ray's default makes workers wait
+                        "gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S,
+                    },
+                )
             return
         except Exception as error:  # Ray gives the timeout no class of its own; others are raised again
             if "timed out during startup" not in str(error):
@@ -116,6 +193,52 @@ def _start(gpus: int | None, namespace: str) -> None:
             ray.shutdown()
             if attempt + 1 == START_ATTEMPTS:
                 raise TimeoutError(f"{error} (tried {START_ATTEMPTS} times)") from error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in containers a user may have no name
+        return str(os.getuid())
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have Ray start as where it runs on one machine only: all its processes then listen on the loopback interface. On
+    Linux it has no argument for that."""
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables for the processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _protected_token() -> Iterator[None]:
+    """Keep the token that Ray makes for this user from the others, who could read it."""
+    token = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):
+        token.parent.mkdir(mode=0o700, exist_ok=True)
+    yield
+    with contextlib.suppress(OSError):
+        token.chmod(0o600)
 
 
 def _require_answer(address: str) -> None:
@@ -131,13 +254,22 @@ def _object_store_bytes() -> int:
     return max(78_643_200, min(OBJECT_STORE_BYTES, free // 3))  # Ray refuses less than 75 MiB
 
 
-def _end_children(before: set[int]) -> None:
-    """End what the session started and Ray's own shutdown left behind."""
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    for child in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-    _, alive = psutil.wait_procs(left, timeout=5)
-    for child in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+@contextlib.contextmanager
+def _ending_descendants() -> Iterator[None]:
+    """At the end of the block, end what was started in it and still runs. Descendants whose parents died within the
+    block are this process's children from then on, and so none is missed."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate()
+        _, alive = psutil.wait_procs(left, timeout=5)
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(alive, timeout=5)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
-from rlctl.cluster.placement import Bundle, Placement
+from rlctl.cluster.placement import Bundle, Placement, node_address
+from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 W_co = TypeVar("W_co", covariant=True)
@@ -70,6 +71,7 @@ class _Host:
         sys.stderr.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
+        listen_at_node_address()
         self.worker: Any = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
@@ -111,6 +113,20 @@ class _Host:
             raise WorkerError(f"{type(error).__name__}: {error}") from None
 
 
+def listen_at_node_address() -> None:
+    """Have gloo, NCCL and vLLM in this process use the network by which Ray knows this node, which is the loopback
+    where there is no other node. A variable that is set already stays."""
+    import psutil
+
+    if (address := node_address()) is None:
+        return
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one, not all that begin so
+
+
 def imported(path: str) -> Any:
     """Import what `module:name` names."""
     module, _, name = path.partition(":")
@@ -144,6 +160,7 @@ class PendingCall(Generic[R]):
         found: list[Any] = [None] * len(self.refs)
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            require_processes(RAYLET)
             if not done:
                 for rank in map(rank_of.__getitem__, pending):
                     found[rank] = _late([self], [(0, rank)], limit)
@@ -223,9 +240,10 @@ class WorkerGroup(Generic[W_co]):
 
     def restart(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
-        Raises what `ready` raises; the new processes are ended then."""
+        Raises what `ready` raises; the new processes are ended then. Raises ClusterError where Ray is broken."""
         import ray
 
+        require_processes()
         for rank in ranks:
             ray.kill(self.hosts[rank], no_restart=True)
             self.hosts[rank] = self._host(rank)
@@ -358,10 +376,10 @@ class WorkerGroup(Generic[W_co]):
         self.kill()
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the processes at once; where Ray is broken, they end with the session."""
         import ray
 
-        for host in self.hosts:
+        for host in self.hosts if dead_process() is None else ():
             ray.kill(host, no_restart=True)
 
 
@@ -388,6 +406,7 @@ def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[l
     first: RlctlError | None = None
     while pending:
         done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        require_processes(RAYLET)  # the workers died with it, and are not the cause
         if not done:
             break
         for ref in done:
@@ -410,7 +429,9 @@ def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[l
 
 
 def _late(calls: Sequence[PendingCall[Any]], places: list[tuple[int, int]], timeout_s: float) -> WaitTimeoutError:
-    """The error that names the ranks that did not answer; `places` are (call, rank)."""
+    """The error that names the ranks that did not answer; `places` are (call, rank). Raises ClusterError where Ray is
+    broken."""
+    require_processes()
     index = places[0][0]
     late = [rank for one, rank in places if one == index]
     group = calls[index].group

@@ -15,8 +15,8 @@ LEAST_SPACE = 2 * GIB
 # A run's checkpoint: weights and two Adam moments in float32. A converted model: bfloat16.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 CONVERTED_BYTES_PER_PARAMETER = 2
-# Linux: sun_path of a Unix socket. Ray appends about 65 characters to its temporary directory.
-LONGEST_RAY_DIRECTORY = 107 - 65
+# Linux: sun_path of a Unix socket. A session appends about 80 characters to it.
+LONGEST_RAY_DIRECTORY = 107 - 81
 
 
 def check_directory(name: str, directory: Path, needed: int, fix: str, free: int | None = None) -> Check:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import email.utils
+import ipaddress
 import os
+import re
 import socket
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlctl.config.paths import user_path
 from rlctl.doctor.finding import Check, gib
-from rlctl.errors import RlctlError
+from rlctl.errors import RlctlError, listed
 
 HUB = "https://huggingface.co"
 # Organisations whose models the hub gives out only to accounts that accepted their terms.
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereForAI/", "bigcode/starcoder")
 WAIT_S = 5.0
 LARGEST_SKEW_S = 30.0
+RUN_PROCESS = re.compile(r"^ray::|^VLLM::|/ray/core/src/ray/|/ray/_private/|\brlctl\b")
 
 
 def check_ray(address: str | None = None) -> Check:
@@ -46,6 +51,33 @@ def check_loopback(host: str) -> Check:
     except OSError as error:
         return Check("ray", "fail", f"this machine's name {host} has no address ({error})", "Add it to /etc/hosts.")
     return Check("ray", "ok", f"Ray can run on this machine ({host}, {address})")
+
+
+def check_open_ports(processes: Iterable[psutil.Process] | None = None) -> Check:
+    """Check that no running process of Ray, an engine or rlctl can be reached from other machines."""
+    found = [place for one in processes or psutil.process_iter() for place in open_places(one)]
+    if not found:
+        return Check("open-ports", "ok", "no running process of rlctl or Ray listens beyond the loopback interface")
+    fix = "A run on one machine needs none of them. On several nodes, keep strangers out of their network."
+    return Check("open-ports", "warn", f"others on the network can reach {listed(sorted(found))}", fix)
+
+
+def open_places(process: psutil.Process) -> list[str]:
+    """Return where a process of this user's run listens on other networks than the loopback; none for any other
+    process."""
+    try:
+        if process.uids().real != os.getuid() or not RUN_PROCESS.search(" ".join(process.cmdline()[:4])):
+            return []
+        sockets = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        places = {(one.laddr.ip, one.laddr.port) for one in sockets}
+        return [f"{process.name()} ({process.pid}) at {ip}:{port}" for ip, port in places if not on_loopback(ip)]
+    except psutil.Error:
+        return []
+
+
+def on_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def hub_is_barred(environment: Mapping[str, str]) -> bool:

@@ -21,8 +21,10 @@ class StopRequest:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = False
+        self.trouble: Callable[[], object] = lambda: None
+        """Tells of something that is as good a reason to stop as a signal."""
         self._say = say
+        self._asked = False
         self._deferring = self._raised = False
         self._before: dict[int, Any] = {}
 
@@ -32,6 +34,11 @@ class StopRequest:
             del self._before[signal.SIGHUP]
         self.install()
         return self
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run is to end after this step."""
+        return self._asked or bool(self.trouble())
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -65,10 +72,10 @@ class StopRequest:
             self._say("The terminal was closed (SIGHUP).")
         if self._raised:
             self._say("Stopping; the processes are being ended.")
-        elif number == signal.SIGHUP and self.requested:
+        elif number == signal.SIGHUP and self._asked:
             pass  # the kernel and the shell send one each for the same terminal
-        elif self._deferring and not self.requested:
-            self.requested = True
+        elif self._deferring and not self._asked:
+            self._asked = True
             self._say("Stopping after this step, then saving. Once more to stop at once, without saving.")
         else:
             self._raised = True

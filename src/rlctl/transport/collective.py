@@ -6,6 +6,7 @@ and of vLLM as they are, and can be made again, without either, when an engine l
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,8 +33,19 @@ from rlctl.transport.rounds import (
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
-    """Serve a store at a free port of this process, as long as the object lives."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Serve a store at a free port of this process, as long as the object lives. It listens at `host`, one of this
+    node's addresses, alone: left to itself torch listens on every network. Raises WorkerError for any other address."""
+    try:
+        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(place[:2], family=family)
+    except OSError as error:
+        raise WorkerError(
+            f"This node cannot listen at {host} ({error}).", "RLCTL_ADDRESS must be an address of the node itself."
+        ) from None
+    port, limit = listening.getsockname()[1], timedelta(seconds=timeout_s)
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening.detach()
+    )
 
 
 class Message(NamedTuple):

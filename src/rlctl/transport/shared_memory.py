@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlctl.cluster.session_files import note_shared_memory
 from rlctl.errors import MachineError, PeerFailedError, RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.transport.changes import region
 from rlctl.transport.round_buffers import Packer
@@ -85,6 +86,7 @@ class Segment:
     def create(cls, size: int) -> Segment:
         """A new segment of `size` bytes, filled with zeros. Raises MachineError when /dev/shm has no room for it."""
         path = DIRECTORY / f"rlctl-{os.getpid()}-{secrets.token_hex(4)}"
+        note_shared_memory([path])  # of a process that is killed before it can unlink it
         return cls(SegmentAddress(str(path), max(size, 1), this_node()), create=True)
 
     def unlink(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MinibatchResult, TokenLoss
@@ -19,6 +19,7 @@ from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.errors import InputError, WorkerError
+from rlctl.transport.collective import serve_store
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
@@ -49,12 +50,8 @@ class MegatronWorker:
 
     def open_store(self) -> int:
         """Hold the port from here on: one that was looked for beforehand may be another process's by `setup`."""
-        self._store = self._tcp_store(0, serves=True)
+        self._store = serve_store(self._master_addr, self.spec.timeout_s)
         return self._store.port
-
-    def _tcp_store(self, port: int, *, serves: bool) -> TCPStore:
-        limit = datetime.timedelta(seconds=self.spec.timeout_s)
-        return TCPStore(self._master_addr, port, is_master=serves, wait_for_workers=False, timeout=limit)
 
     def setup(self, port: int) -> None:
         spec = self.spec
@@ -66,12 +63,13 @@ class MegatronWorker:
         require_version()
         if spec.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        limit = datetime.timedelta(seconds=spec.timeout_s)
         torch.distributed.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
-            store=self._store or self._tcp_store(port, serves=False),
+            store=self._store or TCPStore(self._master_addr, port, is_master=False, timeout=limit),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=spec.timeout_s),
+            timeout=limit,
         )
         self.build()
 

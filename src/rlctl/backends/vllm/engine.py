@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.inflight import Flight, Sample, Turns, columns_of
 from rlctl.backends.vllm.routing import assembled
+from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
 from rlctl.errors import ConfigError, InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
@@ -39,6 +41,7 @@ class VllmEngine:
         self._calls = 0
         self._llm: Any = None
         self._memory = DeviceMemory(None, shared=False)
+        self._shared_memory: list[Path] = []
 
     # Start and end
 
@@ -53,6 +56,8 @@ class VllmEngine:
             self._llm = LLM(**arguments)
         except ValueError as error:
             raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
+        self._shared_memory = family_shared_memory()
+        note_shared_memory(self._shared_memory)
         self._memory = DeviceMemory(self._llm.llm_engine, shared=self.spec.sleeps)
         self._rpc("rlctl_record_buffers")
         if self._records:
@@ -70,6 +75,8 @@ class VllmEngine:
             self._rpc("rlctl_release")
             compat.shut_down(self._llm)
             self._llm = None
+            for path in self._shared_memory:  # vLLM's ranks leave theirs
+                path.unlink(missing_ok=True)
 
     def require_alive(self) -> None:
         if self._llm is None:

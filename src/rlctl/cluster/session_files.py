@@ -1,0 +1,78 @@
+"""Folders and shared memory that last as long as a session. The next session removes what a killed one left.
+
+A folder is held by a lock, which the kernel drops with the process that has it: a folder without a holder is abandoned.
+Shared memory has no owner that outlives its process, so each process notes in the folder what it has made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+PREFIX, LOCK, NOTES = "rlctl-", "lock", "shared-memory-"
+SHARED_MEMORY = Path("/dev/shm")
+# vLLM's ranks meet at a file of this name, and the names of their shared memory begin with the file's.
+VLLM_MEETING = "vllm_dist_*"
+
+
+@contextlib.contextmanager
+def lasting_folder(base: Path) -> Iterator[Path]:
+    """Make a folder in `base` that only this user can look into, and remove it at the end, with all shared memory that
+    was noted in it. Raises OSError where no folder can be made."""
+    for folder in abandoned(base):
+        _remove(folder)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    lock = os.open(folder / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(folder / f"{LOCK}.new", folder / LOCK)  # so that none sees it before it is held
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def abandoned(base: Path) -> list[Path]:
+    """Return this user's folders whose holder is gone."""
+    found = []
+    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open() as stream:
+            if lock.stat().st_uid == os.getuid():
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append(lock.parent)
+    return found
+
+
+def note_shared_memory(paths: Iterable[Path]) -> None:
+    """Have files of shared memory removed with the folder that is this process's TMPDIR, if one is."""
+    folder = Path(tempfile.gettempdir())
+    if (folder / LOCK).exists():
+        with (folder / f"{NOTES}{os.getpid()}").open("a") as notes:
+            notes.writelines(f"{path}\n" for path in paths)
+
+
+def family_shared_memory(process: psutil.Process | None = None) -> list[Path]:
+    """Return the files of shared memory that a process (None: this one) and its descendants have mapped."""
+    process, mapped = process or psutil.Process(), set[int]()
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{one.pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+    # By inode: the name in the map of a semaphore is not the one that it was given in the end.
+    return sorted(Path(entry) for entry in os.scandir(SHARED_MEMORY) if entry.inode() in mapped)
+
+
+def _remove(folder: Path) -> None:
+    noted = [Path(line) for notes in folder.glob(f"{NOTES}*") for line in notes.read_text().splitlines()]
+    named = [path for meeting in folder.glob(VLLM_MEETING) for path in SHARED_MEMORY.glob(f"{meeting.name}-*")]
+    for path in (*noted, *named):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)

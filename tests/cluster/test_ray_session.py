@@ -1,0 +1,178 @@
+"""What a session of one's own opens to others, what it leaves behind, and how it tells that Ray itself died."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray import cloudpickle
+
+from rlctl.cluster.session_files import abandoned, lasting_folder
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from support.processes import beyond_loopback, family_of, listening
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Rank:
+    """A process that meets another one as the ranks of a policy do."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.store = rank, None
+
+    def open_store(self) -> int:
+        from rlctl.cluster.placement import node_address
+        from rlctl.transport.collective import serve_store
+
+        self.store = serve_store(str(node_address()), 60)
+        return self.store.port
+
+    def join(self, port: int) -> int:
+        import torch
+        from torch.distributed import TCPStore
+
+        from rlctl.cluster.placement import node_address
+
+        store = self.store or TCPStore(str(node_address()), port, is_master=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=2)
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return int(value)
+
+
+@pytest.fixture(scope="module")
+def ranks(placement: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup[Rank]]:
+    specs = [WorkerSpec({"rank": rank}, (placement.bundles[rank],)) for rank in range(2)]
+    logs = tmp_path_factory.mktemp("logs")
+    group = WorkerGroup("rank", Rank, specs, placement, logs, start_timeout_s=240, call_timeout_s=120)
+    yield group
+    group.kill()
+
+
+def test_all_processes_of_one_machine_listen_on_the_loopback_alone(ranks: WorkerGroup[Rank]) -> None:
+    [port] = ranks.part([0]).call(Rank.open_store)
+    assert ranks.call(Rank.join, port) == [2, 2]
+    family = family_of(psutil.Process())
+    assert {"gcs_server", "raylet", "ray::_Host"} <= {name for name, found in listening(family).items() if found}
+    assert beyond_loopback(family) == []
+
+
+def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> None:
+    from ray._private import worker
+
+    assert worker._global_node is not None
+    session = Path(worker._global_node.get_session_dir_path())
+    assert session.parents[1].name.startswith("rlctl-")
+    assert session.parents[1].stat().st_mode & 0o077 == 0
+    assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session(tmp_path: Path) -> None:
+    shared = Path(f"/dev/shm/test-{os.getpid()}")
+    code = "import os, sys, time; from pathlib import Path; from rlctl.cluster.session_files import *\n"
+    code += "with lasting_folder(Path(sys.argv[1])) as folder:\n    print(folder, flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        other = Path(holder.stdout.readline().strip())
+        assert other.stat().st_mode & 0o077 == 0
+        with lasting_folder(tmp_path) as own:
+            assert own.parent == other.parent == tmp_path
+        assert not own.exists()
+        assert abandoned(tmp_path) == []
+        holder.kill()
+    shared.touch()
+    (other / "shared-memory-1").write_text(f"{shared}\n")
+    assert abandoned(tmp_path) == [other]
+    with lasting_folder(tmp_path):
+        assert not other.exists()
+        assert not shared.exists()
+
+
+# A run of two workers. Each has shared memory, a temporary file and a child that outlives it.
+RUN = """
+import json, os, subprocess, sys, tempfile, time
+from pathlib import Path
+from ray import cloudpickle
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.ray_session import dead_process, ray_session
+from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.errors import RlctlError
+
+class Worker:
+    def begin(self):
+        from rlctl.transport.shared_memory import Segment
+        self.segment = Segment.create(4096)
+        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        file = tempfile.mkstemp()[1]
+        return {"files": [self.segment.address.path, file], "pids": [os.getpid(), self.child.pid],
+                "niceness": os.nice(0)}
+
+    def work(self, seconds):
+        time.sleep(seconds)
+        return "done"
+
+logs, victim = Path(sys.argv[1]), sys.argv[2]
+try:
+    with ray_session(logs=logs):
+        from ray._private import worker
+        node = worker._global_node
+        place = Placement(2, gpus=False, timeout_s=240)
+        specs = [WorkerSpec({}, (bundle,)) for bundle in place.bundles]
+        group = WorkerGroup("w", Worker, specs, place, logs, start_timeout_s=120, call_timeout_s=60)
+        told = {"begun": group.call(Worker.begin), "ray": [p.pid for _, p in node.live_processes()],
+                "session": node.get_session_dir_path()}
+        asked = group.submit(Worker.work, 2)
+        os.kill(node.all_processes[victim][0].process.pid, 9)
+        try:
+            told["finished"] = asked.results()
+            told["dead"] = dead_process()
+            group.restart([0])
+        finally:
+            group.kill()
+            place.release()
+except RlctlError as error:
+    told["error"] = error.message
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "finished", "said"),
+    [
+        pytest.param(
+            "gcs_server", ["done"] * 2, "Ray's control process (gcs_server) died.",
+            marks=[pytest.mark.slow, pytest.mark.guard],
+        ),
+        pytest.param("raylet", None, "The raylet of this node died."),
+    ],
+)  # fmt: skip
+def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
+    tmp_path: Path, victim: str, finished: Any, said: str
+) -> None:
+    """Calls under way are finished where they can be. Workers are as nice as the run."""
+    arguments = ["nice", "-n", "3", sys.executable, "-c", RUN, str(tmp_path / "logs"), victim]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["error"] == said
+    assert [one["niceness"] for one in told["begun"]] == [os.nice(0) + 3] * 2
+    assert told.get("finished") == finished
+    assert told.get("dead") == (said.removesuffix(" died.") if finished else None)
+    assert list((tmp_path / "logs" / "ray").glob("raylet.*"))
+    assert not Path(told["session"]).parents[1].exists()
+    assert not [file for one in told["begun"] for file in one["files"] if Path(file).exists()]
+    assert not [pid for pid in (*told["ray"], *(p for one in told["begun"] for p in one["pids"])) if runs(pid)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
