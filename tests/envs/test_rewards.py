@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -212,12 +211,12 @@ def test_a_child_whose_parent_has_heard_enough_ends_without_complaint(tmp_path: 
     source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
     plan = prepare_rewards(reward(user_file(tmp_path, "def score(completion):\n    return 1\n")), source)
     ours, theirs = Pipe()
-    command = [sys.executable, "-c", scoring_process.CHILD, str(theirs.fileno()), scoring_process.PACKAGES]
+    command = scoring_process.child_command(theirs)
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
     theirs.close()
     ours.send(plan)
     assert ours.recv() is None
-    ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 60.0))
+    ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 0))
     assert ours.poll(60)
     ours.close()
     _, err = child.communicate(timeout=300)

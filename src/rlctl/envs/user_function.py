@@ -129,7 +129,7 @@ class UserScorer:
 
 @functools.lru_cache(maxsize=16)
 def _module(code: UserCode) -> ModuleType:
-    """Run the source as a module, with its own folder importable."""
+    """Run the source as a module. It may import its neighbours, unless an installed module has the name."""
     what = f"{code.what} {code.reference!r}"
     spec = importlib.util.spec_from_loader(f"rlctl_user_{code.path.stem}", loader=None, origin=str(code.path))
     assert spec is not None  # without a loader there is always one
@@ -137,7 +137,7 @@ def _module(code: UserCode) -> ModuleType:
     module.__file__ = str(code.path)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
     if str(code.path.parent) not in sys.path:
-        sys.path.insert(0, str(code.path.parent))
+        sys.path.append(str(code.path.parent))
     try:
         exec(compile(code.source, code.path, "exec"), vars(module))
     except SyntaxError as error:
