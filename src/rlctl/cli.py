@@ -101,6 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape
             stream.reconfigure(errors="backslashreplace")
+    # Processes that are started without a script would import from the working directory first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     sys.exit(run(argv))
 
 

@@ -17,6 +17,7 @@ from rlctl.backends.clients import EngineClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import ray_session
+from rlctl.config.files import read_text
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values
 from rlctl.config.schema import RlctlConfig
@@ -135,11 +136,7 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
 
 
 def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts-file {path} cannot be read: {error}.") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "--prompts-file").splitlines(), 1):
         where = f"{path.name}, line {number}"
         if not line.strip():
             continue

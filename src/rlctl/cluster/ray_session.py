@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 
@@ -45,7 +46,13 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
             _start(gpus, namespace)
         else:
             _require_answer(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+            ray.init(
+                address=address,
+                job_config=_job(),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=namespace,
+            )
     except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
         if address is None:
             raise MachineError(
@@ -59,6 +66,16 @@ def ray_session(address: str | None = None, *, gpus: int | None = None, namespac
         ray.shutdown()
         if address is None:
             _end_children(children_before)
+
+
+def _job() -> Any:
+    """Return a job whose workers do not import from the working directory of this process.
+
+    Ray puts it in front of their `sys.path`, except for jobs that its own client has submitted.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=True)
 
 
 def _keep_stdout_clean() -> None:
@@ -84,6 +101,7 @@ def _start(gpus: int | None, namespace: str) -> None:
         try:
             ray.init(
                 address="local",
+                job_config=_job(),
                 num_gpus=gpus,
                 # Workers are placed by bundles, a core each; a small machine holds more workers than it has cores.
                 num_cpus=max(16, 4 * (os.cpu_count() or 1)),

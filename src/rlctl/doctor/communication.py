@@ -60,7 +60,8 @@ def run_ranks(backend: str, python: str, limit_s: float, code: str, logs: Path) 
     processes = []
     meeting = logs / "store"  # a port looked for beforehand may be another's by then
     for rank in range(RANKS):
-        arguments = [python, "-c", code, str(rank), str(RANKS), str(meeting), backend, str(limit_s)]
+        # -P: no module of the directory that the user works in replaces one of Python's.
+        arguments = [python, "-P", "-c", code, str(rank), str(RANKS), str(meeting), backend, str(limit_s)]
         with (logs / f"{rank}").open("wb") as log:
             processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
     deadline = time.monotonic() + limit_s

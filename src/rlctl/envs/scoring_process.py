@@ -147,7 +147,7 @@ class ScoringProcess:
                     return f"the scoring process died ({ending})"
                 raise WorkerError(
                     f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}.",
-                    "Its output is in the log of the reward worker.",
+                    "Its output is above, or in the log of the reward worker.",
                 ) from error
             if not isinstance(answer, Answer) or answer.number != self._answered:
                 self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import math
 import numbers
 import sys
 import traceback
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlctl.config.files import problem_with, read_text
 from rlctl.config.paths import user_path
 from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
@@ -41,11 +41,7 @@ class UserCode:
         Raises InputError where the reference does not have that form or there is no such file.
         """
         path, name = split_reference(reference, what)
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{what} {reference!r}: {path} cannot be read: {error}.") from error
-        return cls(path, source, name, what)
+        return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
 
     @property
     def reference(self) -> str:
@@ -81,8 +77,10 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
     if not colon or not file.endswith(".py") or not function.isidentifier():
         raise InputError(f"{what} {name!r} does not name a function.", "Write path/to/file.py:function.")
     path = user_path(file).absolute()
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
+    if problem := problem_with(path):
+        raise InputError(f"{what} {name!r}: {file} cannot be read: {problem}.")
     return path, function
 
 
@@ -94,7 +92,10 @@ class UserScorer:
         self.name = name
         self._code = UserCode.read(name, "Reward")
         self._function = self._code.load()
-        parameters = inspect.signature(self._function).parameters.values()
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except ValueError as error:  # some built-in ones have none
+            raise InputError(f"Reward {name!r}: {error}.", f"Its form is {SIGNATURE}.") from error
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes = {parameter.name for parameter in named}
@@ -109,7 +110,7 @@ class UserScorer:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {row.where}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
                 f"Reward function {self.name} returned {what} for {row.where}.", "It must return a finite number."
@@ -141,7 +142,8 @@ def _module(code: UserCode) -> ModuleType:
     try:
         exec(compile(code.source, code.path, "exec"), vars(module))
     except SyntaxError as error:
-        raise InputError(f"{what}: {error.filename}, line {error.lineno}: {error.msg}.") from error
+        place = f"{error.filename or code.path}" + (f", line {error.lineno}" if error.lineno else "")
+        raise InputError(f"{what}: {place}: {error.msg}.") from error
     except (Exception, SystemExit) as error:
         raise InputError(
             f"{what}: importing {code.path.name} raised {type(error).__name__}: {error} "

@@ -17,7 +17,7 @@ from typing import Any
 from rlctl.config.nemo_rl.mapping_rules import Entry, Found, Import, Rule
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.yaml_values import parse_value, read_mapping
-from rlctl.errors import ConfigError
+from rlctl.errors import MOST_LINES, ConfigError, lines_of
 
 MARKS = ("policy", "defaults")
 """Top-level keys that a NeMo-RL file has and an rlctl file never does."""
@@ -33,8 +33,10 @@ def import_recipe(path: Path) -> Import:
     result = Import(path)
     leaves = {_renamed(key, result, value): value for key, value in _leaves(read_recipe(path))}
     rules = {key: find_rule(key, RULES) for key in leaves}
-    if unknown := [_unknown(key) for key, rule in rules.items() if rule is None]:
-        raise ConfigError("\n".join(unknown), f"in the NeMo-RL recipe {path}.")
+    if unknown := [key for key, rule in rules.items() if rule is None]:
+        raise ConfigError(
+            lines_of([*map(_unknown, unknown[:MOST_LINES]), *unknown[MOST_LINES:]]), f"in the NeMo-RL recipe {path}."
+        )
     for key, rule in rules.items():
         if rule is not None:
             rule(Found(result, key, leaves[key], leaves))
