@@ -79,6 +79,45 @@ def test_a_configuration_file_out_of_bounds(
     assert len(said) < 15_000
 
 
+DOUBLING = [f"v0: {'x' * 100_000}", *(f"v{i}: ${{v{i - 1}}}${{v{i - 1}}}" for i in range(1, 8))]
+BRANCHING = ["v0: {x: 1}", *(f"v{i}: {{a: '${{v{i - 1}}}', b: '${{v{i - 1}}}'}}" for i in range(1, 40))]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (DOUBLING, "its references stand for more than"),
+        (BRANCHING, "lead to more than 10,000 others"),
+        (["defaults: [3]"], "`defaults` names 3, which is no file"),
+        (["defaults: /dev/zero"], "/dev/zero cannot be read: it is a device, not a file"),
+        (["grpo: {seed: '${div:1,0}'}"], "${div:...} of [1, 0]: division by zero"),
+        (["grpo: {seed: '${sub:}'}"], "${sub:...}"),
+        (["grpo: {seed: '${mul:" + ",".join(["9" * 4000] * 2) + "}'}"], "${mul:...} gives a number that is too large"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else value,
+)
+def test_a_recipe_out_of_bounds(tmp_path: Path, refused: Callable[..., str], lines: list[str], words: str) -> None:
+    (tmp_path / "recipe.yaml").write_text("\n".join(["policy: {model_name: x}", *lines]))
+    assert words in refused("config", "import", "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "words"),
+    [
+        ("p.jsonl", '{"prompt": ' + "[" * 100_000, [], "p.jsonl, line 1 is not JSON"),
+        ("p.jsonl", '{"prompt": 3}', [], "p.jsonl, line 1: field 'prompt' is of type int"),
+        ("p.txt", "q\n" + "x" * 3_000_000, [], "p.txt, line 2: field 'prompt' holds 3,000,000 characters"),
+        ("p.txt", "q\n", ["--n", "100000000"], "more than 1,000,000 completions"),
+    ],
+    ids=["deep", "number", "long", "many"],
+)
+def test_prompts_out_of_bounds(
+    tmp_path: Path, refused: Callable[..., str], name: str, content: str, arguments: list[str], words: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert words in refused("generate", "--model", "m", "--dry-run", "--prompts-file", name, *arguments)
+
+
 TRAIN = ("train", "grpo", "--dry-run", "--preset", "laptop", "--model", "meta-llama/Llama-3.1-8B")
 
 READERS = {

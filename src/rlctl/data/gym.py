@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 DEFAULT_SIZE = 10_000
-"""Questions of a task whose size nobody gave. They are made when asked for; a large number costs their order's memory."""
+"""Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from rlctl.config.files import temporary_folder
 from rlctl.doctor.finding import Check
 
 RANKS = 2
@@ -38,9 +38,9 @@ def check_ranks(gpus: int, *, python: str = sys.executable, limit_s: float = LIM
         else "Allow connections on the loopback interface, and check that `python -c 'import torch'` works."
     )
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as logs:
-        codes = run_ranks(backend, python, limit_s, code, Path(logs))
-        said = [last_line(Path(logs) / f"{rank}") for rank in range(RANKS)]
+    with temporary_folder("doctor") as logs:
+        codes = run_ranks(backend, python, limit_s, code, logs)
+        said = [last_line(logs / f"{rank}") for rank in range(RANKS)]
     seconds = time.perf_counter() - begun
     if codes == [0] * RANKS:
         return Check(
