@@ -399,7 +399,7 @@ class ClusterConfig(Section):
 
     nodes: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """Number of nodes."""
-    gpus_per_node: Annotated[int, Field(ge=0, le=1024)] | None = None
+    gpus_per_node: Annotated[int, Field(ge=0, le=16_384)] | None = None
     """Number of GPUs of each node; 0 computes on the CPU."""
     gpu: str = "auto"
     """GPU type (h100, a100, ...), `auto` for the type that this machine has, or `cpu`."""

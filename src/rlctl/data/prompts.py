@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 from functools import partial
@@ -97,8 +96,7 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
             f"{path}, line {number}: longer than {LINE_LIMIT_BYTES:,} bytes.", "Each line must be one JSON object."
         )
     try:
-        # The mark of byte order that some editors put at the beginning of a file is not JSON's.
-        record = json.loads(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise InputError(f"{path}, line {number}: not JSON ({error}).", "Each line must be one JSON object.") from error
     if not isinstance(record, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import numbers
 import sys
 import traceback
@@ -110,12 +111,13 @@ class UserScorer:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {row.where}") from error
-        if not isinstance(value, numbers.Real) or not abs(value) <= sys.float_info.max:
+        number = _finite(value)
+        if number is None:
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
                 f"Reward function {self.name} returned {what} for {row.where}.", "It must return a finite number."
             )
-        return float(value)
+        return number
 
     def _arguments(self, completion: str, row: PromptRow) -> dict[str, Any]:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
@@ -126,6 +128,15 @@ class UserScorer:
                 f"It can have {', '.join(given)}; its form is {SIGNATURE}.",
             )
         return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
+
+
+def _finite(value: Any) -> float | None:
+    """Return a real number as a float; None for one that is not finite, and for what is no number."""
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # a whole number of more than 300 digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 @functools.lru_cache(maxsize=16)
