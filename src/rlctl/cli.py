@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import sys
 from io import TextIOWrapper
 from typing import Annotated, Any, TextIO, cast
@@ -104,6 +105,11 @@ def main(argv: list[str] | None = None) -> None:
         if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape
             stream.reconfigure(errors="backslashreplace")
     sys.stderr = cast(TextIO, Unbreakable(sys.stderr))
+    # Processes that are started without a script would import from the working directory first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # clear up as after Ctrl-C
     sys.exit(run(argv))
 
 

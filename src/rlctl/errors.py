@@ -16,6 +16,18 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+MOST_LINES = 20
+LINE_CHARACTERS = 500
+
+
+def lines_of(problems: Sequence[str]) -> str:
+    """Return the first problems, a line each and cut where a value makes it long, and how many more there are."""
+    most, half = LINE_CHARACTERS, LINE_CHARACTERS // 2
+    lines = [line if len(line) <= most else f"{line[:half]} ... {line[-half:]}" for line in problems[:MOST_LINES]]
+    more = len(problems) - len(lines)
+    return "\n".join([*lines, f"and {more:,} more problems."] if more else lines)
+
+
 class RlctlError(Exception):
     """A failure at run time (exit code 1)."""
 

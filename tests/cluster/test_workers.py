@@ -31,6 +31,9 @@ class Counter:
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    def import_path(self) -> tuple[list[str], bool]:
+        return sys.path, sys.flags.safe_path
+
     def refuse(self) -> None:
         raise InputError("the file `x` is empty.", "Fill it.")
 
@@ -83,6 +86,13 @@ def lasting(placement, tmp_path_factory):
     group = start_group(placement, tmp_path_factory.mktemp("logs"))
     yield group
     group.kill()
+
+
+def test_workers_import_nothing_from_the_working_directory(lasting):
+    for path, safe in lasting.call(Counter.import_path):
+        assert os.getcwd() not in path
+        assert "" not in path
+        assert safe  # and so is what they start: Python passes it on
 
 
 def test_results_come_in_rank_order_and_environment_is_per_rank(lasting):

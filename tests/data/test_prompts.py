@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,9 @@ def test_gym_fingerprint_tells_parameters_and_seeds_apart() -> None:
         ("reasoning-gym:chain_sum", {"max_terms": "many"}, ["refuses its parameters", "many"]),
         ("reasoning-gym:chain_sum", {"size": 0}, ["size must be positive"]),
         ("reasoning-gym:chain_sum:max_terms", {}, ["'max_terms' is not key=value"]),
+        ("reasoning-gym:chain_sum:max_terms=[", {}, ["refuses its parameters", "["]),
+        ("reasoning-gym:chain_sum:seed=x", {}, ["seed = 'x' is no number"]),
+        ("reasoning-gym:chain_sum", {"size": 2_000_000_000}, ["size = 2000000000", "at most 10,000,000 questions"]),
     ],
 )
 def test_wrong_gym_names_and_parameters(name: str, params: dict, words: list[str]) -> None:
@@ -129,7 +133,7 @@ def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
         (["[" * 100_000], ["line 1", "not JSON"]),
         (['{"prompt": "  "}'], ["line 1", "'prompt'", "empty"]),
         (['{"prompt": null}'], ["line 1", "'prompt'", "empty"]),
-        (['{"prompt": 7}'], ["line 1", "'prompt'", "a int"]),
+        (['{"prompt": 7}'], ["line 1", "'prompt'", "of type int"]),
         (['{"prompt": []}'], ["line 1", "'prompt'", "empty"]),
         (['{"prompt": [{"role": "user"}]}'], ["line 1", "'prompt'", "chat messages"]),
         ([""], ["no rows"]),
@@ -149,6 +153,53 @@ def test_jsonl_that_is_not_utf8(tmp_path: Path) -> None:
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')
     with pytest.raises(InputError, match=r"data\.jsonl, line 1: not JSON"):
         open_file(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "q"}\n{"prompt": "q\x00"}\n', ["line 2", "Invalid control character"]),
+        (b'{"prompt": "q"}\n\n{"prompt": "%b"}\n' % (b"x" * 10_000_000), ["line 3", "10,000,000 characters"]),
+        (b'{"prompt": [{"role": "user", "content": "%b"}]}' % (b"x" * 10_000_000), ["line 1", "10,000,000 characters"]),
+        (b'{"prompt": "q"}\n' + b"\x00" * 70_000_000, ["line 2", "longer than 67,108,864 bytes"]),
+        (b'{"prompt": "q", "answer": %b}' % (b"9" * 10_000), ["line 1", "not JSON"]),
+        (b'{"prompt": "q", "answer": %b}' % (b"[" * 200_000), ["line 1", "not JSON"]),
+        ('{"prompt": "q"}\n'.encode("utf-16"), ["line 1", "not JSON"]),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else "-".join(value),
+)
+def test_odd_content_names_file_and_line(tmp_path: Path, content: bytes, words: list[str]) -> None:
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.raises(InputError) as raised:
+        open_file(tmp_path / "data.jsonl")
+    for word in ["data.jsonl", *words]:
+        assert word in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read_over(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "q"}\r\n{"prompt": "r"}\r\n')
+    assert [row.prompt for row in open_file(tmp_path / "data.jsonl")] == ["q", "r"]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data"])
+def test_pipes_and_devices_are_not_opened(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=rf"{name} cannot be read: it is a pipe, not a file"):
+        open_file(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(InputError, match=rf"{name} cannot be read: it is a device, not a file"):
+        open_file(tmp_path / name)
+
+
+def test_a_folder_with_the_name_of_a_data_file(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").mkdir()
+    with pytest.raises(InputError, match="it is a directory, not a file"):
+        open_file(tmp_path / "data.jsonl")
+    (tmp_path / "data.py").mkdir()
+    with pytest.raises(InputError, match="could not be loaded"):
+        open_file(tmp_path / "data.py")
 
 
 def test_a_named_answer_field_must_exist(tmp_path: Path) -> None:

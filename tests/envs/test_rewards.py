@@ -6,12 +6,12 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 
+from rlctl.config.files import TEXT_LIMIT_BYTES
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
@@ -19,6 +19,7 @@ from rlctl.envs import scoring_process
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.user_function import UserCode
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 
 
@@ -168,6 +169,9 @@ def test_no_reward_or_one_twice(tmp_path: Path) -> None:
         ("raise SystemExit(3)", ["SystemExit", "mine.py, line 1"]),
         ("def score(completion, level): return 1", ["needs level", "data.jsonl, line 1"]),
         ("def score(completion, /): return 1", ["positional-only"]),
+        ("score = type", ["no signature"]),
+        ("def score(completion): return 1\n\0", ["null bytes"]),
+        ("def score(completion): return 10**400", ["returned 1000", "finite"]),
         ("def score(completion, answer):\n    return helper(answer)\ndef helper(a):\n    return a[0] / 0", [
             "raised TypeError", "data.jsonl, line 1", "mine.py, line 4, in helper: return a[0] / 0"]),
         ("def score(completion, answer): return 'good'", ["returned 'good'", "data.jsonl, line 1", "number"]),
@@ -185,6 +189,24 @@ def test_wrong_functions_are_refused_before_the_run(tmp_path: Path, code: str, w
         prepare_rewards(reward(name), jsonl(tmp_path, {"prompt": "q", "answer": "a"}))
     for word in ["mine.py", *words]:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["Reward", "Loss", "Algorithm"])
+def test_files_of_functions_are_read_within_bounds(tmp_path: Path, what: str) -> None:
+    file = tmp_path / "mine.py"
+    os.mkfifo(file)
+    with pytest.raises(InputError, match=r"mine\.py cannot be read: it is a pipe, not a file"):
+        UserCode.read(f"{file}:score", what)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match=r"mine\.py cannot be read: it is a device, not a file"):
+        UserCode.read(f"{file}:score", what)
+    file.unlink()
+    file.write_text("#" * (TEXT_LIMIT_BYTES + 1))
+    with pytest.raises(InputError, match=r"mine\.py cannot be read: it is larger than"):
+        UserCode.read(f"{file}:score", what)
+    file.write_bytes(b"\xef\xbb\xbfdef score(completion):\r\n    return 1\r\n")
+    assert UserCode.read(f"{file}:score", what).load()("x") == 1
 
 
 def test_a_misspelt_file_suggests_its_neighbour(tmp_path: Path) -> None:
@@ -222,12 +244,12 @@ def test_a_child_whose_parent_has_heard_enough_ends_without_complaint(tmp_path: 
     source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
     plan = prepare_rewards(reward(user_file(tmp_path, "def score(completion):\n    return 1\n")), source)
     ours, theirs = Pipe()
-    command = [sys.executable, "-c", scoring_process.CHILD, str(theirs.fileno()), scoring_process.PACKAGES]
+    command = scoring_process.child_command(theirs)
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True)
     theirs.close()
     ours.send(plan)
     assert ours.recv() is None
-    ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 60.0))
+    ours.send(scoring_process.Batch([scoring_process.Work(0, "x", source[0])] * 3, 0))
     assert ours.poll(60)
     ours.close()
     _, err = child.communicate(timeout=300)

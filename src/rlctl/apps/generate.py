@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +25,13 @@ from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import ray_session
+from rlctl.config.files import read_text, temporary_folder
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import Resolved, from_sources, stored_values
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.prompt_rows import PromptRow, checked_prompt
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
@@ -146,28 +146,27 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
 
 
 def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts-file {path} cannot be read: {error}.") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "--prompts-file").splitlines(), 1):
         where = f"{path.name}, line {number}"
         if not line.strip():
             continue
-        yield where, (_json_prompt(line, where, field) if path.suffix == ".jsonl" else line)
+        yield (
+            where,
+            (_json_prompt(line, where, field) if path.suffix == ".jsonl" else checked_prompt(line, "prompt", where)),
+        )
 
 
 def _json_prompt(line: str, where: str, field: str) -> Any:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--prompts-file: {where} is not JSON: {error}.") from error
     if not isinstance(row, dict) or field not in row:
         have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise InputError(
             f"--prompts-file: {where} has no field `{field}` (it has: {have}).", "Name it with --set data.prompt_field."
         )
-    return row[field]
+    return checked_prompt(row[field], field, f"--prompts-file: {where}")
 
 
 def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Iterator[dict[str, Any]]:
@@ -223,12 +222,12 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 def _engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
     """Engines with the weights asked for."""
     spec = job.engines(plan)
-    with tempfile.TemporaryDirectory(prefix="rlctl-generate-") as logs, ray_session(job.config.cluster.ray_address):
+    with temporary_folder("generate") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
         if job.megatron is None:
-            started = start_engines(spec, job.config.cluster, Path(logs))
+            started = start_engines(spec, job.config.cluster, logs)
         else:
-            started = _refitted(job, job.crew(plan), job.megatron, Path(logs), tell)
+            started = _refitted(job, job.crew(plan), job.megatron, logs, tell)
         with started as engines:
             yield engines
 

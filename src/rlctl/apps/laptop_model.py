@@ -65,6 +65,8 @@ def fetch(tell: Tell = lambda _: None) -> Path:
             if target.exists() and not is_intact(target):
                 tell(f"{target} does not match its checksums; making it again")
                 shutil.rmtree(target)
+            for left in models.glob(f".{LABEL}-*"):  # by a process that was killed: this one has the lock
+                shutil.rmtree(left, ignore_errors=True)
             if not target.exists():
                 make(target, tell)
     except Timeout as error:

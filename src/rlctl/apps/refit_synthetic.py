@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlctl.apps import selftest
 from rlctl.backends.base import Dtype, PolicySpec
@@ -14,6 +12,7 @@ from rlctl.backends.lookup import policy_backend
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.config.files import temporary_folder
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup
@@ -64,14 +63,14 @@ def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
     target = VllmParallel(tp=config.generation.tp or 1)
     replicas = config.generation.engines or 1
     limits = config.cluster
-    with tempfile.TemporaryDirectory(prefix="rlctl-synthetic-") as logs, ray_session(limits.ray_address):
+    with temporary_folder("synthetic") as logs, ray_session(limits.ray_address):
         placement = Placement(1, gpus=False, timeout_s=limits.start_timeout_s)
 
         def start(name: str, kind: str, specs: list[dict]) -> WorkerGroup:
             env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
             workers = [WorkerSpec(spec, (placement.bundles[0],), env) for spec in specs]
             return WorkerGroup(
-                name, kind, workers, placement, Path(logs),
+                name, kind, workers, placement, logs,
                 start_timeout_s=limits.start_timeout_s, call_timeout_s=limits.step_timeout_s, wait=False,
             )  # fmt: skip
 

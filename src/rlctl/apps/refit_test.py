@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rlctl.apps import selftest
 from rlctl.apps.crew import CrewSpec, start_crew
@@ -16,6 +14,7 @@ from rlctl.backends.lookup import engine_backend
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import ray_session
+from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RlctlConfig
 from rlctl.models.facts import ModelFacts
@@ -82,9 +81,9 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
     """Start both engines, test, and stop them."""
     if job.config.model.convert:
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
-    with tempfile.TemporaryDirectory(prefix="rlctl-refit-test-") as logs, ray_session(job.config.cluster.ray_address):
+    with temporary_folder("refit-test") as logs, ray_session(job.config.cluster.ray_address):
         tell("starting the policy and the engine")
-        with start_crew(job.crew(), Path(logs)) as crew:
+        with start_crew(job.crew(), logs) as crew:
             crew.policy.load_model(job.source.weights)
             with crew.weight_sync(job.config.refit, job.source, receive=job.receive) as sync:
                 return selftest.run(

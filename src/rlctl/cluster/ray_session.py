@@ -73,7 +73,13 @@ def _joined(address: str, namespace: str) -> Iterator[None]:
 
     try:
         _require_answer(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
+        ray.init(
+            address=address,
+            job_config=_job(),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace=namespace,
+        )
     except RAY_FAILURES as error:
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     _keep_stdout_clean()
@@ -142,6 +148,16 @@ def _children_survive_the_terminal() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _job() -> Any:
+    """Return a job whose workers do not import from the working directory of this process.
+
+    Ray puts it in front of their `sys.path`, except for jobs that its own client has submitted.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=True)
+
+
 def _keep_stdout_clean() -> None:
     """Ray prints what its raylets report of dead workers to stdout, which belongs to results, whatever `log_to_driver`
     says. The death is in the result that is waited for, and there it is told."""
@@ -169,6 +185,7 @@ def _start(gpus: int | None, namespace: str, directory: Path, temporary: Path) -
             with _protected_token(), _on_loopback(), environment:
                 ray.init(
                     address="local",
+                    job_config=_job(),
                     num_gpus=gpus,
                     # Workers are placed by bundles, a core each; a small machine holds more workers than it has cores.
                     num_cpus=max(16, 4 * (os.cpu_count() or 1)),

@@ -57,6 +57,8 @@ class WorkerSpec:
             # Ray must not hide the devices of workers that ask it for none, also where it runs since before this run.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
             "PYTHONUNBUFFERED": "1",
+            # No module of the working directory replaces one of Python's, also in what the worker starts.
+            "PYTHONSAFEPATH": "1",
         }
         return {**own, **self.env}
 

@@ -81,7 +81,13 @@ def generate(
     checkpoint = None
     if run_dir is not None:
         resolved, checkpoint = of_run(Path(run_dir), step, resolved)
+    from rlctl.config.schema import MOST_ROLLOUTS
+
     rows = read_prompts(prompt or [], prompts_file, resolved.config.data.prompt_field)
+    if len(rows) * n > MOST_ROLLOUTS:
+        raise InputError(
+            f"--n {n} of {len(rows)} prompts are more than {MOST_ROLLOUTS:,} completions.", "Ask for fewer."
+        )
     options.require_dry_run(explain, dry_run)
     if dry_run:
         from rlctl.apps.dry_run import dry_generate

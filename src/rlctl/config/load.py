@@ -18,7 +18,7 @@ from rlctl.config.keys import known_keys
 from rlctl.config.passthrough import target_of
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import Settings, Source, Value, flatten, sources_in_order
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, lines_of
 
 DEFAULT = "default"
 PLANNER = "planner"
@@ -109,12 +109,13 @@ def from_sources(sources: Sequence[Source]) -> Resolved:
     """Return the configuration that `sources`, the weakest first, make together. Raises ConfigError with a line for
     each problem: first those of keys, then those of values."""
     if problems := [line for source in sources for line in source.problems] + mixed_values(sources):
-        raise ConfigError("\n".join(problems), "`rlctl config schema` lists every key.")
+        raise ConfigError(lines_of(problems), "`rlctl config schema` lists every key.")
     try:
         settings = Settings(reversed(sources))
     except ValidationError as error:
-        lines = [explain(problem, merged(sources)) for problem in error.errors()]
-        raise ConfigError("\n".join(lines), "`rlctl config schema` says what each key takes.") from error
+        values = merged(sources)
+        lines = [explain(problem, values) for problem in error.errors()]
+        raise ConfigError(lines_of(lines), "`rlctl config schema` says what each key takes.") from error
     values = merged(sources)
     return Resolved(
         RlctlConfig.model_construct(**dict(settings)),
@@ -156,7 +157,7 @@ def explain(problem: Any, values: Mapping[str, Value]) -> str:
     """Return one line for a problem that pydantic found: key, value, origin, and what would fit."""
     path = ".".join(str(part) for part in problem["loc"])
     reason = REASONS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ").removesuffix(".")
-    reason = reason.replace("Input should be", "it should be").replace("tuple", "list")
+    reason = reason.replace("Input should be", "it should be").replace("tuple", "list").replace("Tuple", "the list")
     # A problem inside a value belongs to the key that holds the value: `a.b.c` to `a.b` or `a`.
     holders = [value for key, value in values.items() if f"{path}.".startswith(f"{key}.")]
     leaf = max(holders, key=lambda value: len(value.key), default=None)

@@ -10,8 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+MOST = 2**31 - 1
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Threads = Annotated[int, Field(gt=0, le=4096)]
+Bytes = Annotated[int, Field(gt=0, le=2**50)]
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""A time limit. The system calls that wait take no more than 24 days."""
 PositiveNumber = Annotated[float, Field(gt=0)]
 NonNegativeNumber = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -99,8 +104,12 @@ class RewardConfig(Section):
     """Scorers whose weighted sum is the reward."""
     extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "full"] = "auto"
     """How the answer is taken out of the completion; auto does what the task calls for."""
-    timeout_s: PositiveNumber = 60.0
+    timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
+
+
+MOST_ROLLOUTS = 1_000_000
+"""Rollouts of a step whose scalars the driver can hold and the planner can deal out."""
 
 
 class BatchConfig(Section):
@@ -117,6 +126,14 @@ class BatchConfig(Section):
     def rollouts(self) -> int:
         """Rollouts in each step."""
         return self.prompts * self.generations
+
+    @model_validator(mode="after")
+    def validate_rollouts_of_a_step(self) -> BatchConfig:
+        if self.rollouts > MOST_ROLLOUTS:
+            raise ValueError(
+                f"batch.prompts x batch.generations = {self.rollouts:,} rollouts; a step has at most {MOST_ROLLOUTS:,}"
+            )
+        return self
 
     @model_validator(mode="after")
     def validate_batch_splits_into_optimizer_steps(self) -> BatchConfig:
@@ -241,7 +258,7 @@ class TrainingConfig(Section):
     freeze_router: bool = False
     """Do not train the routers of experts; tokens are still routed differently as the layers below change."""
     lora: LoraConfig = LoraConfig()
-    threads: Positive | None = None
+    threads: Threads | None = None
     """Number of CPU threads of each training process."""
 
     @model_validator(mode="after")
@@ -275,19 +292,19 @@ class GenerationConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample among the most likely tokens whose probabilities add up to this; 1 is all. Training with less needs
     `loss.importance_correction=off`, as with `top_k`."""
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] = -1
     """Sample among the k most likely tokens; -1 is all."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, in addition to the model's own end tokens."""
     memory_fraction: Fraction | None = None
     """Fraction of a GPU's memory that vLLM may use."""
-    kv_cache_bytes: Positive | None = None
+    kv_cache_bytes: Bytes | None = None
     """Size of the KV cache of each GPU of an engine; on a CPU of each engine."""
     max_concurrent: Positive | None = None
     """Largest number of sequences that one engine decodes at once."""
     max_batched_tokens: Positive | None = None
     """Largest number of tokens in one forward pass of an engine."""
-    threads: Positive | None = None
+    threads: Threads | None = None
     """Number of CPU threads of each engine."""
     plain_parameters: bool = False
     """On a CPU, keep matrices in their published layout: refits are faster, decoding is slower."""
@@ -296,7 +313,7 @@ class GenerationConfig(Section):
 class RefitConfig(Section):
     """How new weights are sent to the engines and verified."""
 
-    timeout_s: PositiveNumber = 300.0
+    timeout_s: Seconds = 300.0
     """Longest time of each wait during a refit."""
     verify_every: NonNegative = 50
     """Compare every tensor on the first refit and then at this interval of steps; 0: on the first only."""
@@ -313,7 +330,7 @@ class RefitConfig(Section):
     """Send only the elements that have changed since the previous version."""
     full_every: Positive = 20
     """With `sparse`, the interval of refits at which everything is sent."""
-    staging_mb: Positive | None = None
+    staging_mb: Annotated[int, Field(gt=0, le=65_536)] | None = None
     """Staging memory of each engine worker, in MiB: two buffers that are filled and read in turn. Unset: 16 between
     processors, where buffers that fit the cache are fastest, and 256 between GPUs, where fewer rounds are."""
 
@@ -385,17 +402,17 @@ class VllmConfig(PassThrough):
 class ClusterConfig(Section):
     """The machine: nodes, GPUs, Ray, and timeouts."""
 
-    nodes: Positive | None = None
+    nodes: Annotated[int, Field(gt=0, le=10_000)] | None = None
     """Number of nodes."""
-    gpus_per_node: NonNegative | None = None
+    gpus_per_node: Annotated[int, Field(ge=0, le=16_384)] | None = None
     """Number of GPUs of each node; 0 computes on the CPU."""
     gpu: str = "auto"
     """GPU type (h100, a100, ...), `auto` for the type that this machine has, or `cpu`."""
     ray_address: str | None = None
     """Address of a Ray cluster to join; unset: start one on this machine and stop it at the end."""
-    start_timeout_s: PositiveNumber = 600.0
+    start_timeout_s: Seconds = 600.0
     """Longest time that starting Ray and the workers may take."""
-    step_timeout_s: PositiveNumber = 3600.0
+    step_timeout_s: Seconds = 3600.0
     """Longest time of each wait during a step."""
     engine_restarts: NonNegative = 3
     """Number of engines that a run may lose; each is replaced and refitted. With 0 the run ends when one is lost."""
@@ -421,8 +438,8 @@ class RunConfig(Section):
     """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (frugal)."""
     dir: str | None = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
-    seed: NonNegative = 0
-    """Seed of the order of prompts and of sampling."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the order of prompts and of sampling, of 32 bits."""
     checkpoint_every: NonNegative = 50
     """Interval of checkpoints, in steps; 0: only at the end."""
     keep_last: Positive | None = None

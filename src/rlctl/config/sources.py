@@ -20,7 +20,7 @@ from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import parse_value, read_mapping
-from rlctl.errors import ConfigError
+from rlctl.errors import MOST_LINES, ConfigError
 
 PRESET_KEYS = {"extends", "description"}
 """Keys of a preset file that are no configuration; a --config file may have them too."""
@@ -117,11 +117,14 @@ class Source(PydanticBaseSettingsSource):
 
     def _checked(self, value: Value) -> Value:
         if field(value.key) is None:
-            self.problems.append(unknown_key(value))
+            # A search for what was meant takes milliseconds, and no more lines than these are shown.
+            self.problems.append(unknown_key(value) if len(self.problems) < MOST_LINES else value.key)
         elif is_section(value.key):
             self.problems.append(
                 f"`{value.key}` ({value.origin}) is a section of keys and cannot be set to {value.value!r}."
             )
+        elif isinstance(value.value, str) and "\0" in value.value:
+            self.problems.append(f"`{value.key}` ({value.origin}) holds a zero byte, which no name or text may.")
         elif target_of(value.key) is not None:
             taken, why = checked(value.key, value.value)
             if why:

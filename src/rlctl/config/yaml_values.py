@@ -12,23 +12,72 @@ from typing import Any
 
 import yaml
 
+from rlctl.config.files import read_text
 from rlctl.errors import ConfigError
+
+FILE_LIMIT_BYTES = 1 << 18
+VALUE_LIMIT = 10_000
+"""Values of a document, its aliases written out; the recipes of NeMo-RL hold a few hundred."""
+TEXT_LIMIT = 1 << 20
+"""Characters of these values together."""
 
 
 class Loader(yaml.SafeLoader):
     """Safe loader with the core schema of YAML 1.2 (section 10.3.2) that refuses a key given twice."""
 
+    def get_single_data(self) -> Any:
+        """Return what the document holds. Raises YAMLError also where its aliases stand for more than fits."""
+        node = self.get_single_node()
+        if node is None:
+            return None
+        require_size(node)
+        try:
+            return self.construct_document(node)
+        except (ValueError, KeyError, TypeError) as error:  # `!!bool 3`
+            raise refusal("a value does not have the form of its tag", node) from error
+
 
 Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1
+CORE_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
+Loader.yaml_constructors = {
+    tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in CORE_TAGS
+}
+
+
+def refusal(why: str, node: yaml.Node) -> yaml.YAMLError:
+    """Return the error of a document that is refused for what begins at `node`."""
+    return yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+
+
+def require_size(root: yaml.Node) -> None:
+    """Raise YAMLError where the values of a document are too many or too long with its aliases written out, or one of
+    them contains itself. Each node is counted once."""
+    sizes: dict[int, tuple[int, int] | None] = {}
+
+    def size(node: yaml.Node) -> tuple[int, int]:
+        if isinstance(node, yaml.ScalarNode):
+            return 1, len(node.value)
+        if id(node) not in sizes:
+            sizes[id(node)] = None  # it is being counted
+            inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+            found = [size(part) for part in inner]
+            sizes[id(node)] = 1 + sum(values for values, _ in found), sum(text for _, text in found)
+        if (known := sizes[id(node)]) is None:
+            raise refusal("a value contains itself", node)
+        return known
+
+    values, text = size(root)
+    if values > VALUE_LIMIT or text > TEXT_LIMIT:
+        raise refusal(f"it stands for more than {VALUE_LIMIT:,} values or {TEXT_LIMIT:,} characters", root)
 
 
 def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    for index, key in enumerate(keys):
-        if key in keys[:index]:
-            mark = node.value[index][0].start_mark
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", mark)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+    given = yaml.SafeLoader.construct_mapping(loader, node, deep=True)  # refuses keys that cannot be hashed
+    if len(given) < len(node.value):
+        keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+        index = next(index for index, key in enumerate(keys) if key in keys[:index])
+        raise refusal(f"the key {keys[index]!r} is given twice", node.value[index][0])
+    return given
 
 
 def construct_float(loader: Loader, node: yaml.ScalarNode) -> float:
@@ -40,8 +89,7 @@ def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
     try:
         return int(text, 16 if text.startswith("0x") else 8 if text.startswith("0o") else 10)
     except ValueError as error:  # more digits than Python reads
-        mark = node.start_mark
-        raise yaml.constructor.ConstructorError(None, None, f"a number of {len(text)} digits", mark) from error
+        raise refusal(f"a number of {len(text)} digits", node) from error
 
 
 RESOLVERS = {
@@ -62,6 +110,8 @@ Loader.add_constructor("tag:yaml.org,2002:float", construct_float)
 
 def parse_value(text: str) -> Any:
     """Return what `text` means in YAML (`8`, `1e-5`, `true`, `[a, b]`, `{k: v}`), or `text` where it is not YAML."""
+    if len(text) > FILE_LIMIT_BYTES:
+        return text
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError):
@@ -71,11 +121,7 @@ def parse_value(text: str) -> Any:
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset"). Raises
     ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
-        raise ConfigError(f"{what} {path} cannot be read: {reason}.") from error
+    text = read_text(path, what, FILE_LIMIT_BYTES)
     try:
         value = yaml.load(text, Loader)
     except yaml.YAMLError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.names import first_line
@@ -142,15 +143,11 @@ def read_template(template: str) -> str:
     if "{{" in template or "{%" in template:
         return template
     path = Path(template)
-    if not path.is_file():
+    if not path.exists():
         raise InputError(
             f"--chat-template {template}: no such file, and not a template itself.", "A template contains {{ or {%."
         )
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
-        raise InputError(f"--chat-template {template} cannot be read: {reason}.") from error
+    return read_text(path, "--chat-template")
 
 
 def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -9,6 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
+from rlctl.config.yaml_values import parse_value
 from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, instructions
 from rlctl.errors import InputError, MachineError
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 DEFAULT_SIZE = 10_000
-"""Questions of a task whose size nobody gave. They are made when asked for, so a large number costs nothing."""
+"""Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
+MOST_QUESTIONS = 10_000_000
 
 
 class GymPrompts:
@@ -63,7 +65,14 @@ def open_gym(name: str, data: DataConfig, seed: int) -> GymPrompts:
                 f"{near} Parameters of a preset's task are cleared with --set data.params={{}}.",
             )
     defaults = {"seed": seed, "size": DEFAULT_SIZE if data.size is None else data.size}
-    return GymPrompts(name, GymTask(task_name, {**defaults, **params}), instructions(data))
+    task = GymTask(task_name, {**defaults, **params})
+    for key, value in task.params.items():
+        if key in defaults and (type(value) is not int or value > (MOST_QUESTIONS if key == "size" else 2**63)):
+            raise InputError(
+                f"reasoning-gym task {task_name!r}: {key} = {value!r} is no number of a reasonable size.",
+                f"A task has at most {MOST_QUESTIONS:,} questions; its seed is a whole number.",
+            )
+    return GymPrompts(name, task, instructions(data))
 
 
 def build_task(task: GymTask) -> ProceduralDataset:
@@ -108,12 +117,10 @@ def _known_params(task_name: str) -> list[str]:
 
 def _inline_params(text: str, name: str) -> dict[str, Any]:
     """Return parameters from `key=value,key=value`; values are YAML scalars."""
-    import yaml
-
     params = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not key:
             raise InputError(f"--data {name}: {part!r} is not key=value.", "Write reasoning-gym:<task>:key=value,...")
-        params[key.strip()] = yaml.safe_load(value)
+        params[key.strip()] = parse_value(value)
     return params

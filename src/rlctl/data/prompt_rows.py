@@ -11,6 +11,8 @@ from rlctl.data.names import suggest
 from rlctl.errors import InputError
 
 GYM_PREFIX = "reasoning-gym:"
+MOST_CHARACTERS = 1_000_000
+"""Characters of a prompt beyond which a row is refused: some 250,000 tokens, and seconds for a tokenizer."""
 
 Messages = list[dict[str, str]]
 
@@ -99,6 +101,13 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
+    texts = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
+    contents = [text.get("content") if isinstance(text, Mapping) else text for text in texts]
+    if (length := sum(len(text) for text in contents if isinstance(text, str))) > MOST_CHARACTERS:
+        raise InputError(
+            f"{where}: field {field_name!r} holds {length:,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
+            "Leave the row out, or name another field with --set data.prompt_field=...",
+        )
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
@@ -108,7 +117,7 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
             f"{where}: field {field_name!r} is a list, but not of chat messages.",
             "A message is an object with the texts `role` and `content`.",
         )
-    found = "empty" if value is None or isinstance(value, str | Sequence) else f"a {type(value).__name__}"
+    found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
     raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.config.files import problem_with
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import open_gym
 from rlctl.data.names import first_line, suggest, suggest_file
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+LINE_LIMIT_BYTES = 64 << 20
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -42,6 +45,8 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     kind = FILE_SUFFIXES.get(path.suffix.lower())
     if kind is None and path.is_file():
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}.")
+    if path.exists() and not path.is_file() and (kind or not path.is_dir()):
+        raise InputError(f"Data file {name} cannot be read: {problem_with(path)}.", "Give a file.")
     if kind is None:
         return open_hub(name, data)
     if not path.parent.is_dir():
@@ -75,7 +80,8 @@ class FilePrompts:
 
 def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
     """Return a row for each line that is not blank (the first `data.size`); InputError names the line that is wrong."""
-    with path.open("rb") as lines:
+    with path.open("rb") as file:
+        lines = iter(partial(file.readline, LINE_LIMIT_BYTES + 1), b"")
         filled = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
         rows = [
             row_from_record(_record(line, path, number), index, f"{path}, line {number}", data)
@@ -85,6 +91,10 @@ def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:
 
 
 def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    if len(line) > LINE_LIMIT_BYTES:
+        raise InputError(
+            f"{path}, line {number}: longer than {LINE_LIMIT_BYTES:,} bytes.", "Each line must be one JSON object."
+        )
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
@@ -164,7 +174,7 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
         return HubPrompts(name, _from_disk(path, data), data)
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # `datasets` raises these for an unknown name, split or configuration, and for a hub out of reach
         raise InputError(
             f"Dataset {name!r} (split {data.split!r}) could not be loaded: {first_line(error)}",

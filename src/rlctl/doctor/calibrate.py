@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rlctl.config.files import temporary_folder
 from rlctl.errors import MachineError
 from rlctl.planner.inputs.cluster import MachineProfile, match_device
 
@@ -122,18 +123,17 @@ def disk_rates(directory: Path, count: int = 512 * MIB) -> tuple[float | None, f
     ):
         return None, None
     block = os.urandom(16 * MIB)
-    with tempfile.NamedTemporaryFile(dir=place) as file:
+    with tempfile.TemporaryFile(dir=place, buffering=0) as file:  # it has no name, and ends with the process
         began = time.perf_counter()
         for _ in range(count // len(block)):
             file.write(block)
-        file.flush()
         os.fsync(file.fileno())
         written = count / (time.perf_counter() - began)
         os.posix_fadvise(file.fileno(), 0, count, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
-        with open(file.name, "rb", buffering=0) as reader:
-            while reader.read(16 * MIB):
-                pass
+        file.seek(0)
+        while file.read(16 * MIB):
+            pass
         return written, count / (time.perf_counter() - began)
 
 
@@ -143,9 +143,9 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
     Bus bandwidth as nccl-tests define it: bytes x 2 (n - 1) / n over the time. Raises MachineError when the group is
     not done in `GROUP_TIMEOUT_S`.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("calibrate") as folder:
         context = mp.start_processes(
-            _member, (processes, cuda, folder), nprocs=processes, join=False, start_method="spawn"
+            _member, (processes, cuda, str(folder)), nprocs=processes, join=False, start_method="spawn"
         )
         assert context is not None  # with join=False there always is one
         began = time.monotonic()
@@ -157,7 +157,7 @@ def group_rates(processes: int, cuda: bool) -> tuple[float, float]:
                     f"{processes} local processes did not finish an all-reduce within {GROUP_TIMEOUT_S:.0f} s.",
                     "Run `rlctl doctor`, which checks NCCL or gloo between local ranks.",
                 )
-        first, second = (Path(folder) / "result").read_text().split()
+        first, second = (folder / "result").read_text().split()
     return float(first), float(second)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from rlctl.config.files import temporary_folder
 from rlctl.doctor.finding import Check
 
 RANKS = 2
@@ -38,9 +38,9 @@ def check_ranks(gpus: int, *, python: str = sys.executable, limit_s: float = LIM
         else "Allow connections on the loopback interface, and check that `python -c 'import torch'` works."
     )
     begun = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="rlctl-doctor-") as logs:
-        codes = run_ranks(backend, python, limit_s, code, Path(logs))
-        said = [last_line(Path(logs) / f"{rank}") for rank in range(RANKS)]
+    with temporary_folder("doctor") as logs:
+        codes = run_ranks(backend, python, limit_s, code, logs)
+        said = [last_line(logs / f"{rank}") for rank in range(RANKS)]
     seconds = time.perf_counter() - begun
     if codes == [0] * RANKS:
         return Check(
@@ -60,7 +60,8 @@ def run_ranks(backend: str, python: str, limit_s: float, code: str, logs: Path) 
     processes = []
     meeting = logs / "store"  # a port looked for beforehand may be another's by then
     for rank in range(RANKS):
-        arguments = [python, "-c", code, str(rank), str(RANKS), str(meeting), backend, str(limit_s)]
+        # -P: no module of the directory that the user works in replaces one of Python's.
+        arguments = [python, "-P", "-c", code, str(rank), str(RANKS), str(meeting), backend, str(limit_s)]
         with (logs / f"{rank}").open("wb") as log:
             processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
     deadline = time.monotonic() + limit_s

@@ -1,13 +1,12 @@
 """The process that scores, and its parent's side: time limits, restarts, and errors that name scorer and row.
 
 Completions are scored in a process of their own because they are the model's: a scorer that parses them can hang, crash
-or take all memory, and a user's function can do anything.
+or take all memory, and a user's function can do anything. Supervisors (`envs/supervisor.py`) end what it starts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import subprocess
 import sys
@@ -19,13 +18,14 @@ from pathlib import Path
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
+from rlctl.envs.supervisor import supervise
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 
 START_TIMEOUT_S = 180.0
 """To import reasoning-gym or a user's file; seconds from a local disk."""
 BUILT_IN_LIMIT_S = 10.0
 """For one completion. Longer means a parser lost in what the model wrote (`9**9**9`): it counts as wrong."""
-GRACE_S = 30.0
+CLOSE_TIMEOUT_S = 20.0
 PACKAGES = str(Path(__file__).parents[2])
 # Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
 CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
@@ -50,11 +50,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Batch:
-    """Work for the child, to be answered with one Score each, in order."""
+    """Work for the child, to be answered with one Answer each, in order."""
 
     work: list[Work]
-    limit_s: float
-    """The child ends itself after this long, should its parent be gone."""
+    first: int
+    """Number of the first answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of one piece of work. The number tells it from an answer that something else has sent."""
+
+    number: int
+    outcome: Score | RlctlError
 
 
 class ScoringProcess:
@@ -64,11 +72,12 @@ class ScoringProcess:
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._answered = 0
 
     def start(self) -> None:
         """Starts the child and waits until it has its scorers. Raises what building them raised."""
         ours, theirs = Pipe()
-        command = [sys.executable, "-c", CHILD, str(theirs.fileno()), PACKAGES]
+        command = child_command(theirs)
         # A session of its own: Ctrl-C in the terminal is for the run, which ends this process itself.
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -110,10 +119,10 @@ class ScoringProcess:
                 self.start()
             assert self._connection is not None  # `start` made it
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
-                self._connection.send(Batch(work[len(scores) :], deadline - time.monotonic() + GRACE_S))
+                self._connection.send(Batch(work[len(scores) :], self._answered))
             failure = self._receive(work, scores, deadline)
             if failure is not None:
-                scores.append(Score(0.0, failure))
+                self._take(scores, Score(0.0, failure))
         return scores
 
     def _receive(self, work: list[Work], scores: list[Score], deadline: float) -> str | None:
@@ -138,13 +147,23 @@ class ScoringProcess:
                     return f"the scoring process died ({ending})"
                 raise WorkerError(
                     f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}.",
-                    "Its output is in the log of the reward worker.",
+                    "Its output is above, or in the log of the reward worker.",
                 ) from error
-            if isinstance(answer, RlctlError):
+            if not isinstance(answer, Answer) or answer.number != self._answered:
                 self.close()
-                raise answer
-            scores.append(answer)
+                raise WorkerError(
+                    f"The process that scores sent an answer out of turn while {name} was at {current.row.where}.",
+                    "A reward function must leave the open files of its process alone.",
+                )
+            if isinstance(answer.outcome, RlctlError):
+                self.close()
+                raise answer.outcome
+            self._take(scores, answer.outcome)
         return None
+
+    def _take(self, scores: list[Score], score: Score) -> None:
+        scores.append(score)
+        self._answered += 1
 
     def _out_of_time(self, name: str, current: Work, done: int, total: int) -> WaitTimeoutError:
         return WaitTimeoutError(
@@ -164,19 +183,32 @@ class ScoringProcess:
         return "still running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """Ends the child; may be called twice."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """Ends the child and whatever it has started; may be called twice."""
         if self._connection is not None:
-            self._connection.close()
+            self._connection.close()  # its supervisors end everything then
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.kill()  # does nothing where it has ended
+            self._process.wait()
         self._connection = self._process = None
 
 
+def child_command(connection: Connection) -> list[str]:
+    """Return the command of a child that answers on `connection`."""
+    # -P: no module of the directory that the user works in replaces one of Python's.
+    return [sys.executable, "-P", "-c", CHILD, str(connection.fileno()), PACKAGES]
+
+
 def main() -> None:
-    """The child answers to the plan with None, to work with a Score, and where the user errs with an RlctlError."""
-    connection = Connection(int(sys.argv[1]))
-    os.dup2(2, 1)  # what a user's function prints belongs in the log, not on a stdout that someone parses
+    """The child answers to the plan with None, to work with an Answer, and where the user errs with an RlctlError."""
+    number = int(sys.argv[1])
+    supervise(number)
+    connection, process = Connection(number), os.getpid()
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - it is a TextIOWrapper
+    os.set_inheritable(number, False)
+    os.register_at_fork(after_in_child=connection.close)
+    os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbours of its own
     plan: RewardPlan = connection.recv()
     try:
         scorers = plan.build()
@@ -189,14 +221,16 @@ def main() -> None:
             batch: Batch = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        faulthandler.dump_traceback_later(batch.limit_s, exit=True)
-        for work in batch.work:
-            answer = _score(plan.scorers[work.scorer], scorers[work.scorer], work)
+        for answer, work in enumerate(batch.work, start=batch.first):
+            outcome = _score(plan.scorers[work.scorer], scorers[work.scorer], work)
+            if os.getpid() != process:
+                print(f"rlctl: {plan.scorers[work.scorer]} forked; the process that came back from it twice ends here")
+                sys.stdout.flush()
+                os._exit(0)
             try:
-                connection.send(answer)
+                connection.send(Answer(answer, outcome))
             except ConnectionError:
                 return  # the parent raised the first error that it was told, and is gone
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _score(name: str, scorer: Scorer, work: Work) -> Score | RlctlError:

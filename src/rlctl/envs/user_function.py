@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlctl.config.files import problem_with, read_text
 from rlctl.config.paths import user_path
 from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
@@ -43,11 +44,7 @@ class UserCode:
         Raises InputError where the reference does not have that form or there is no such file.
         """
         path, name = split_reference(reference, what)
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{what} {reference!r}: {path} cannot be read: {error}.") from error
-        return cls(path, source, name, what)
+        return cls(path, read_text(path, f"{what} {reference!r}:"), name, what)
 
     @property
     def reference(self) -> str:
@@ -83,8 +80,10 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
     if not colon or not file.endswith(".py") or not function.isidentifier():
         raise InputError(f"{what} {name!r} does not name a function.", "Write path/to/file.py:function.")
     path = user_path(file).absolute()
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{what} {name!r}: there is no file {file}.", suggest_file(path, {".py"}))
+    if problem := problem_with(path):
+        raise InputError(f"{what} {name!r}: {file} cannot be read: {problem}.")
     return path, function
 
 
@@ -96,7 +95,10 @@ class UserScorer:
         self.name = name
         self._code = UserCode.read(name, "Reward")
         self._function = self._code.load()
-        parameters = inspect.signature(self._function).parameters.values()
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except ValueError as error:  # some built-in ones have none
+            raise InputError(f"Reward {name!r}: {error}.", f"Its form is {SIGNATURE}.") from error
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes = {parameter.name for parameter in named}
@@ -111,11 +113,8 @@ class UserScorer:
             raise
         except Exception as error:
             raise self._code.error(error, f"scoring {row.where}") from error
-        try:
-            number = float(value) if isinstance(value, numbers.Real) else math.nan
-        except OverflowError:  # an integer of hundreds of digits
-            number = math.inf
-        if not abs(number) <= LARGEST_REWARD:  # also a NaN
+        number = _finite(value)
+        if number is None or abs(number) > LARGEST_REWARD:
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
             raise InputError(
                 f"Reward function {self.name} returned {what} for {row.where}.",
@@ -134,9 +133,18 @@ class UserScorer:
         return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
 
 
+def _finite(value: Any) -> float | None:
+    """Return a real number as a float; None for one that is not finite, and for what is no number."""
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # a whole number of more than 300 digits
+        return None
+    return number if math.isfinite(number) else None
+
+
 @functools.lru_cache(maxsize=16)
 def _module(code: UserCode) -> ModuleType:
-    """Run the source as a module, with its own folder importable."""
+    """Run the source as a module. It may import its neighbours, unless an installed module has the name."""
     what = f"{code.what} {code.reference!r}"
     spec = importlib.util.spec_from_loader(f"rlctl_user_{code.path.stem}", loader=None, origin=str(code.path))
     assert spec is not None  # without a loader there is always one
@@ -144,11 +152,12 @@ def _module(code: UserCode) -> ModuleType:
     module.__file__ = str(code.path)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
     if str(code.path.parent) not in sys.path:
-        sys.path.insert(0, str(code.path.parent))
+        sys.path.append(str(code.path.parent))
     try:
         exec(compile(code.source, code.path, "exec"), vars(module))
     except SyntaxError as error:
-        raise InputError(f"{what}: {error.filename}, line {error.lineno}: {error.msg}.") from error
+        place = f"{error.filename or code.path}" + (f", line {error.lineno}" if error.lineno else "")
+        raise InputError(f"{what}: {place}: {error.msg}.") from error
     except (Exception, SystemExit) as error:
         raise InputError(
             f"{what}: importing {code.path.name} raised {type(error).__name__}: {error} "

@@ -166,7 +166,7 @@ class RunDirectory:
         path = self.path / MANIFEST
         try:
             found = json.loads(path.read_text())
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError(f"--run-dir {self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error

@@ -10,14 +10,15 @@ import difflib
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.nemo_rl.mapping_rules import Entry, Found, Import, Rule
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
-from rlctl.config.yaml_values import parse_value, read_mapping
-from rlctl.errors import ConfigError
+from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
+from rlctl.errors import MOST_LINES, ConfigError, lines_of
 
 MARKS = ("policy", "defaults")
 """Top-level keys that a NeMo-RL file has and an rlctl file never does."""
@@ -33,8 +34,10 @@ def import_recipe(path: Path) -> Import:
     result = Import(path)
     leaves = {_renamed(key, result, value): value for key, value in _leaves(read_recipe(path))}
     rules = {key: find_rule(key, RULES) for key in leaves}
-    if unknown := [_unknown(key) for key, rule in rules.items() if rule is None]:
-        raise ConfigError("\n".join(unknown), f"in the NeMo-RL recipe {path}.")
+    if unknown := [key for key, rule in rules.items() if rule is None]:
+        raise ConfigError(
+            lines_of([*map(_unknown, unknown[:MOST_LINES]), *unknown[MOST_LINES:]]), f"in the NeMo-RL recipe {path}."
+        )
     for key, rule in rules.items():
         if rule is not None:
             rule(Found(result, key, leaves[key], leaves))
@@ -78,7 +81,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the recipe with its defaults merged and every reference resolved. Raises ConfigError for a missing
     default, a chain that closes on itself, and an unknown reference or resolver."""
-    merged = _with_defaults(path, ())
+    merged = _Root(_with_defaults(path, ()))
     return {key: _resolved(value, merged, (key,)) for key, value in merged.items()}
 
 
@@ -90,6 +93,8 @@ def _with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     parents = values.pop("defaults", None) or []
     merged: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
+        if not isinstance(parent, str):
+            raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
         merged = _merge(merged, _with_defaults(path.parent / parent, (*chain, place)))
     return _merge(merged, values)
 
@@ -111,8 +116,13 @@ def _number(name: str, fold: Callable[[list[float]], float]) -> Callable[[list[A
     def run(arguments: list[Any]) -> Any:
         if not all(isinstance(a, int | float) and not isinstance(a, bool) for a in arguments):
             raise ConfigError(f"${{{name}:...}}: {arguments} are not numbers.")
-        value = fold(list(arguments))
-        whole = all(isinstance(a, int) for a in arguments) and float(value).is_integer()
+        try:
+            value = fold(list(arguments))
+        except (ArithmeticError, ValueError, IndexError) as error:
+            raise ConfigError(f"${{{name}:...}} of {arguments}: {error}.") from error
+        if abs(value) > sys.float_info.max:
+            raise ConfigError(f"${{{name}:...}} gives a number that is too large.")
+        whole = all(isinstance(a, int) for a in arguments) and value == value // 1
         return int(value) if whole else value
 
     return run
@@ -129,7 +139,14 @@ RESOLVERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def _resolved(value: Any, root: Mapping[str, Any], at: tuple[str, ...], depth: int = 0) -> Any:
+class _Root(dict[str, Any]):
+    """The top level of a recipe, in which references are looked up."""
+
+    followed = 0
+    """Number of references that were followed so far: each may lead to several others."""
+
+
+def _resolved(value: Any, root: _Root, at: tuple[str, ...], depth: int = 0) -> Any:
     if depth > 50:
         raise ConfigError(f"`{'.'.join(at)}` refers back to itself.")
     if isinstance(value, Mapping):
@@ -144,9 +161,11 @@ def _resolved(value: Any, root: Mapping[str, Any], at: tuple[str, ...], depth: i
     return _interpolated(value, root, at, depth)
 
 
-def _interpolated(text: str, root: Mapping[str, Any], at: tuple[str, ...], depth: int) -> str:
+def _interpolated(text: str, root: _Root, at: tuple[str, ...], depth: int) -> str:
     start = text.find("${")
     while start >= 0:
+        if len(text) > TEXT_LIMIT:
+            raise ConfigError(f"`{'.'.join(at)}`: its references stand for more than {TEXT_LIMIT:,} characters.")
         end = _closing(text, start)
         inner = str(_evaluate(text[start + 2 : end], root, at, depth + 1))
         text = text[:start] + inner + text[end + 1 :]
@@ -166,8 +185,11 @@ def _closing(text: str, start: int) -> int:
     raise ConfigError(f"{text!r}: a `${{` is never closed.")
 
 
-def _evaluate(inner: str, root: Mapping[str, Any], at: tuple[str, ...], depth: int) -> Any:
+def _evaluate(inner: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
     """Return the value of a reference, or of a resolver with its arguments, that stands between `${` and `}`."""
+    root.followed += 1
+    if root.followed > VALUE_LIMIT:
+        raise ConfigError(f"`{'.'.join(at)}`: the references of the recipe lead to more than {VALUE_LIMIT:,} others.")
     match = re.match(r"([A-Za-z_][\w.]*):(.*)", inner, re.DOTALL)
     if match is None:
         return _lookup(inner.strip(), root, at, depth)
@@ -188,7 +210,7 @@ def _split(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _lookup(path: str, root: Mapping[str, Any], at: tuple[str, ...], depth: int) -> Any:
+def _lookup(path: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
     """Look up `a.b.c` from the top, or `.c` / `..c` from where the reference stands."""
     dots = len(path) - len(path.lstrip("."))
     base = list(at[: len(at) - dots]) if dots else []

@@ -59,12 +59,16 @@ def _broken_pin(request: Request) -> ConfigError | None:
     return None
 
 
+MOST_TRIED = 8192
+"""Values that are tried in place of one that does not work."""
+
+
 def _values(request: Request, name: str, value: int) -> list[int]:
     if name == "micro_batch_tokens":
         return [request.workload.max_length]
     if name == "max_batched_tokens":
         return [1 << power for power in range(value.bit_length(), 14)]
-    return [v for v in range(1, max(2 * value, 16) + 1) if v != value]
+    return [v for v in range(1, min(max(2 * value, 16), MOST_TRIED) + 1) if v != value]
 
 
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:

@@ -175,7 +175,8 @@ def _tried(loss: UserLoss) -> tuple[str, ...]:
 
     Raises InputError where it fails, returns something else than a loss, or does not depend on the policy.
     """
-    command = [sys.executable, "-c", TRIAL, PACKAGES]
+    # -P: no module of the directory that the user works in replaces one of Python's.
+    command = [sys.executable, "-P", "-c", TRIAL, PACKAGES]
     try:
         done = subprocess.run(
             command, input=pickle.dumps(loss), stdout=subprocess.PIPE, timeout=TRIAL_TIMEOUT_S, check=False

@@ -1,0 +1,202 @@
+"""Whatever a flag, a file or a value holds, a command ends soon, with a sentence that names it and exit code 2."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlctl.cli import run
+from rlctl.commands.output import JsonMode
+
+MEMORY_BYTES = 8 << 30
+"""Far more than any command here takes, and far less than what the inputs stand for."""
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory() -> Iterator[None]:
+    JsonMode.wanted = JsonMode.printed = False
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command in `tmp_path`, and returns what it says after refusing it."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(*arguments: str) -> str:
+        assert run(list(arguments)) == 2, capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return run_command
+
+
+def alias_bomb(kind: str) -> str:
+    """Return YAML of a few lines that stands for 9**11 values."""
+    names = "abcdefghijkl"
+    lines = ["a: &a [x, x, x]" if kind == "lists" else "a: &a {k: x}"]
+    for below, name in itertools.pairwise(names):
+        inner = [f"*{below}"] * 9 if kind == "lists" else [f"k{i}: *{below}" for i in range(9)]
+        lines.append(f"{name}: &{name} " + ("[{}]" if kind == "lists" else "{{{}}}").format(", ".join(inner)))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (alias_bomb("lists"), "it stands for more than"),
+        (alias_bomb("mappings"), "it stands for more than"),
+        ("data: &d {params: *d}", "a value contains itself"),
+        ("[" * 100_000, "is nested too deeply"),
+        ("#" * 300_000, "it is larger than 262,144 bytes"),
+        ("run: {steps: !!bool 3}", "a value does not have the form of its tag"),
+        ("run: {steps: !!timestamp x}", "could not determine a constructor for the tag"),
+        ("\n".join(f"k{i}: {i}" for i in range(4000)), "and 3,980 more problems."),
+        (f"run: {{steps: {'x' * 200_000}}}", "it should be a valid integer"),
+        ('run: {dir: "a\\0b"}', "`run.dir` (file mine.yaml) holds a zero byte"),
+        ("policy: {x: 1}\n" + "\n".join(f"k{i}: {i}" for i in range(4000)), "more problems."),
+    ],
+    ids=lambda value: None if len(value) > 60 else value,
+)
+def test_a_configuration_file_out_of_bounds(
+    tmp_path: Path, refused: Callable[..., str], content: str, words: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    said = refused("config", "show", "--config", "mine.yaml")
+    assert words in said
+    assert len(said) < 15_000
+
+
+DOUBLING = [f"v0: {'x' * 100_000}", *(f"v{i}: ${{v{i - 1}}}${{v{i - 1}}}" for i in range(1, 8))]
+BRANCHING = ["v0: {x: 1}", *(f"v{i}: {{a: '${{v{i - 1}}}', b: '${{v{i - 1}}}'}}" for i in range(1, 40))]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (DOUBLING, "its references stand for more than"),
+        (BRANCHING, "lead to more than 10,000 others"),
+        (["defaults: [3]"], "`defaults` names 3, which is no file"),
+        (["defaults: /dev/zero"], "/dev/zero cannot be read: it is a device, not a file"),
+        (["grpo: {seed: '${div:1,0}'}"], "${div:...} of [1, 0]: division by zero"),
+        (["grpo: {seed: '${sub:}'}"], "${sub:...}"),
+        (["grpo: {seed: '${mul:" + ",".join(["9" * 4000] * 2) + "}'}"], "${mul:...} gives a number that is too large"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else value,
+)
+def test_a_recipe_out_of_bounds(tmp_path: Path, refused: Callable[..., str], lines: list[str], words: str) -> None:
+    (tmp_path / "recipe.yaml").write_text("\n".join(["policy: {model_name: x}", *lines]))
+    assert words in refused("config", "import", "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "words"),
+    [
+        ("p.jsonl", '{"prompt": ' + "[" * 100_000, [], "p.jsonl, line 1 is not JSON"),
+        ("p.jsonl", '{"prompt": 3}', [], "p.jsonl, line 1: field 'prompt' is of type int"),
+        ("p.txt", "q\n" + "x" * 3_000_000, [], "p.txt, line 2: field 'prompt' holds 3,000,000 characters"),
+        ("p.txt", "q\n", ["--n", "100000000"], "more than 1,000,000 completions"),
+    ],
+    ids=["deep", "number", "long", "many"],
+)
+def test_prompts_out_of_bounds(
+    tmp_path: Path, refused: Callable[..., str], name: str, content: str, arguments: list[str], words: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert words in refused("generate", "--model", "m", "--dry-run", "--prompts-file", name, *arguments)
+
+
+TRAIN = ("train", "grpo", "--dry-run", "--preset", "laptop", "--model", "meta-llama/Llama-3.1-8B")
+
+READERS = {
+    "--config": ("config", "show", "--config", "{}.yaml"),
+    "--preset": ("config", "show", "--preset", "{}.yaml"),
+    "presets show": ("presets", "show", "{}.yaml"),
+    "presets cp": ("presets", "cp", "{}.yaml", "new.yaml"),
+    "config import": ("config", "import", "{}.yaml"),
+    "--prompts-file": ("generate", "--model", "m", "--dry-run", "--prompts-file", "{}.txt"),
+}
+SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "it is a pipe, not a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+    "directory": (Path.mkdir, "it is a directory, not a file"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_regular_file_is_not_opened(
+    tmp_path: Path, refused: Callable[..., str], reader: str, kind: str
+) -> None:
+    make, words = SPECIAL[kind]
+    arguments = [argument.format("odd") for argument in READERS[reader]]
+    name = next(argument for argument in arguments if argument.startswith("odd."))
+    make(tmp_path / name)
+    said = refused(*arguments)
+    assert words in said
+    assert name in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "100000000"], "400,000,000 rollouts; a step has at most 1,000,000"),
+        (["--generations", "100000000"], "800,000,000 rollouts; a step has at most 1,000,000"),
+        (["--prompts", "9" * 30], "`batch.prompts`"),
+        (["--steps", "9" * 20], "`run.steps`"),
+        (["--seed", "-1"], "`run.seed` = -1 (flag --seed)"),
+        (["--seed", str(2**64)], "`run.seed`"),
+        (["--seed", str(2**32)], "`run.seed`"),
+        (["--nodes", "100000000"], "`cluster.nodes`"),
+        (["--set", "reward.timeout_s=1e300"], "`reward.timeout_s` = 1e+300 (--set)"),
+        (["--set", "refit.timeout_s=1e7"], "`refit.timeout_s`"),
+        (["--set", "cluster.start_timeout_s=1e30"], "`cluster.start_timeout_s`"),
+        (["--set", "cluster.step_timeout_s=1e30"], "`cluster.step_timeout_s`"),
+        (["--set", "training.threads=1000000"], "`training.threads`"),
+        (["--set", "generation.kv_cache_bytes=99999999999999999999"], "`generation.kv_cache_bytes`"),
+        (["--set", "generation.top_k=99999999999"], "`generation.top_k`"),
+        (["--set", "generation.stop=['']"], "`generation.stop` = '' at `0`"),
+        (["--set", "training.lora.targets=[]"], "the list should have at least 1 item"),
+        (["--set", f"run.steps={'[' * 100_000}"], "`run.steps`"),
+        (["--set", f"run.steps={'x' * 100_000}"], "`run.steps`"),
+        (["--set", f"{'x' * 100_000}=1"], "unknown key"),
+        (["--set", "data.params=" + "{a: &a [x,x], b: &b [*a,*a]" + ", c: [*b]" * 9 + "}"], "`data.params`"),
+    ],
+    ids=lambda value: None if len(str(value)) > 60 else str(value),
+)
+def test_a_value_out_of_bounds(refused: Callable[..., str], arguments: list[str], words: str) -> None:
+    said = refused(*TRAIN, *arguments)
+    assert words in said
+    assert len(said) < 3000
+
+
+def test_a_parallel_size_out_of_bounds_is_answered_with_the_nearest(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--model", str(tiny_llama), "--gpu", "h100", "--gpus-per-node", "8", "--nodes", "1"]
+    assert run([*arguments, "--set", "training.tp=1000000000"]) == 2
+    assert "The nearest value that works is training.tp=" in capsys.readouterr().err
+
+
+def test_modules_of_the_working_directory_are_not_imported(tmp_path: Path) -> None:
+    for name in ("random", "json", "numpy", "yaml", "typer", "pydantic", "tempfile", "socket", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"open('marker', 'a').write({name!r})\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "rlctl", "config", "show", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+    )  # fmt: skip
+    assert json.loads(done.stdout)["run"]
+    assert not (tmp_path / "marker").exists()

@@ -1,0 +1,66 @@
+"""Files of users are read within bounds, and temporary folders end with their process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.files import problem_with, read_text, temporary_folder
+from rlctl.errors import ConfigError
+
+HOLDS = """
+import sys, time
+from rlctl.config.files import temporary_folder
+with temporary_folder("test") as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[subprocess.Popen[str], Path]:
+    """A process in its temporary folder, which is older than the time in which folders are locked."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    folder = Path(process.stdout.readline().strip())
+    (folder / "log").touch()
+    os.utime(folder, (0, 0))
+    return process, folder
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(
+    holder: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, left = holder
+    with temporary_folder("other"), temporary_folder("test"):
+        assert left.exists()  # it is in use
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with temporary_folder("other"):
+        assert left.exists()
+    with temporary_folder("test") as folder:
+        assert not left.exists()
+        assert folder.exists()
+    assert not folder.exists()
+
+
+def test_a_text_is_read_up_to_a_bound(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfa\r\nb")
+    assert read_text(file, "--x", 7) == "a\nb"
+    with pytest.raises(ConfigError, match=r"--x .*a\.txt cannot be read: it is larger than 6 bytes"):
+        read_text(file, "--x", 6)
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    assert problem_with(tmp_path / "absent") == "No such file or directory"
+    assert problem_with(Path("a\0b")) == "embedded null byte"
+    assert problem_with(tmp_path) == "it is a directory, not a file"
