@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.arguments import EngineArguments
 from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
+from rlctl.apps.engine_arguments import EngineArguments
 from rlctl.apps.prepare import (
     NamedModel,
     Tell,

@@ -149,7 +149,7 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
-    from rlctl.apps.arguments import EngineArguments, differences
+    from rlctl.apps.engine_arguments import EngineArguments, differences
     from rlctl.apps.prepare import planned_crew
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text
@@ -189,7 +189,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.planner.views.against import compare_memory, compare_run, comparison_text, memory_text
+    from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text, memory_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:

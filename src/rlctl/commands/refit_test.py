@@ -11,7 +11,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlctl.apps.selftest import SelfTest
+    from rlctl.apps.refit_report import RefitTestReport
 
 app = command_app()
 EXIT_MISMATCH = 5
@@ -108,14 +108,14 @@ def refit_test(
         _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_, explain)
 
 
-def _show(test: SelfTest, json_: bool, explain: bool) -> None:
+def _show(test: RefitTestReport, json_: bool, explain: bool) -> None:
     """The result; exit code 5 where tensors differ."""
     print_json(test.to_json(explain)) if json_ else print("\n".join(text_of(test, explain)))
     if not test.passed:
         raise typer.Exit(EXIT_MISMATCH)
 
 
-def text_of(test: SelfTest, explain: bool = False) -> list[str]:
+def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
     """The result for a reader at the terminal; with `explain` a line for each tensor."""
     found = test.to_json()
     lines = [

@@ -54,7 +54,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One refit: the version that it brings, and which attempt of the session it is."""
 
     version: int = 0
-    epoch: int = 1
+    attempt: int = 1
     base: int | None = None
     """The version since which only changed elements come; None: everything comes."""
     lengths: tuple[Lengths, ...] = ()
@@ -129,7 +129,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise WorkerError("A refit before the engine's worker was connected.")
         held, self.applied = self.applied, None
         changes = None if update_info.base is None else update_info.lengths[self.connection.channel]
-        with torch.no_grad(), self.receiver.begin(update_info.version, update_info.epoch, changes):
+        with torch.no_grad(), self.receiver.begin(update_info.version, update_info.attempt, changes):
             timed = TimedReceiver(self.receiver)
             if changes is None or update_info.base is None:
                 self.writer.write_rounds(self.rounds, timed)
