@@ -19,7 +19,7 @@ def test_between_steps_the_first_is_a_request_and_the_second_ends_it(number: sig
         with stop.between_steps():
             os.kill(os.getpid(), number)
             assert stop.requested
-            assert said == ["Stopping after this step, then saving. Once more to stop at once, without saving."]
+            assert said == ["Stopping after this step, then saving. Press Ctrl-C again to stop at once without saving."]
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the clean-up goes on

@@ -85,7 +85,9 @@ def plan_batch(
     """
     share = share_prompts and packing
     if packing and dynamic:
-        raise ConfigError("training.dynamic_batching is instead of training.packing.", "Set training.packing=false.")
+        raise ConfigError(
+            "training.dynamic_batching replaces training.packing, and both are on.", "Set training.packing=false."
+        )
     bins_of = _packed if packing else _rectangles if dynamic else _single
     ranks = []
     for rows in minibatches:
@@ -111,8 +113,8 @@ def _units(rows: Sequence[RolloutRow], limit: int, share: bool) -> list[PackingU
     for row in rows:
         if row.tokens > limit:
             raise ConfigError(
-                f"a rollout of {row.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
-                "Set it to at least model.max_length.",
+                f"A rollout of {row.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
+                "Set that to at least model.max_length.",
             )
     if not share:
         return [_unit((row,)) for row in rows]

@@ -1,6 +1,7 @@
 """The policy's side of a refit, on one rank: which boxes this rank sends, sending them, and their fingerprints.
 
-Every rank works out its own part of the transfer plan. A box that several ranks hold is sent by the nearest one.
+Every rank makes the plan of each channel and sends its own part. A box that several ranks hold is sent by the nearest
+one.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ class RefitSender(ABC):
 
     def _state(self) -> SenderState:
         if self._refit is None:
-            raise WorkerError("The policy was asked to refit before refit_open.")
+            raise WorkerError("The policy was asked to take part in a refit before refit_open was called.")
         return self._refit
 
 

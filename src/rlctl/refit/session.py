@@ -1,8 +1,8 @@
 """A refit session: what is exchanged once, each transfer, and its end.
 
-This is the driver's part only. The policy's ranks write (`source`), the engines load (`backends.vllm.weights`), and no
-weight passes through here. In a transfer each side makes one long call, and the two hand rounds over between them; the
-driver watches both.
+This is the driver's part only. The policy's ranks write (`policy_side.py`), the engines load (`backends.vllm.weights`),
+and no weight passes through here. In a transfer each side makes one long call, and the two hand rounds over between
+them; the driver watches both.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class RefitSession:
         limit = self.settings.timeout_s + MARGIN_S
         by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
         if problems := [line for of_rank in by_rank for line in of_rank]:
-            raise VerificationError(f"Refit: the transfer plan does not hold: {'; '.join(problems[:8])}.")
+            raise VerificationError(f"Refit: the transfer plan is wrong: {'; '.join(problems[:8])}.")
 
     def _connection(self, need: Need) -> Connection:
         return next(c.connection for c in self.setup.channels if need.name in c.connection.receivers)

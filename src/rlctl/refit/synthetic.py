@@ -129,7 +129,7 @@ class SyntheticEngine:
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         if self.receiver is None:
-            raise WorkerError("A refit before this end was connected.")
+            raise WorkerError("A refit began before this end was connected.")
         timed = TimedReceiver(self.receiver)
         held, self._applied = self._applied, None
         changes = update_info["lengths"][self._link.channel] if update_info.get("base") is not None else None

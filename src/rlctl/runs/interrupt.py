@@ -60,7 +60,7 @@ class StopRequest:
             self._say("Stopping; the processes are being ended.")
         elif self._deferring and not self.requested:
             self.requested = True
-            self._say("Stopping after this step, then saving. Once more to stop at once, without saving.")
+            self._say("Stopping after this step, then saving. Press Ctrl-C again to stop at once without saving.")
         else:
             self._raised = True
             raise KeyboardInterrupt

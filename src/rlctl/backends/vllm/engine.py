@@ -262,13 +262,15 @@ class VllmEngine:
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         with self._lock.ask():
             if self._updating is None:
-                raise WorkerError("refit_receive without refit_begin.")
+                raise WorkerError(f"Engine {self.index} was asked for refit_receive before refit_begin.")
             self._rpc("update_weights", update_info)
 
     def refit_finish(self, version: int) -> dict[str, float]:
         with self._lock.ask():
             if self._updating != version:
-                raise WorkerError(f"refit_finish({version}), but the refit begun is {self._updating}.")
+                raise WorkerError(
+                    f"Engine {self.index} was asked to finish refit {version}; the refit under way is {self._updating}."
+                )
             begun = time.perf_counter()
             self._rpc("finish_weight_update")
             loaded = time.perf_counter()
