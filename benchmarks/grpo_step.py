@@ -9,7 +9,7 @@ out, for it warms up. Rewards cost the peer nothing. Prints one JSON object: sec
 second, and the ratio of the seconds (above 1: rlctl is faster).
 
 Run it on an idle machine, and record nothing from a busy one: the two run one after the other, not in turns, so that
-other work falls on either. The load average at the start is printed beside the numbers for that reason.
+other work falls on either. The load average at the start is printed next to the numbers for that reason.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ def compute(shard: BatchShard, facts: ModelFacts) -> float:
         for row in micro:
             length = width if shard.rectangular else row.tokens
             pairs += length**2 / 2
-            if shard.share_prompts and row.group in prompts:
+            if shard.share_prompts and row.position in prompts:
                 pairs -= row.prompt_tokens**2 / 2
-            prompts.add(row.group)
+            prompts.add(row.position)
     return computed(shard)[1] * per_token + pairs * per_pair
 
 
@@ -120,8 +120,8 @@ def random_columns(rows: Sequence[RolloutRow], vocab: int) -> dict[int, RolloutC
     """Draw random tokens of the rollouts' lengths."""
     rng = np.random.default_rng(0)
     found = {}
-    for group in sorted({row.group for row in rows}):
-        own = [row for row in rows if row.group == group]
+    for group in sorted({row.position for row in rows}):
+        own = [row for row in rows if row.position == group]
         prompt = rng.integers(0, vocab, own[0].prompt_tokens)
         parts = [np.concatenate([prompt, rng.integers(0, vocab, row.tokens - len(prompt))]) for row in own]
         mask = np.concatenate([np.arange(row.tokens) >= row.prompt_tokens for row in own])
@@ -162,7 +162,7 @@ def main() -> None:
     if args.model is not None:
         facts = facts_of(args.model)
     assert facts is not None
-    rows = [row for row in read_rows(args.lengths) if args.groups is None or row.group < args.groups]
+    rows = [row for row in read_rows(args.lengths) if args.groups is None or row.position < args.groups]
     columns: dict[int, Any] = random_columns(rows, facts.vocab)
     plans = {name: way(rows, columns, args.dp, args.micro_batch_tokens) for name, way in WAYS.items()}
     tokens = sum(row.tokens for row in rows)

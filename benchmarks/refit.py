@@ -30,7 +30,7 @@ from rlctl.apps.refit_synthetic import MODELS
 from rlctl.checkpoints.plan_execution import dtype_of, strided, transformed
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.synthetic import SyntheticSource, reduced
+from rlctl.refit.synthetic import SyntheticSender, reduced
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Ring, Segment, ring_bytes
@@ -60,7 +60,7 @@ class Trainer:
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.source = SyntheticSource(0, MegatronWorld(facts, ParallelSpec(), "local", "bfloat16"), 1)
+        self.source = SyntheticSender(0, MegatronWorld(facts, ParallelSpec(), "local", "bfloat16"), 1)
         self.source.setup()
         self.world = RememberingWorld(self.source.layouts())
         self.params = self.source.parameters()
@@ -73,7 +73,7 @@ class Trainer:
             self.copies.setdefault(copy.tensor, []).append((copy, source_view(copy, self.params, "the trainer")))
         self.layouts = [pipe.recv() for pipe in self.pipes]
         self.bytes = sum(spec.bytes for spec in self.whole.params.values())
-        self.epoch = 0
+        self.attempt = 0
         self.kept: dict[Any, Any] = {}
 
     def order(self, *message: Any) -> None:
@@ -129,10 +129,10 @@ class Trainer:
             self.order("layout", ring.segment.address, capacity, self.whole, self.executors)  # once, as a session does
             self.finish()
         rounds, packer, ring = self.kept[key]
-        self.epoch += 1
-        self.order("rounds", ring.segment.address, self.epoch)
+        self.attempt += 1
+        self.order("rounds", ring.segment.address, self.attempt)
         packer.look(self.params)
-        with ring.refit(self.epoch, self.epoch):
+        with ring.refit(self.attempt, self.attempt):
             for index in range(len(rounds)):
                 packer.pack(index, ring.wait_free(index))
                 ring.filled(index)
@@ -142,13 +142,13 @@ class Trainer:
         key = ("direct", capacity)
         if key not in self.kept:
             self.kept[key] = [self._channel(layout, capacity) for layout in self.layouts]
-        self.epoch += 1
+        self.attempt += 1
         channels = self.kept[key]
         for pipe, (_, _, ring) in zip(self.pipes, channels, strict=True):
-            pipe.send(("direct", ring.segment.address, capacity, self.epoch))
+            pipe.send(("direct", ring.segment.address, capacity, self.attempt))
         for _, packer, _ in channels:
             packer.look(self.params)
-        rings = [ring.refit(self.epoch, self.epoch) for _, _, ring in channels]
+        rings = [ring.refit(self.attempt, self.attempt) for _, _, ring in channels]
         for ring in rings:
             ring.__enter__()
         for index in range(max(len(rounds) for rounds, _, _ in channels)):

@@ -26,11 +26,11 @@ from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.session import Receive, RefitSession
-from rlctl.refit.synthetic import SyntheticSource
+from rlctl.refit.synthetic import SyntheticSender
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.weights.megatron import MegatronWorld
 
-SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.backends.vllm.engine:VllmEngine"
+SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSender", "rlctl.backends.vllm.engine:VllmEngine"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 32
 LIMIT_S = 280.0
 NOISE = 0.02
@@ -79,7 +79,7 @@ def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) 
                                       call_timeout_s=LIMIT_S, wait=False, concurrency=2))  # fmt: skip
         for group in groups:
             group.ready()
-        groups[0].call(SyntheticSource.setup)
+        groups[0].call(SyntheticSender.setup)
         groups[1].call(EngineWorker.start)
         yield groups[0], groups[1]
     finally:

@@ -94,10 +94,10 @@ def receive_layout(me: Executor, pipe: Connection, held: dict, address: Any, cap
     held["rounds", address] = rounds, ring_of(address, capacity, rounds, 1 + me.engine.index, receivers)
 
 
-def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, epoch: int) -> None:
+def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, attempt: int) -> None:
     """Read rounds of whole tensors that counters hand over."""
     rounds, ring = held["rounds", address]
-    with ring.refit(epoch, epoch):
+    with ring.refit(attempt, attempt):
         for index, chunks in enumerate(rounds):
             buffer = ring.wait_filled(index)
             for chunk in chunks:
@@ -105,13 +105,13 @@ def receive_rounds(me: Executor, pipe: Connection, held: dict, address: Any, epo
             ring.read(index)
 
 
-def receive_direct(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, epoch: int) -> None:
+def receive_direct(me: Executor, pipe: Connection, held: dict, address: Any, capacity: int, attempt: int) -> None:
     """Write rounds of this executor's own boxes into parameters by views that are kept."""
     if ("direct", address) not in held:
         rounds = cut_rounds(me.layout, capacity)
         held["direct", address] = rounds, ring_of(address, capacity, rounds, 1, 1)
     rounds, ring = held["direct", address]
-    with ring.refit(epoch, epoch):
+    with ring.refit(attempt, attempt):
         me.direct.write_rounds(rounds, TimedReceiver(RingReceiver(ring)))  # type: ignore[arg-type]
 
 

@@ -37,7 +37,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
-    "refit-test": ("rlctl.commands.refit_test", "Transfer weights between the engines and verify every tensor."),
+    "refit-test": (
+        "rlctl.commands.refit_test",
+        "Transfer weights into the engines and verify every tensor.",
+    ),
     "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
     "presets": ("rlctl.commands.presets_", "List, show and copy presets."),
     "config": ("rlctl.commands.config_", "Show and check the configuration."),
@@ -99,7 +102,7 @@ def root(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line and exit the process with the code that DESIGN.md lists for the outcome."""
+    """Run the command line and exit the process with the code of the outcome, as `rlctl --help` lists them."""
     open_closed_ones()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # what a terminal's encoding lacks is shown as its escape

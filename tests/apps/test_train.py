@@ -19,7 +19,7 @@ import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
 from rlctl.cluster.session_files import family_shared_memory
-from rlctl.planner.views.against import compare_memory, compare_run
+from rlctl.planner.views.run_comparison import compare_memory, compare_run
 from rlctl.rl.agreement import LIMITS
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.arguments import EngineArguments
+from rlctl.apps.engine_arguments import EngineArguments
 from rlctl.apps.prepare import planned_crew
 from rlctl.backends import lookup
 from rlctl.backends.base import PolicySpec
@@ -17,7 +17,7 @@ from rlctl.config.load import resolve
 from rlctl.errors import ConfigError
 from rlctl.planner.from_config import plan_from_config
 from rlctl.planner.make_plan import refuse_unrunnable
-from rlctl.refit.policy_side import RefitSource
+from rlctl.refit.policy_side import RefitSender
 from rlctl.refit.weight_sender import policy_worker
 from rlctl.weights import hf
 from rlctl.weights.transfer_plan import SingleWorld
@@ -92,7 +92,7 @@ def test_any_worker_becomes_one_that_sends(toy: PolicyBackend) -> None:
     spec = PolicySpec(tiny_facts(tied=False))
     rank = policy_worker(toy.worker, rank=0, world_size=1, master_addr="127.0.0.1", spec=spec)
     assert isinstance(rank, ToyWorker)
-    assert isinstance(rank, RefitSource)
+    assert isinstance(rank, RefitSender)
     assert rank.layouts().layout(0).params.keys() == toy.layouts(spec).layout(0).params.keys()
     rank.close()
     assert rank.closed

@@ -48,7 +48,9 @@ def test_every_rollout_once_in_rows_that_fit(
     tokens = padded = 0
     for index, rows in enumerate(minibatches):
         held = [micro for shard in plan.shards for micro in shard.minibatches[index]]
-        assert sorted((r.group, r.row) for micro in held for r in micro) == sorted((r.group, r.row) for r in rows)
+        assert sorted((r.position, r.sample) for micro in held for r in micro) == sorted(
+            (r.position, r.sample) for r in rows
+        )
         assert len({len(shard.minibatches[index]) for shard in plan.shards}) == 1
         assert len(plan.shards[0].minibatches[index]) % rows_multiple == 0
         lengths = [row_tokens(micro, plan.shards[0].share_prompts) for micro in held]
@@ -62,7 +64,7 @@ def test_every_rollout_once_in_rows_that_fit(
     assert (plan.stats.tokens, plan.stats.padded_tokens) == (tokens, padded - tokens)
     assert plan.stats.unshared_tokens == sum(r.tokens for rows in minibatches for r in rows)
     for shard in plan.shards:
-        needed = {r.group for rows in shard.minibatches for micro in rows for r in micro}
+        needed = {r.position for rows in shard.minibatches for micro in rows for r in micro}
         assert shard.columns == {group: columns[group] for group in needed}
 
 

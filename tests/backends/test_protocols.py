@@ -9,16 +9,16 @@ import pytest
 from rlctl.backends.base import EngineWorker, PolicyWorker, WeightReceiver
 from rlctl.backends.lookup import ENGINES, POLICIES, engine_backend, policy_backend
 from rlctl.cluster.workers import imported
-from rlctl.refit.policy_side import RefitSource
-from rlctl.refit.synthetic import SyntheticEngine, SyntheticSource
+from rlctl.refit.policy_side import RefitSender
+from rlctl.refit.synthetic import SyntheticEngine, SyntheticSender
 from rlctl.refit.weight_sender import WeightSender
 
 PAIRS = [
     *((policy_backend(name).worker, PolicyWorker) for name in POLICIES),
     *((engine_backend(name).worker, EngineWorker) for name in ENGINES),
     (SyntheticEngine, WeightReceiver),
-    (SyntheticSource, WeightSender),
-    (RefitSource, WeightSender),
+    (SyntheticSender, WeightSender),
+    (RefitSender, WeightSender),
 ]
 
 

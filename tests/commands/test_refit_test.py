@@ -1,4 +1,4 @@
-"""`rlctl refit-test` as a user runs it, and what its self-test says of a refit that goes wrong."""
+"""`rlctl refit-test` as a user runs it, and what it says of a refit that goes wrong."""
 
 from __future__ import annotations
 

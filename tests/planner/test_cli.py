@@ -66,7 +66,7 @@ def test_float8_training_is_planned_also_where_its_engine_is_not(
             "The nearest value that works is generation.max_batched_tokens=",
         ),
         (["--set", "generation.kv_cache_bytes=1000"], 4, "1,000 bytes hold 0 tokens"),
-        (["--gpu", "a100", "--set", "megatron.fp8=hybrid"], 2, "megatron.fp8 = hybrid is not run: A100 has no units"),
+        (["--gpu", "a100", "--set", "megatron.fp8=hybrid"], 2, "megatron.fp8 = hybrid is refused: A100 has no units"),
         (["--set", "megatron.fp8=e5m2"], 2, "e4m3 | hybrid"),
         (["--set", "megatron.fp8_multi_head_attention=true"], 2, "attention is rlctl's own"),
     ],
@@ -207,7 +207,7 @@ def test_a_field_that_makes_gradients_wrong_is_refused_before_anything_starts(
 ) -> None:
     code, _, err = rlctl(capsys, *NODE, "--set", "megatron.attention_dropout=0.1")
     assert code == 2
-    assert "megatron.attention_dropout = 0.1 is not run" in err
+    assert "megatron.attention_dropout = 0.1 is refused" in err
 
 
 CONTRACT: dict[str, object] = {

@@ -299,7 +299,7 @@ def test_the_wrong_version_is_refused(mover: str, stage: Stage, tmp_path: Path) 
     if mover == "disk":
         sending.results()
         policy.call(WeightSender.refit_publish, 2)
-    receiving = engines.submit(EngineWorker.refit_receive, {"version": 3, "epoch": 2})
+    receiving = engines.submit(EngineWorker.refit_receive, {"version": 3, "attempt": 2})
     with pytest.raises(VerificationError, match="version"):
         receiving.results()
     session.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from rlctl.apps.selftest import LogprobLimit
+from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import EngineWorker, PolicySpec
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import Sampling
@@ -282,8 +282,8 @@ def test_an_engine_that_decodes_with_what_no_reading_sees_is_caught(
         assert sync.refit(4).decoding is None  # a sample of the tensors, and no look at what is decoded
 
 
-def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:
-    from rlctl.apps import selftest
+def test_a_refit_test_names_the_tensor_and_the_cause(engine: HostedEngine, make_source: MakeSource) -> None:
+    from rlctl.apps import refit_report
 
     name = "model.layers.0.self_attn.o_proj.weight"
     source = make_source(engine.model, transpose=name)
@@ -295,7 +295,7 @@ def test_selftest_names_the_tensor_and_the_cause(engine: HostedEngine, make_sour
         return LogprobDifference(1, worst, worst, worst)
 
     with sync:
-        found = selftest.run(
+        found = refit_report.run(
             sync,
             model="tiny",
             prompts=[request.prompt_tokens for request in requests()],

@@ -46,7 +46,7 @@ def test_groups_that_the_algorithm_drops_are_not_trained_on_and_weigh_nothing():
 
     groups = [group(4, [1.0, 1.0], [100, 100]), group(9, [1.0, 0.0], [3, 5])]
     batch = make_batch(groups, OnlyMixed(RlctlConfig()), 1)
-    assert [(row.group, row.row, row.token_weight) for part in batch.minibatches for row in part] == [
+    assert [(row.position, row.sample, row.token_weight) for part in batch.minibatches for row in part] == [
         (9, 0, 1 / 8), (9, 1, 1 / 8),
     ]  # fmt: skip
     assert batch.columns == {9: "columns9"}

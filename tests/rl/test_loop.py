@@ -61,7 +61,7 @@ class Recorder:
 
     # the policy
     def load_batch(self, batch: TrainBatch) -> SimpleNamespace:
-        self.asked.append(("load", [row.group for row in batch.minibatches[0]]))
+        self.asked.append(("load", [row.position for row in batch.minibatches[0]]))
         return SimpleNamespace(padding_fraction=0.0, tokens=8, unshared_tokens=8, micro_batches=1, imbalance=0.0)
 
     def logprobs(self, column: str) -> None:

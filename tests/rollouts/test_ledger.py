@@ -16,14 +16,14 @@ def positions(found: list[list[int]]) -> list[int]:
     return [position for first, last in found for position in range(first, last + 1)]
 
 
-def test_positions_are_taken_in_order_and_trained_as_ranges() -> None:
+def test_positions_are_taken_in_order_and_handed_over_as_ranges() -> None:
     ledger = Ledger()
     assert ledger.take(4) == [0, 1, 2, 3]
     ledger.finish([2, 0, 3])
-    ledger.train([0, 3])
+    ledger.hand_over([0, 3])
     assert ledger.state() == {"trained": [[0, 0], [3, 3]], "finished": [[2, 2]], "under_way": [[1, 1]]}
     ledger.finish([1])
-    ledger.train([1, 2])
+    ledger.hand_over([1, 2])
     assert ledger.state() == {"trained": [[0, 3]], "finished": [], "under_way": []}
     assert ledger.take(2) == [4, 5]
 
@@ -32,7 +32,7 @@ def test_a_restored_ledger_takes_what_was_under_way_again_first() -> None:
     ledger = Ledger()
     ledger.take(6)
     ledger.finish([0, 4])
-    ledger.train([4])
+    ledger.hand_over([4])
     again = Ledger.restored(json.loads(json.dumps(ledger.state())))
     assert again.state() == ledger.state()
     assert again.finished == {0}
@@ -49,13 +49,13 @@ def test_runs_cut_off_at_any_moment_train_on_every_position_once(seed: int, coun
         ready = draw.sample(sorted(ledger.under_way), draw.randint(0, len(ledger.under_way)))
         ledger.finish(ready)
         batch = draw.sample(sorted(ledger.finished), draw.randint(0, len(ledger.finished)))
-        ledger.train(batch)
+        ledger.hand_over(batch)
         if draw.random() < 0.3:  # killed: what was trained since the last checkpoint never happened
             ledger = Ledger.restored(saved)
         else:
             trained, saved = positions(ledger.state()["trained"]), ledger.state()
     assert trained == sorted(set(trained))
-    everything = positions(ledger.trained) + sorted(ledger.finished) + positions(ledger.state()["under_way"])
+    everything = positions(ledger.handed_over) + sorted(ledger.finished) + positions(ledger.state()["under_way"])
     assert sorted(everything) == list(range(len(everything)))
 
 

@@ -47,7 +47,7 @@ class SwappingEngine:
 
     def tokens_in_flight(self) -> int:
         """Tokens that the samples being generated have so far; 0 if nothing is generated."""
-        with self.engine._turns.ask():
+        with self.engine._lock.ask():
             flight = self.engine._flight
             return sum(sample.tokens for sample in flight.samples.values()) if flight is not None else 0
 
@@ -55,7 +55,7 @@ class SwappingEngine:
         """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""
         from rlctl.backends.vllm.engine import DeviceMemory
 
-        with self.engine._turns.ask():
+        with self.engine._lock.ask():
             self.engine._memory = DeviceMemory(self.engine._llm.llm_engine, shared=True)
 
     def unreadable_if_quantised(self, leaf: str) -> dict[str, str]:
@@ -138,7 +138,7 @@ class SwappingEngine:
         self.on_model(spoil)
 
     def on_model(self, function: Any) -> Any:
-        with self.engine._turns.ask():
+        with self.engine._lock.ask():
             return self.engine._llm.llm_engine.collective_rpc(function)
 
     def buffers(self) -> list[str]:

@@ -15,15 +15,15 @@ from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.refit.channels import plan_channels
-from rlctl.refit.policy_side import RefitSource
-from rlctl.refit.records import SourceSetup, TableRow
+from rlctl.refit.policy_side import RefitSender
+from rlctl.refit.records import SenderSetup, TableRow
 from rlctl.transport.rounds import whole_tensors
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 PROMPTS = [tuple(3 + (37 * i + 11 * j) % 500 for j in range(20 + 7 * i)) for i in range(4)]
 
 
-class WholeTensorPolicy(RefitSource):
+class WholeTensorPolicy(RefitSender):
     """A transformers model on one rank, which this process is, as the sending side of refits."""
 
     def __init__(self, directory: Path) -> None:
@@ -75,7 +75,7 @@ class WholeTensorPolicy(RefitSource):
         addresses = self.refit_make(channels, "127.0.0.1").addresses
         weakref.finalize(self, _unlink, list(addresses.values()))  # also when the tests are interrupted
         channels = tuple(replace(c, connection=replace(c.connection, address=addresses[c.index])) for c in channels)
-        assert self.refit_open(SourceSetup(self.table, (place,), channels)) == ()
+        assert self.refit_open(SenderSetup(self.table, (place,), channels)) == ()
         by_name = {name: c.connection for c in channels for name in c.connection.receivers}
         engine.call(EngineWorker.refit_connect, tuple(by_name[need.name] for need in needs))
         self.refit_unlink()
@@ -90,7 +90,7 @@ class WholeTensorPolicy(RefitSource):
     def transfer(self, engine: Any, version: int) -> None:
         """Both sides at once, this process being one of them."""
         self.attempts += 1
-        update = {"version": version, "epoch": self.attempts}
+        update = {"version": version, "attempt": self.attempts}
         submitted = engine.submit(EngineWorker.refit_receive, update)
         try:
             self.refit_send(version, self.attempts)

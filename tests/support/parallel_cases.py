@@ -163,7 +163,7 @@ def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[t
     for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True):
         for index, rollout in enumerate(micro):
             if column in row.columns_R:
-                out[rollout.group, rollout.row] = row.columns_R[column][row.columns_R["rollout"] == index]
+                out[rollout.position, rollout.sample] = row.columns_R[column][row.columns_R["rollout"] == index]
     return out
 
 

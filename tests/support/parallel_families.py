@@ -196,7 +196,7 @@ def _places(micro: list[RolloutRow], row: Any, parallel: ParallelSpec) -> list[t
             first = rollout.prompt_tokens
             skipped = 0 if unit.completions else first
             for i in range(length - skipped):
-                found.append((start + skipped + i, (rollout.group, rollout.row), first + i))
+                found.append((start + skipped + i, (rollout.position, rollout.sample), first + i))
             start += length
     if parallel.cp == 1:
         return found

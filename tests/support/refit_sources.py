@@ -14,8 +14,8 @@ import torch
 
 from rlctl.backends.batch import BatchShard, Fetch, LogprobStats
 from rlctl.backends.messages import Sampling
-from rlctl.refit.policy_side import RefitSource
-from rlctl.refit.records import Sent, SourceSetup
+from rlctl.refit.policy_side import RefitSender
+from rlctl.refit.records import SenderSetup, Sent
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span, whole
 from rlctl.weights.transfer_plan import Copy, Shard, World
 from support.engine_policies import WholeTensorPolicy
@@ -66,7 +66,7 @@ class ShardedWorld:
         ]
 
 
-class ShardedSource(RefitSource):
+class ShardedSource(RefitSender):
     """One rank of such a policy. `fault` breaks it on purpose."""
 
     def __init__(self, rank: int, tp: int, dp: int, directory: Path, fault: str = "", transpose: str = "") -> None:
@@ -93,7 +93,7 @@ class ShardedSource(RefitSource):
         piece = self.world.layout(self.rank).by_tensor[name][0]
         return piece.tensor_box, self.held[piece.param]
 
-    def refit_open(self, setup: SourceSetup) -> Any:
+    def refit_open(self, setup: SenderSetup) -> Any:
         opened = super().refit_open(setup)
         for sender in self._refit.senders.values():
             packer = sender.packer
@@ -114,8 +114,8 @@ class ShardedSource(RefitSource):
             time.sleep(600)
         return super()._send_round(sender, index, incoming)
 
-    def refit_send(self, version: int, epoch: int) -> Sent:
-        self.sent = super().refit_send(version, epoch)
+    def refit_send(self, version: int, attempt: int) -> Sent:
+        self.sent = super().refit_send(version, attempt)
         return self.sent
 
     # What a `PolicyClient` asks for log-probs; transformers computes them from the tensors of a single rank.

@@ -10,18 +10,18 @@ from typing import Any
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.records import Sent
-from rlctl.refit.synthetic import SyntheticEngine, SyntheticSource
+from rlctl.refit.synthetic import SyntheticEngine, SyntheticSender
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.vllm import VllmParallel
 
 
-class FaultySource(SyntheticSource):
+class FaultySource(SyntheticSender):
     """A source that breaks on purpose in its second round."""
 
     fault = ""
 
-    def refit_send(self, version: int, epoch: int) -> Sent:
-        self.sent = super().refit_send(version, epoch)
+    def refit_send(self, version: int, attempt: int) -> Sent:
+        self.sent = super().refit_send(version, attempt)
         return self.sent
 
     def last_sent(self) -> tuple[Sent, int]:

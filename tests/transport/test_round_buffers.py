@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rlctl.refit.policy_side import RefitSource
+from rlctl.refit.policy_side import RefitSender
 from rlctl.transport.round_buffers import Packer
 from rlctl.transport.rounds import chunk_world, cut_rounds, whole_tensors
 from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
@@ -35,7 +35,7 @@ class Merged(Mapping[str, torch.Tensor]):
         return len(ROWS)
 
 
-class Gathering(RefitSource):
+class Gathering(RefitSender):
     """A rank that must gather its parameters together with all others."""
 
     rank, gathered = 0, 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.arguments import EngineArguments, differences
+from rlctl.apps.engine_arguments import EngineArguments, differences
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.laptop_model import find_model
 from rlctl.apps.prepare import (

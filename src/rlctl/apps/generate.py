@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.arguments import EngineArguments
 from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
+from rlctl.apps.engine_arguments import EngineArguments
 from rlctl.apps.prepare import (
     NamedModel,
     Tell,
@@ -127,7 +127,9 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
     if not found:
         have = ", ".join(str(one.step) for one in checkpoints) or "none"
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise InputError(f"--run-dir {directory} has not {wanted} (it has: {have}).", "Choose another with --step.")
+        raise InputError(
+            f"--run-dir {directory} does not have {wanted} (it has: {have}).", "Choose another with --step."
+        )
     values = [value for value in stored_values(stored["config"]) if value.key not in LAYOUT]
     return from_sources([Source(values), Source(asked.given())]), found[-1]
 

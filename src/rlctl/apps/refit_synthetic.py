@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rlctl.apps import selftest
+from rlctl.apps import refit_report
 from rlctl.backends.base import Dtype, PolicySpec
 from rlctl.backends.lookup import policy_backend
 from rlctl.cluster.placement import Placement
@@ -19,7 +19,7 @@ from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import pinned_parallel
 from rlctl.refit.session import RefitSession
-from rlctl.refit.synthetic import SyntheticSource, reduced
+from rlctl.refit.synthetic import SyntheticSender, reduced
 from rlctl.weights.vllm import VllmParallel
 
 MODELS = {
@@ -28,7 +28,7 @@ MODELS = {
     "qwen3-30b": "Qwen/Qwen3-30B-A3B",
     "llama-70b": "meta-llama/Llama-3.1-70B",
 }
-SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSource", "rlctl.refit.synthetic:SyntheticEngine"
+SOURCE, ENGINE = "rlctl.refit.synthetic:SyntheticSender", "rlctl.refit.synthetic:SyntheticEngine"
 HIDDEN = 64
 
 
@@ -82,7 +82,7 @@ def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
             for group in groups:
                 group.ready()
             policy, engines = groups
-            policy.call(SyntheticSource.setup)
+            policy.call(SyntheticSender.setup)
             session = RefitSession(
                 policy, engines, facts, settings=config.refit, dtype=job.dtype, members=target.world_size
             )
@@ -95,10 +95,10 @@ def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
             placement.release()
 
 
-def run_synthetic(job: SyntheticJob, tell: Callable[[str], None]) -> selftest.SelfTest:
+def run_synthetic(job: SyntheticJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
     """Start the processes, refit between them, compare every tensor, and stop them."""
     tell(f"starting processes with the tensors of {job.name}, {job.hidden} wide; no engine, nothing is generated")
     with synthetic_session(job) as session:
-        return selftest.run_without_engine(
+        return refit_report.run_without_engine(
             session, model=job.name, repeat=job.repeat, timeout_s=job.config.refit.timeout_s, tell=tell
         )

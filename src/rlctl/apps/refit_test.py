@@ -1,14 +1,14 @@
-"""The refit self-test on real processes: policy and engines as a training run would start them."""
+"""The refit test on real processes: policy and engines as a training run would start them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rlctl.apps import selftest
+from rlctl.apps import refit_report
 from rlctl.apps.crew import CrewSpec, start_crew
 from rlctl.apps.prepare import device_of, open_model, planned_crew, require_devices, runnable_plan
-from rlctl.apps.selftest import LogprobLimit
+from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
 from rlctl.checkpoints.conversion.prepared_model import prepared
@@ -77,7 +77,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)
 
 
-def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.SelfTest:
+def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
     """Start both engines, test, and stop them."""
     if job.config.model.convert:
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
@@ -86,7 +86,7 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> selftest.S
         with start_crew(job.crew(), logs) as crew:
             crew.policy.load_model(job.source.weights)
             with crew.weight_sync(job.config.refit, job.source, receive=job.receive) as sync:
-                return selftest.run(
+                return refit_report.run(
                     sync,
                     model=job.source.label,
                     prompts=fixed_prompts(job.facts.vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),

@@ -23,10 +23,10 @@ Fetch = Callable[[list[object]], list[RolloutColumns]]
 class RolloutRow:
     """One rollout of an optimizer mini-batch: where its tokens are, and the scalars that the driver gives it."""
 
-    group: int
-    """Key of its columns in `BatchShard.columns`: the position of its prompt."""
-    row: int
-    """Row in the group's columns."""
+    position: int
+    """Position of its prompt: the key of its group's columns in `BatchShard.columns`."""
+    sample: int
+    """Number of the rollout in its group, and in the group's columns."""
     prompt_tokens: int
     """Tokens before the first response token; equal for all rollouts of a group."""
     tokens: int

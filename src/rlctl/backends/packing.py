@@ -85,11 +85,15 @@ def plan_batch(
     """
     share = share_prompts and packing
     if packing and dynamic:
-        raise ConfigError("training.dynamic_batching is instead of training.packing.", "Set training.packing=false.")
+        raise ConfigError(
+            "training.dynamic_batching replaces training.packing, and both are on.", "Set training.packing=false."
+        )
     bins_of = _packed if packing else _rectangles if dynamic else _single
     ranks = []
     for rows in minibatches:
-        units = sorted(_units(rows, micro_batch_tokens, share), key=lambda u: (-u.cost, u.rows[0].group, u.rows[0].row))
+        units = sorted(
+            _units(rows, micro_batch_tokens, share), key=lambda u: (-u.cost, u.rows[0].position, u.rows[0].sample)
+        )
         ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
     shards = tuple(_shard([rank[r] for rank in ranks], columns, share, dynamic) for r in range(dp))
     return BatchPlan(shards, _stats(minibatches, ranks, shards, dp, multiple))
@@ -101,7 +105,7 @@ def row_tokens(micro_batch: Iterable[RolloutRow], share_prompts: bool) -> int:
     total = sum(row.tokens for row in rows)
     if not share_prompts:
         return total
-    prompts = {row.group: row.prompt_tokens for row in rows}
+    prompts = {row.position: row.prompt_tokens for row in rows}
     return total - sum(row.prompt_tokens for row in rows) + sum(prompts.values())
 
 
@@ -109,28 +113,28 @@ def _units(rows: Sequence[RolloutRow], limit: int, share: bool) -> list[PackingU
     for row in rows:
         if row.tokens > limit:
             raise ConfigError(
-                f"a rollout of {row.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
-                "Set it to at least model.max_length.",
+                f"A rollout of {row.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
+                "Set that to at least model.max_length.",
             )
     if not share:
         return [_unit((row,)) for row in rows]
     groups: dict[int, list[RolloutRow]] = defaultdict(list)
     for row in rows:
-        groups[row.group].append(row)
+        groups[row.position].append(row)
     return [_unit(part) for group in groups.values() for part in _split_group(group, limit)]
 
 
 def _split_group(group: list[RolloutRow], limit: int) -> list[tuple[RolloutRow, ...]]:
     """Parts of a group, each of which fits a row; as few copies of the prompt as first-fit finds."""
     parts: list[list[RolloutRow]] = []
-    for row in sorted(group, key=lambda row: (-row.tokens, row.row)):
+    for row in sorted(group, key=lambda row: (-row.tokens, row.sample)):
         for part in parts:
             if row_tokens([*part, row], share_prompts=True) <= limit:
                 part.append(row)
                 break
         else:
             parts.append([row])
-    return [tuple(sorted(part, key=lambda row: row.row)) for part in parts]
+    return [tuple(sorted(part, key=lambda row: row.sample)) for part in parts]
 
 
 def _unit(rows: tuple[RolloutRow, ...]) -> PackingUnit:
@@ -196,14 +200,14 @@ def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[MicroBatch]]:
 
 
 def _in_batch_order(units: list[PackingUnit]) -> MicroBatch:
-    ordered = sorted(units, key=lambda unit: (unit.rows[0].group, unit.rows[0].row))
+    ordered = sorted(units, key=lambda unit: (unit.rows[0].position, unit.rows[0].sample))
     return tuple(row for unit in ordered for row in unit.rows)
 
 
 def _shard(
     minibatches: list[list[MicroBatch]], columns: dict[int, object], share: bool, rectangular: bool
 ) -> BatchShard:
-    needed = sorted({row.group for rows in minibatches for micro in rows for row in micro})
+    needed = sorted({row.position for rows in minibatches for micro in rows for row in micro})
     return BatchShard(
         {group: columns[group] for group in needed}, tuple(tuple(rows) for rows in minibatches), share, rectangular
     )
@@ -249,5 +253,5 @@ def _micro_cost(micro: MicroBatch, share: bool) -> float:
         return sum(_unit((row,)).cost for row in micro)
     groups: dict[int, list[RolloutRow]] = defaultdict(list)
     for row in micro:
-        groups[row.group].append(row)
+        groups[row.position].append(row)
     return sum(_unit(tuple(rows)).cost for rows in groups.values())

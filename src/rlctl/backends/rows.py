@@ -89,7 +89,7 @@ def build_row(
     start = padding = 0
     width = max((row.tokens for row in micro_batch), default=0) if rectangular else 0
     for index, rows in unit_rows(micro_batch, share):
-        prompt, parts = _unit_parts(rows, columns[rows[0].group], share)
+        prompt, parts = _unit_parts(rows, columns[rows[0].position], share)
         offset = start + len(prompt)
         for number, (row, (completion, mask, logprobs)) in enumerate(zip(rows, parts, strict=True)):
             where = np.flatnonzero(mask)
@@ -121,7 +121,7 @@ def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[Roll
     """(index of the first rollout, rollouts) of each unit."""
     units: list[tuple[int, list[RolloutRow]]] = []
     for index, row in enumerate(micro_batch):
-        if share and units and units[-1][1][0].group == row.group:
+        if share and units and units[-1][1][0].position == row.position:
             units[-1][1].append(row)
         else:
             units.append((index, [row]))
@@ -137,13 +137,13 @@ def row_routing(
     for unit, (_, rollouts) in zip(row.units, unit_rows(micro_batch, share), strict=False):  # the last may be padding
         at = unit.start
         for number, rollout in enumerate(rollouts):
-            group = columns[rollout.group]
+            group = columns[rollout.position]
             if ROUTED_EXPERTS not in group.extra_T:
                 raise InputError(
-                    f"the rollouts of group {rollout.group} came without a record of their experts.",
+                    f"the rollouts of group {rollout.position} came without a record of their experts.",
                     "Turn training.router_replay off, or generate with an engine that records them.",
                 )
-            own = group.extra_T[ROUTED_EXPERTS][group.slice(rollout.row)]
+            own = group.extra_T[ROUTED_EXPERTS][group.slice(rollout.sample)]
             own = own[rollout.prompt_tokens :] if number else own  # the prompt stands there once
             if routing_TLK is None:
                 routing_TLK = np.full((len(row.tokens_T), *own.shape[1:]), -1, np.int16)
@@ -159,16 +159,16 @@ def _unit_parts(
     prompt: np.ndarray | None = None
     parts = []
     for row in rows:
-        span, split = columns.slice(row.row), row.prompt_tokens
+        span, split = columns.slice(row.sample), row.prompt_tokens
         tokens, mask = columns.tokens_T[span], columns.loss_mask_T[span]
         if len(tokens) != row.tokens or mask[:split].any():
             raise InputError(
-                f"rollout {row.row} of group {row.group} has {len(tokens)} tokens, the first chosen one at "
+                f"rollout {row.sample} of group {row.position} has {len(tokens)} tokens, the first chosen one at "
                 f"{int(np.argmax(mask))}; the driver counts {row.tokens} and {split}."
             )
         if prompt is not None and not np.array_equal(prompt, tokens[:split]):
             raise InputError(
-                f"the rollouts of group {row.group} have different prompts and cannot share one.",
+                f"the rollouts of group {row.position} have different prompts and cannot share one.",
                 "Set training.share_prompts to false.",
             )
         prompt = tokens[:split]

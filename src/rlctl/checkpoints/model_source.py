@@ -14,7 +14,7 @@ from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-# Copies of the same weights in other formats, which some repositories carry beside the published ones.
+# Copies of the same weights in other formats, which some repositories carry next to the published ones.
 IGNORED_FILES = ["original/*", "consolidated*", "*/*"]
 
 

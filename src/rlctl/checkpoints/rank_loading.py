@@ -26,7 +26,7 @@ def load_rank(
     (proven beforehand). Each rank reads only what it holds. `facts` are the policy's: a Megatron checkpoint is checked
     against them, a Hugging Face directory against its own configuration.
 
-    Raises InputError for a damaged directory or one of another model, and for a param of the layout that the engine
+    Raises InputError for a damaged directory or one of another model, and for a param of the layout that the policy
     does not have, or has in another shape.
     """
     from rlctl.checkpoints.plan_execution import execute, fill
@@ -60,15 +60,15 @@ def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, ParamReader
 
 
 def check_params(layout: Layout, params: dict[str, torch.Tensor]) -> None:
-    """Raise InputError unless the engine's params are the layout's, name by name and shape by shape."""
+    """Raise InputError unless the policy's params are the layout's, name by name and shape by shape."""
     for name, spec in layout.params.items():
         if name not in params:
-            raise InputError(f"The engine has no parameter {name}, which the layout expects.")
+            raise InputError(f"The policy has no parameter {name}, which the layout expects.")
         shape, expected = tuple(params[name].shape), spec.shape
         if shape != expected:
-            raise InputError(f"{name} has shape {list(shape)} in the engine, but {list(expected)} in the layout.")
+            raise InputError(f"{name} has shape {list(shape)} in the policy, but {list(expected)} in the layout.")
         if not params[name].is_contiguous():
             raise InputError(f"{name} is not stored contiguously.")
     extra = sorted(set(params) - set(layout.params))
     if extra:
-        raise InputError(f"The engine's parameter {extra[0]} is in no layout: it would keep its random values.")
+        raise InputError(f"The policy's parameter {extra[0]} is in no layout and would keep its random values.")

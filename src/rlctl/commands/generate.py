@@ -22,16 +22,22 @@ TRAINING_KEYS = (
     "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "reward.", "ddp.", "run.steps",
 )  # fmt: skip
 
-Prompt = Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Can be repeated.")]
+Prompt = Annotated[
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Prompt to complete. Can be repeated.")
+]
 PromptsFile = Annotated[
     str | None,
     typer.Option(
         "--prompts-file", metavar="FILE", help="File with one prompt on each line, or a .jsonl file with `prompt`."
     ),
 ]
-Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Completions of each prompt.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="0 takes the most likely token each time.")]
-Step = Annotated[int | None, typer.Option("--step", help="Checkpoint of --run-dir; by default the last.")]
+Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Number of completions of each prompt.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", help="Temperature of sampling; 0 always takes the most likely token.")
+]
+Step = Annotated[
+    int | None, typer.Option("--step", help="Step of the checkpoint in --run-dir; by default the last one.")
+]
 
 
 @app.command(
@@ -69,8 +75,9 @@ def generate(
 ) -> None:
     """Sample completions from a model, or from a checkpoint of a run (--run-dir).
 
-    Prompts go through the model's chat template. How many engines of which size there are is planned; pin any of it
-    with --set generation.<key>=<value>. With --json it prints one JSON object for each prompt (JSON Lines).
+    Prompts go through the model's chat template. The planner decides the number and size of the engines; set them
+    yourself with --set generation.<key>=<value>. With --json the command prints one JSON object for each
+    prompt (JSON Lines).
     """
     if step is not None and run_dir is None:
         raise InputError(f"--step {step} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")

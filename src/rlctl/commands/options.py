@@ -21,10 +21,11 @@ Model: TypeAlias = Annotated[
     str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local Hugging Face directory.")
 ]
 Tokenizer: TypeAlias = Annotated[
-    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="A tokenizer other than the model's own.")
+    str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Tokenizer to use instead of the model's own.")
 ]
 ChatTemplate: TypeAlias = Annotated[
-    str | None, typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template.")
+    str | None,
+    typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template to use instead of the model's own."),
 ]
 Data: TypeAlias = Annotated[
     str | None,
@@ -51,20 +52,23 @@ Backend: TypeAlias = Annotated[
     ),
 ]
 MaxLength: TypeAlias = Annotated[
-    int | None, typer.Option("--max-length", metavar="TOKENS", help="Most tokens of prompt and completion together.")
+    int | None,
+    typer.Option("--max-length", metavar="TOKENS", help="Largest number of tokens of prompt and completion together."),
 ]
 MaxNewTokens: TypeAlias = Annotated[
-    int | None, typer.Option("--max-new-tokens", metavar="TOKENS", help="Most tokens of a completion.")
+    int | None, typer.Option("--max-new-tokens", metavar="TOKENS", help="Largest number of tokens of a completion.")
 ]
 MeanLength: TypeAlias = Annotated[
     int | None,
     typer.Option("--mean-length", metavar="TOKENS", help="Mean length of a completion that the planner assumes."),
 ]
 Nodes: TypeAlias = Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")]
-GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of each node.")]
+GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", help="Number of GPUs of each node.")]
 Gpu: TypeAlias = Annotated[
     str | None,
-    typer.Option("--gpu", metavar="TYPE|auto|cpu", help="Type of GPU; auto: the one that is installed, cpu: none."),
+    typer.Option(
+        "--gpu", metavar="TYPE|auto|cpu", help="Type of GPU; auto takes the one that is installed, and cpu uses none."
+    ),
 ]
 RayAddress: TypeAlias = Annotated[
     str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="Join this Ray cluster.")
@@ -91,17 +95,19 @@ Json: TypeAlias = Annotated[
 ]
 Explain: TypeAlias = Annotated[
     bool,
-    typer.Option("--explain", help="With --dry-run: also every value, the rule behind it, and the engines' arguments."),
+    typer.Option(
+        "--explain", help="With --dry-run, also show every value, the rule behind it, and the engines' arguments."
+    ),
 ]
 DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Check configuration and plan, show them, and start nothing.")
+    bool, typer.Option("--dry-run", help="Check and show the configuration and the plan, and start nothing.")
 ]
-Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Training steps.")]
-Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Prompts in each step.")]
-Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Rollouts of each prompt.")]
+Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
+Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Number of prompts in each step.")]
+Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
-Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of data order and sampling.")]
-RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is written.")]
+Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
+RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")]
 
 # parameter name -> configuration key
 KEYS = {

@@ -22,13 +22,22 @@ ALTERNATIVES = 3
 Colocated = Annotated[
     bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
 ]
-Goal = Annotated[str | None, typer.Option("--goal", metavar="fast|safe|frugal", help="The aim of the plan.")]
+Goal = Annotated[
+    str | None,
+    typer.Option(
+        "--goal",
+        metavar="fast|safe|frugal",
+        help="Plan for the shortest step (fast), more free memory (safe) or the fewest GPU seconds (frugal).",
+    ),
+]
 Explain = Annotated[bool, typer.Option("--explain", help="Show the arithmetic, and the engines' exact arguments.")]
 Top = Annotated[int | None, typer.Option("--top", min=1, help="List this many alternatives.  [default: 3]")]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(
-        "--compare", metavar="A B", help="Two plans side by side; each is pins (a=1,b=2) or a preset or YAML file."
+        "--compare",
+        metavar="A B",
+        help="Show two plans side by side. Each is given as pins (a=1,b=2), a preset or a YAML file.",
     ),
 ]
 Run = Annotated[
@@ -70,8 +79,8 @@ def plan(
 ) -> None:
     """Work out how a model trains on a machine: parallelism, memory, seconds, and the rule behind each value.
 
-    Any value can be pinned with --set; the rest is planned around it. Needs neither GPU nor download for the models of
-    the catalog. Exit 4: no plan fits.
+    Any value can be pinned with --set, and the rest is planned around it. The command needs no GPU, and no download for
+    the models of the catalog. It ends with exit code 4 if no plan fits.
     """
     if run is not None:
         others = {options.flag(name): value for name, value in context.params.items() if name in options.KEYS}
@@ -149,7 +158,7 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
-    from rlctl.apps.arguments import EngineArguments, differences
+    from rlctl.apps.engine_arguments import EngineArguments, differences
     from rlctl.apps.prepare import planned_crew
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text
@@ -189,7 +198,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
 
 
 def show_run(run: Path, json_: bool) -> None:
-    from rlctl.planner.views.against import compare_memory, compare_run, comparison_text, memory_text
+    from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text, memory_text
 
     rows, memory = compare_run(run), compare_memory(run)
     if json_:

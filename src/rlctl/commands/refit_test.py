@@ -1,4 +1,4 @@
-"""`rlctl refit-test`: transfer weights between the engines and verify every tensor."""
+"""`rlctl refit-test`: transfer weights from the policy into the engines and verify every tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlctl.apps.selftest import SelfTest
+    from rlctl.apps.refit_report import RefitTestReport
 
 app = command_app()
 EXIT_MISMATCH = 5
@@ -23,16 +23,19 @@ DP = Annotated[int | None, typer.Option("--dp", help="Data parallel size of trai
 GenerationTP = Annotated[int | None, typer.Option("--generation-tp", help="Tensor parallel size of the engine.")]
 Mover = Annotated[
     Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] | None,
-    typer.Option("--mover", help="How the bytes are moved; auto decides by where the engines are."),
+    typer.Option("--mover", help="Mover that carries the bytes; auto chooses by where the engines are."),
 ]
 Receive = Annotated[
     Literal["auto", "loader", "direct"],
     typer.Option(
-        "--receive", help="Load weights through the engine's loader, or write them straight into its parameters."
+        "--receive",
+        help="direct writes into the engine's parameters, loader uses the engine's own loader, and auto chooses for "
+        "each tensor.",
     ),
 ]
 Sparse = Annotated[
-    bool | None, typer.Option("--sparse", help="Send only changed elements; between the refits few of them change.")
+    bool | None,
+    typer.Option("--sparse", help="Send only changed elements. The test then perturbs few of them between refits."),
 ]
 Repeat = Annotated[int, typer.Option("--repeat", min=2, help="Number of refits; weights are perturbed between them.")]
 Explain = Annotated[
@@ -45,7 +48,7 @@ Synthetic = Annotated[
     str | None,
     typer.Option(
         "--synthetic",
-        help="All tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without an engine.",
+        help="Move all tensors of a published model (deepseek-v3, qwen3-235b, ...) at reduced width, without engines.",
     ),
 ]
 
@@ -81,11 +84,12 @@ def refit_test(
     dry_run: options.DryRun = False,
     json_: options.Json = False,
 ) -> None:
-    """Transfer weights between the engines and verify every tensor.
+    """Transfer weights from the policy into the engines and verify every tensor.
 
-    Starts the training and the generation engine as `train` would lay them out (pin any of it with --set), refits at
-    least twice with perturbed weights in between, reads every tensor back from what the engine computes with, and
-    compares log-probs of greedy and sampled tokens. Exit code 5 names what differs.
+    Starts the policy and the engines as `train` would lay them out (pin any of it with --set), refits at least twice
+    with perturbed weights in between, reads every tensor back from the memory that the engine computes with, and
+    compares log-probs of greedy and sampled tokens. If anything differs, the command names it and ends with exit
+    code 5.
     """
     resolved = options.resolve_config(**context.params)
     if synthetic is not None:
@@ -108,14 +112,14 @@ def refit_test(
         _show(run_refit_test(refit_test_job(resolved, receive, repeat, message), message), json_, explain)
 
 
-def _show(test: SelfTest, json_: bool, explain: bool) -> None:
+def _show(test: RefitTestReport, json_: bool, explain: bool) -> None:
     """The result; exit code 5 where tensors differ."""
     print_json(test.to_json(explain)) if json_ else print("\n".join(text_of(test, explain)))
     if not test.passed:
         raise typer.Exit(EXIT_MISMATCH)
 
 
-def text_of(test: SelfTest, explain: bool = False) -> list[str]:
+def text_of(test: RefitTestReport, explain: bool = False) -> list[str]:
     """The result for a reader at the terminal; with `explain` a line for each tensor."""
     found = test.to_json()
     lines = [

@@ -20,7 +20,7 @@ from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import Plan, make_plan
 
 PROMPT_TOKENS = 128
-"""Prompt length that is reckoned with where the data is not read."""
+"""Prompt length that the planner assumes where the data is not read."""
 
 
 def local_gpus() -> list[str]:
@@ -76,7 +76,7 @@ def completions_workload(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
 
 
 def _room(length: int, new: int) -> int:
-    """Tokens that a prompt is reckoned to have: what completions leave, or a quarter where these may fill it all."""
+    """Tokens that a prompt is assumed to have: what completions leave, or a quarter where these may fill it all."""
     return length - new if length - new >= 16 else max(1, length // 4)
 
 
@@ -163,7 +163,7 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
         (config.training.lora.rank > 0, "adapters (training.lora) are on layers without it", "Remove one of the two."),
     ):  # fmt: skip
         if wrong:
-            raise ConfigError(f"megatron.fp8 = {fp8} is not run: {why}.", what)
+            raise ConfigError(f"megatron.fp8 = {fp8} is refused: {why}.", what)
     return "fp8"
 
 
@@ -184,7 +184,7 @@ def plan_from_config(
     if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",
-            "Name one of all nodes: --set refit.directory=DIR.",
+            "Name a directory that every node can see: --set refit.directory=DIR.",
         )
     if config.refit.directory is not None and pins.get("refit.mover") != "disk":
         raise ConfigError(

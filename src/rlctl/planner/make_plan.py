@@ -14,7 +14,7 @@ from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.fitting import device_seconds, fitting_plans, score
+from rlctl.planner.search.feasible_plans import device_seconds, feasible_plans, score
 from rlctl.planner.search.policy_search import Request
 from rlctl.planner.views.reasons import reasons_for
 
@@ -47,7 +47,7 @@ def make_plan(
     element = 4.0 if precision == "float32" else 2.0
     request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes)
     _check_mover(request)
-    plans, rejected = fitting_plans(request)
+    plans, rejected = feasible_plans(request)
     if workload.goal == "frugal":
         plans = _frugal(request, plans)
     if not plans:
@@ -112,7 +112,7 @@ def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
         sizes = [size for size in search.powers(whole.gpus_per_node) if size < whole.gpus_per_node]
         parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
     for part in parts if not whole.is_cpu else []:
-        plans = plans + fitting_plans(replace(request, cluster=part))[0]
+        plans = plans + feasible_plans(replace(request, cluster=part))[0]
     return sorted(plans, key=score)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlctl.errors import ConfigError
-from rlctl.refit.records import Share, SourcePlace, TableRow
+from rlctl.refit.records import SenderPlace, Share, TableRow
 from rlctl.transport.rounds import Channel, Connection, Need, buffer_bytes, cut_rounds
 from rlctl.weights.layout import Layout
 
@@ -24,7 +24,7 @@ def staging_bytes(staging_mb: int | None, needs: Sequence[Need]) -> int:
     return GPU_STAGING if any(need.device.startswith("cuda") for need in needs) else CPU_STAGING
 
 
-def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace], directory: str | None) -> str:
+def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SenderPlace], directory: str | None) -> str:
     """The mover asked for, or with `auto` one that fits the engines' places. Raises ConfigError if it cannot work."""
     nodes = {place.node for place in places}
     away = [need for need in needs if need.node not in nodes]
@@ -52,7 +52,7 @@ def choose_mover(asked: str, needs: Sequence[Need], places: Sequence[SourcePlace
 
 
 def plan_channels(
-    mover: str, needs: Sequence[Need], places: Sequence[SourcePlace], *, staging_bytes: int, timeout_s: float
+    mover: str, needs: Sequence[Need], places: Sequence[SenderPlace], *, staging_bytes: int, timeout_s: float
 ) -> tuple[Channel, ...]:
     """Plan one channel for all workers that need the same bytes and can read them from the same memory, ordered by node
     so that few rounds cross between nodes when one passes them on to the next."""
@@ -77,12 +77,12 @@ def plan_channels(
     return tuple(channels)
 
 
-def place_of(mover: str, party: Need | SourcePlace) -> str | None:
+def place_of(mover: str, party: Need | SenderPlace) -> str | None:
     """The place that two parties must share to use the same staging memory; None: there is none to share."""
     return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
 
 
-def meeting_host(needs: Sequence[Need], places: Sequence[SourcePlace]) -> str:
+def meeting_host(needs: Sequence[Need], places: Sequence[SenderPlace]) -> str:
     """The address at which the members of a collective group meet, which is that of policy rank 0."""
     return "127.0.0.1" if len({one.node for one in (*needs, *places)}) == 1 else places[0].address
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlctl.errors import WorkerError
-from rlctl.refit.records import SourceSetup
+from rlctl.refit.records import SenderSetup
 from rlctl.transport.collective import Group, Message, Pending
 from rlctl.transport.round_buffers import Images, Packer, by_round, message_parts
 from rlctl.transport.rounds import Rounds, message_bytes
@@ -27,7 +27,7 @@ def agent(senders: Sequence[int], rank: int) -> int:
     return senders[rank % len(senders)]
 
 
-def needs_exchange(setup: SourceSetup) -> bool:
+def needs_exchange(setup: SenderSetup) -> bool:
     """Whether some rank does not reach the staging memory of some channel. Every rank finds the same."""
     return any(len(channel.senders) < len(setup.places) for channel in setup.channels)
 
@@ -84,9 +84,9 @@ class Exchange:
         """Bytes sent since `start`."""
         self._under_way: dict[int, list[Pending]] = {}
 
-    def start(self, epoch: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Begin attempt number `epoch`. Messages of an attempt that was given up are not mixed with its own."""
-        self._epoch, self._under_way, self.bytes = epoch, {}, 0
+    def start(self, attempt: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Begin attempt number `attempt`. Messages of an attempt that was given up are not mixed with its own."""
+        self._attempt, self._under_way, self.bytes = attempt, {}, 0
         for away in self.outgoing.values():
             away.packer.look(parameters)
         self._begin(0)
@@ -112,4 +112,4 @@ class Exchange:
         self._under_way[index] = self.group.together(sends, receives)
 
     def _tag(self, channel: int) -> int:
-        return (self._epoch * CHANNELS + channel) & 0x7FFFFFFF
+        return (self._attempt * CHANNELS + channel) & 0x7FFFFFFF

@@ -1,6 +1,7 @@
 """The policy's side of a refit, on one rank: which boxes this rank sends, sending them, and their fingerprints.
 
-Every rank works out its own part of the transfer plan. A box that several ranks hold is sent by the nearest one.
+Every rank makes the plan of each channel and sends its own part. A box that several ranks hold is sent by the nearest
+one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster.placement import node_address
 from rlctl.errors import WorkerError
 from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exchange
-from rlctl.refit.records import Made, Sent, SourcePlace, SourceSetup, TableRow
+from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent, TableRow
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
 from rlctl.transport.collective import CollectiveSender, Group, serve_store
@@ -47,10 +48,10 @@ from rlctl.weights.transfer_plan import (
 
 
 @dataclass
-class SourceState:
+class SenderState:
     """Everything that a rank keeps between refits."""
 
-    setup: SourceSetup
+    setup: SenderSetup
     world: World
     rows: dict[str, TableRow]
     senders: dict[int, Sender] = field(default_factory=dict)
@@ -73,11 +74,11 @@ class SourceState:
         return self._copies
 
 
-class RefitSource(ABC):
+class RefitSender(ABC):
     """Mixed into a policy worker, which has `rank` and `parameters()`."""
 
     rank: int
-    _refit: SourceState | None = None
+    _refit: SenderState | None = None
     _refit_made: dict[int, Staging] | None = None
     """Staging memory that this rank made, by channel."""
     _refit_store: Any = None
@@ -91,8 +92,8 @@ class RefitSource(ABC):
     def layouts(self) -> World:
         """The layouts of all ranks of the policy."""
 
-    def refit_place(self) -> SourcePlace:
-        return SourcePlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), _address())
+    def refit_place(self) -> SenderPlace:
+        return SenderPlace(f"policy rank {self.rank}", this_node(), device_name(self._device()), _address())
 
     def _device(self) -> torch.device:
         """The device of the weights. All ranks look it up once, in `refit_place`: `parameters` may be collective, and
@@ -115,9 +116,9 @@ class RefitSource(ABC):
         handles = {index: made.handles for index, made in self._refit_made.items()}
         return Made(addresses, handles, port)
 
-    def refit_open(self, setup: SourceSetup) -> tuple[str, ...]:
+    def refit_open(self, setup: SenderSetup) -> tuple[str, ...]:
         world = RememberingWorld(self.layouts())
-        state = SourceState(setup, world, {row.name: row for row in setup.table})
+        state = SenderState(setup, world, {row.name: row for row in setup.table})
         self._refit, problems = state, []
         link = setup.channels[0].connection
         if link.group is not None:
@@ -133,7 +134,7 @@ class RefitSource(ABC):
                 sender.introduce()
         return tuple(problems[:8])
 
-    def _open_channel(self, state: SourceState, channel: Channel) -> list[str]:
+    def _open_channel(self, state: SenderState, channel: Channel) -> list[str]:
         """Open this rank's ends of one channel; return the problems of its plan."""
         setup, link = state.setup, channel.connection
         rounds = cut_rounds(channel.layout, link.capacity)
@@ -165,17 +166,17 @@ class RefitSource(ABC):
         for made in (self._refit_made or {}).values():
             made.segment.unlink()
 
-    def refit_send(self, version: int, epoch: int) -> Sent:
+    def refit_send(self, version: int, attempt: int) -> Sent:
         state, parameters = self._state(), self.parameters()
         packing = exchanging = 0.0
         count = 0
         incoming = state.exchange.incoming if state.exchange else {}
         with contextlib.ExitStack() as stack, torch.no_grad():
             for sender in state.senders.values():
-                stack.enter_context(sender.begin(version, epoch))
+                stack.enter_context(sender.begin(version, attempt))
                 sender.packer.look(parameters)
             if state.exchange:
-                state.exchange.start(epoch, parameters)
+                state.exchange.start(attempt, parameters)
             for index in range(state.rounds):
                 # Every rank goes through rounds and channels in this order, so that none waits for one that waits.
                 if state.exchange:
@@ -209,11 +210,11 @@ class RefitSource(ABC):
                 packer.packer.look(parameters)
             return [packer.compare() for packer in state.changes.values()]
 
-    def refit_send_changes(self, version: int, epoch: int, lengths: tuple[Lengths, ...]) -> Sent:
+    def refit_send_changes(self, version: int, attempt: int, lengths: tuple[Lengths, ...]) -> Sent:
         state, packing = self._state(), 0.0
         with contextlib.ExitStack() as stack:
             for sender in state.senders.values():
-                stack.enter_context(sender.begin(version, epoch))
+                stack.enter_context(sender.begin(version, attempt))
             for index in range(max(map(len, lengths), default=0)):
                 for channel, sender in state.senders.items():
                     if index < len(lengths[channel]):
@@ -300,9 +301,9 @@ class RefitSource(ABC):
             if tensors is None or copy.tensor in tensors:
                 yield copy, source_view(copy, parameters, who)
 
-    def _state(self) -> SourceState:
+    def _state(self) -> SenderState:
         if self._refit is None:
-            raise WorkerError("The policy was asked to refit before refit_open.")
+            raise WorkerError("The policy was asked to take part in a refit before refit_open was called.")
         return self._refit
 
 

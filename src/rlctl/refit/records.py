@@ -24,7 +24,7 @@ class TableRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SourcePlace:
+class SenderPlace:
     """Where a policy rank runs."""
 
     name: str
@@ -35,11 +35,11 @@ class SourcePlace:
 
 
 @dataclass(frozen=True)
-class SourceSetup:
+class SenderSetup:
     """Everything that a policy rank is told once."""
 
     table: tuple[TableRow, ...]
-    places: tuple[SourcePlace, ...] = ()
+    places: tuple[SenderPlace, ...] = ()
     """All policy ranks."""
     channels: tuple[Channel, ...] = ()
     sparse: bool = False

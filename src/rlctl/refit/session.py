@@ -1,8 +1,8 @@
 """A refit session: what is exchanged once, each transfer, and its end.
 
-This is the driver's part only. The policy's ranks write (`source`), the engines load (`backends.vllm.weights`), and no
-weight passes through here. In a transfer each side makes one long call, and the two hand rounds over between them; the
-driver watches both.
+This is the driver's part only. The policy's ranks write (`policy_side.py`), the engines load (`backends.vllm.weights`),
+and no weight passes through here. In a transfer each side makes one long call, and the two hand rounds over between
+them; the driver watches both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, shares_of, staging_bytes, ways_of
-from rlctl.refit.records import RefitReport, Sent, Share, SourcePlace, SourceSetup, TableRow
+from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.refit.weight_sender import WeightSender
 from rlctl.telemetry.phases import RefitPhase
@@ -74,7 +74,7 @@ class RefitSession:
         self.members = members
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
         table = _published(facts, dtype) if shapes is None else tuple(TableRow(n, dtype, s) for n, s in shapes.items())
-        self.setup = SourceSetup(table)
+        self.setup = SenderSetup(table)
         self.mover = settings.mover
         self.refits = self.attempts = 0
         self._base: int | None = None
@@ -166,7 +166,7 @@ class RefitSession:
         limit = self.settings.timeout_s + MARGIN_S
         by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
         if problems := [line for of_rank in by_rank for line in of_rank]:
-            raise VerificationError(f"Refit: the transfer plan does not hold: {'; '.join(problems[:8])}.")
+            raise VerificationError(f"Refit: the transfer plan is wrong: {'; '.join(problems[:8])}.")
 
     def _connection(self, need: Need) -> Connection:
         return next(c.connection for c in self.setup.channels if need.name in c.connection.receivers)
@@ -226,7 +226,7 @@ class RefitSession:
             packing_s=max(one.packing_s for one in sent),
         )
 
-    def _why_whole(self, needs: list[Need], places: tuple[SourcePlace, ...]) -> str:
+    def _why_whole(self, needs: list[Need], places: tuple[SenderPlace, ...]) -> str:
         """The reason why this session can never send only changed elements; empty: it can."""
         if self.mover == "disk":
             return "the disk mover sends whole boxes"
@@ -258,7 +258,7 @@ class RefitSession:
 
     def _move_changes(self, version: int, base: int | None, lengths: tuple[Lengths, ...]) -> tuple[list[Sent], float]:
         """Send only changed elements, over the version `base` that the engines hold."""
-        update = {"version": version, "epoch": self.attempts, "base": base, "lengths": lengths}
+        update = {"version": version, "attempt": self.attempts, "base": base, "lengths": lengths}
         sending = self.policy.submit(WeightSender.refit_send_changes, version, self.attempts, lengths)
         return self._transfer(sending, update), 0.0
 
@@ -269,7 +269,7 @@ class RefitSession:
 
     def _move(self, version: int) -> tuple[list[Sent], float]:
         """Send everything, until a side fails. Returns what ranks sent, and the seconds before loading could begin."""
-        update = {"version": version, "epoch": self.attempts}
+        update = {"version": version, "attempt": self.attempts}
         if self.mover == "disk":  # a version is read once it is complete
             begun = time.perf_counter()
             sent = self._wait("transfer", self.policy, WeightSender.refit_send, version, self.attempts)

@@ -18,7 +18,7 @@ from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
-from rlctl.refit.policy_side import RefitSource
+from rlctl.refit.policy_side import RefitSender
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_receiver
 from rlctl.transport.rounds import Connection, Need, Taken, cut_rounds
@@ -60,7 +60,7 @@ def reduced(facts: ModelFacts, hidden: int = 64) -> ModelFacts:
     )
 
 
-class SyntheticSource(RefitSource):
+class SyntheticSender(RefitSender):
     """One rank's parameters in the layout of a policy backend."""
 
     def __init__(self, rank: int, world: World, threads: int | None = None, device: str = "cpu") -> None:
@@ -129,11 +129,11 @@ class SyntheticEngine:
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         if self.receiver is None:
-            raise WorkerError("A refit before this end was connected.")
+            raise WorkerError("A refit began before this end was connected.")
         timed = TimedReceiver(self.receiver)
         held, self._applied = self._applied, None
         changes = update_info["lengths"][self._link.channel] if update_info.get("base") is not None else None
-        with torch.no_grad(), self.receiver.begin(update_info["version"], update_info["epoch"], changes):
+        with torch.no_grad(), self.receiver.begin(update_info["version"], update_info["attempt"], changes):
             if changes is None:
                 self.writer.write_rounds(self.rounds, timed)
             else:

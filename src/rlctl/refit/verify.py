@@ -1,4 +1,4 @@
-"""Comparing the weights that the engines compute with with those that the policy holds, and why they differ.
+"""Compare the weights that the engines compute with to those that the policy holds, and guess why they differ.
 
 Suffix letters: R rows, C columns.
 """
@@ -104,8 +104,8 @@ def require_as_converted(source: dict[str, int], converted: Mapping[str, int], w
         raise VerificationError(
             f"{len(changed)} of {len(source)} tensors that the policy has loaded are not those that were converted: "
             f"{listed(changed, 5)}.",
-            f"{where or 'The checkpoint'} was damaged since: remove it. The next run converts again what a run has "
-            "converted; for another checkpoint use `rlctl convert`.",
+            f"{where or 'The checkpoint'} was damaged since: remove it. If a run made it, the next run makes it again; "
+            "otherwise use `rlctl convert`.",
         )
 
 
@@ -124,7 +124,7 @@ def require_equal(comparison: Comparison, version: int, where: str) -> None:
     ]
     raise VerificationError(
         f"Refit to version {version}: of {comparison.tensors} tensors in {where}, {'; '.join(parts)}.",
-        "The engine refuses to generate. `rlctl refit-test` says more.",
+        "The engine refuses to generate. `rlctl refit-test` shows how the tensors differ.",
     )
 
 

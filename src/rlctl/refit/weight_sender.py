@@ -10,14 +10,14 @@ from rlctl.cluster.workers import imported
 if TYPE_CHECKING:
     import numpy as np
 
-    from rlctl.refit.records import Made, Sent, SourcePlace, SourceSetup
+    from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent
     from rlctl.transport.rounds import Changes, Channel, Lengths
 
 
 class WeightSender(Protocol):
     """The sending side of a refit, on one policy rank. Every method is called on all ranks of the policy."""
 
-    def refit_place(self) -> SourcePlace:
+    def refit_place(self) -> SenderPlace:
         """Where this rank runs."""
         ...
 
@@ -25,22 +25,22 @@ class WeightSender(Protocol):
         """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect."""
         ...
 
-    def refit_open(self, setup: SourceSetup) -> tuple[str, ...]:
+    def refit_open(self, setup: SenderSetup) -> tuple[str, ...]:
         """Open this rank's ends; return what keeps the plans of the channels from writing each element exactly once."""
         ...
 
     def refit_unlink(self) -> None:
         """Take away the name of the staging memory once all sides have it mapped."""
 
-    def refit_send(self, version: int, epoch: int) -> Sent:
-        """Send this rank's boxes as `version`, from the live parameters; `epoch` numbers the session's attempts."""
+    def refit_send(self, version: int, attempt: int) -> Sent:
+        """Send this rank's boxes as `version`, from the live parameters; `attempt` numbers the session's attempts."""
         ...
 
     def refit_compare(self) -> list[Changes]:
         """Find what has changed since the last refit, by channel; it is kept for `refit_send_changes`."""
         ...
 
-    def refit_send_changes(self, version: int, epoch: int, lengths: tuple[Lengths, ...]) -> Sent:
+    def refit_send_changes(self, version: int, attempt: int, lengths: tuple[Lengths, ...]) -> Sent:
         """Send what `refit_compare` found; `lengths`: by channel, the bytes of each sender in each round."""
         ...
 
@@ -75,18 +75,18 @@ class SendingPolicy(PolicyWorker, WeightSender, Protocol):
 
 def policy_worker(worker: str, **kwargs: Any) -> SendingPolicy:
     """One rank of a policy: the worker of a backend (`PolicyBackend.worker`) with the sending side of refits."""
-    from rlctl.refit.policy_side import RefitSource
+    from rlctl.refit.policy_side import RefitSender
 
-    class Sending(imported(worker), RefitSource):
+    class Sending(imported(worker), RefitSender):
         def close(self) -> None:
             """Let go of staging memory and leave the process group."""
             self.refit_close()
             super().close()
 
-    return cast(Any, Sending)(**kwargs)  # the worker has what RefitSource leaves abstract
+    return cast(Any, Sending)(**kwargs)  # the worker has what RefitSender leaves abstract
 
 
 if TYPE_CHECKING:
-    from rlctl.refit.policy_side import RefitSource
+    from rlctl.refit.policy_side import RefitSender
 
-    SENDER: type[WeightSender] = RefitSource
+    SENDER: type[WeightSender] = RefitSender

@@ -37,10 +37,11 @@ def refuse_cut_sampling(config: RlctlConfig) -> None:
     cuts += [f"generation.top_k = {generation.top_k}"] if generation.top_k > 0 else []
     if cuts and correction != "off":
         raise ConfigError(
-            f"{' and '.join(cuts)} cannot be trained on with loss.importance_correction = {correction}: the engine's "
-            "log-probs are of the tokens that are left, the trainer's of all, and the correction would be of that.",
+            f"{' and '.join(cuts)} cannot be trained on with loss.importance_correction = {correction}. The engine's "
+            "log-probs count only the tokens that are left, the trainer's count all of them, and the correction would "
+            "take that difference for an error of the engine.",
             "Sample from all tokens in training (generation.top_p=1, generation.top_k=-1); `rlctl generate` takes both "
-            "keys. Or set loss.importance_correction=off, which takes the samples for the policy's own.",
+            "keys. Or set loss.importance_correction=off, which treats the samples as the policy's own.",
         )
 
 
@@ -88,7 +89,7 @@ class Agreement:
                 f"Warning, {what}; below {self.warning:g} is usual in {self.precision} (checks.logprob_diff_warning)."
             )
         raise DivergenceError(
-            f"Stopped after {what}: more than checks.logprob_diff_error = {self.error:g}, and not what rounding in "
+            f"Stopped after {what}: more than checks.logprob_diff_error = {self.error:g}, and more than rounding in "
             f"{self.precision} explains.",
             "`rlctl refit-test` with the same model tells whether weights or arithmetic differ; "
             "--set checks.logprob_diff_error=... goes on regardless.",

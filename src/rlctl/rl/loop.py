@@ -1,4 +1,4 @@
-"""The training loop. It reads as the algorithm; what varies are the four parts that it is handed.
+"""The training loop. It reads as the algorithm; what varies are the parts that it is handed.
 
     RolloutSource ---- finished groups: scalars here, token columns in the object store
           |                                   |

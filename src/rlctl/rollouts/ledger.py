@@ -1,8 +1,9 @@
-"""The ledger of a run: which positions were trained on, which are finished, and which are under way.
+"""The ledger of a run: which positions were handed over to the loop, which are finished, and which are under way.
 
 A position is *under way* from when it is taken until its group is sampled and scored, *finished* until the group is
-handed to the loop, and *trained* from then on (also where the algorithm dropped the group). Every position that was
-ever taken is in exactly one of the three, so that a resumed run loses none and repeats none.
+handed over to the loop, and *handed over* from then on. A checkpoint, which is saved between steps, counts these as
+trained (also where the algorithm dropped the group). Every position that was ever taken is in exactly one of the
+three, so that a resumed run loses none and repeats none.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ class Ledger:
     def __init__(self) -> None:
         self.finished: set[int] = set()
         self.under_way: set[int] = set()
-        self._trained_below = 0  # all positions below this one are trained; those above it are in the set
-        self._trained: set[int] = set()
+        self._handed_over_below = 0  # all positions below this one were handed over; those above it are in the set
+        self._handed_over: set[int] = set()
         self._next = 0  # the first position that was never taken
         self._again: list[int] = []  # positions that an earlier process took and did not train on
 
     @property
-    def trained(self) -> Ranges:
-        """The trained positions."""
-        return [[0, self._trained_below - 1]] * (self._trained_below > 0) + ranges(self._trained)
+    def handed_over(self) -> Ranges:
+        """The positions whose groups the loop has got."""
+        return [[0, self._handed_over_below - 1]] * (self._handed_over_below > 0) + ranges(self._handed_over)
 
     def take(self, count: int) -> list[int]:
         """Take `count` positions that are not under way, the lowest first; they are under way from now on."""
@@ -44,19 +45,19 @@ class Ledger:
             self.under_way.remove(position)
             self.finished.add(position)
 
-    def train(self, positions: Iterable[int]) -> None:
-        """Record that the groups at `positions`, which were finished, were handed to the loop."""
+    def hand_over(self, positions: Iterable[int]) -> None:
+        """Record that the groups at `positions`, which were finished, are handed over to the loop."""
         for position in positions:
             self.finished.remove(position)
-            self._trained.add(position)
-        while self._trained_below in self._trained:
-            self._trained.remove(self._trained_below)
-            self._trained_below += 1
+            self._handed_over.add(position)
+        while self._handed_over_below in self._handed_over:
+            self._handed_over.remove(self._handed_over_below)
+            self._handed_over_below += 1
 
     def state(self) -> dict[str, Ranges]:
         """Return the ledger as JSON."""
         under_way = self.under_way.union(self._again)
-        return {"trained": self.trained, "finished": ranges(self.finished), "under_way": ranges(under_way)}
+        return {"trained": self.handed_over, "finished": ranges(self.finished), "under_way": ranges(under_way)}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
@@ -74,7 +75,7 @@ class Ledger:
         ledger = cls()
         ledger._next = len(everything)
         ledger.finished = {*kinds["finished"], *kinds["trained"]}
-        ledger.train(kinds["trained"])
+        ledger.hand_over(kinds["trained"])
         ledger._again = sorted(kinds["under_way"])
         return ledger
 

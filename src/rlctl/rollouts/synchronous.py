@@ -59,7 +59,7 @@ class SynchronousSource:
         with self._timer(Phase.REWARD):
             groups, failures = _scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
         self._ledger.finish(positions)
-        self._ledger.train(positions)
+        self._ledger.hand_over(positions)
         return RolloutBatch(tuple(groups), {"scorer_failures": failures, "offloaded_bytes": freed_bytes})
 
     def _request(self, position: int) -> GroupRequest:

@@ -180,7 +180,7 @@ class RunDirectory:
         ]
         if odd:
             raise InputError(
-                f"{path} is not the manifest of a run: its `{odd[0]}` is no such thing.", "Start a new run."
+                f"{path} is not the manifest of a run: its `{odd[0]}` has another form.", "Start a new run."
             )
         return found
 

@@ -181,7 +181,7 @@ class CollectiveSender:
         self.group.send_bytes(encode_parts(self.packer.parts), self.to, self.tag)
 
     @contextmanager
-    def begin(self, version: int, epoch: int) -> Iterator[None]:
+    def begin(self, version: int, attempt: int) -> Iterator[None]:
         try:
             self._leaving = {}
             told = torch.tensor([version], dtype=torch.int64, device=self.group.device)
@@ -242,7 +242,7 @@ class CollectiveReceiver:
         self._leaving: dict[int, list[Pending]] = {}
 
     @contextmanager
-    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> Iterator[None]:
+    def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> Iterator[None]:
         try:
             self._require_version(version)
             self._arriving, self._leaving = {}, {}

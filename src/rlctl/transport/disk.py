@@ -163,7 +163,7 @@ class DiskSender:
         self._buffer = torch.empty(max(map(message_bytes, packer.parts), default=0), dtype=torch.uint8)
 
     @contextmanager
-    def begin(self, version: int, epoch: int) -> Iterator[None]:
+    def begin(self, version: int, attempt: int) -> Iterator[None]:
         link = self.channel.connection
         self._file = WriteFile(link.directory, version, self.channel.index, self.name, self._header)
         with self._file.file:
@@ -193,7 +193,7 @@ class DiskReceiver:
         self.connection, self.rounds = connection, rounds
 
     @contextmanager
-    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> Iterator[None]:
+    def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> Iterator[None]:
         link = self.connection
         with ExitStack() as stack:
             self._files = [

@@ -29,8 +29,8 @@ class Sender(Protocol):
         """Makes this rank's copies of each round."""
         ...
 
-    def begin(self, version: int, epoch: int) -> AbstractContextManager[None]:
-        """A context in which `version` is sent, as attempt number `epoch`; the other ends learn of what it raises."""
+    def begin(self, version: int, attempt: int) -> AbstractContextManager[None]:
+        """A context in which `version` is sent, as attempt number `attempt`; the other ends learn of what it raises."""
         ...
 
     def wait(self, index: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The receiving end of a channel: rounds in order, each in a buffer that stays valid until it is given back."""
 
-    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
+    def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
         """As `Sender.begin`, to receive. With `changes` only changed elements come, of these lengths; with None
         everything."""
         ...

@@ -1,7 +1,8 @@
 """Rounds of bounded size, cut from what a receiver needs, and the records that both ends of a channel share.
 
 A receiver declares a `Layout`: the parameters that it wants filled and where their elements come from. Its rows are cut
-into rounds that fit a staging buffer. Both ends cut alike, so no list of tensors ever travels. Torch-free.
+into rounds that fit a staging buffer. Layouts are exchanged once, when a session opens. Both ends cut them alike, so no
+list of tensors travels with a refit. Torch-free.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ CELL = 128  # bytes: two cache lines, so that no two processes write to one (pro
 PAGE = 4096
 LOOK_AFTER_S = 0.02
 LONGEST_PAUSE_S = 0.001
-_EPOCH = 1 << 32
+_ROUNDS_AN_ATTEMPT = 1 << 32  # counts of later attempts are larger than all of earlier ones
 # Words of a cell.
 DONE, PROCESS, FAILED, VERSION = 0, 1, 2, 3
 
@@ -154,22 +154,22 @@ class Ring:
         first = _header(len(self.names))
         own = [segment.buffer[first + i * capacity : first + (i + 1) * capacity] for i in range(buffers)]
         self.buffers = memory if memory is not None else own
-        self._epoch, self._version, self._deadline = 0, 0, 0.0
+        self._attempt, self._version, self._deadline = 0, 0, 0.0
         self._cells[me, PROCESS] = os.getpid()
 
     def buffer(self, index: int) -> torch.Tensor:
         return self.buffers[index % len(self.buffers)]
 
     @contextlib.contextmanager
-    def refit(self, version: int, epoch: int) -> Iterator[None]:
-        """Take part in attempt number `epoch` (rising from 1); the other ends learn of whatever is raised inside."""
-        self._epoch, self._deadline = epoch, time.monotonic() + self.timeout_s
+    def refit(self, version: int, attempt: int) -> Iterator[None]:
+        """Take part in attempt number `attempt` (rising from 1); the other ends learn of whatever is raised inside."""
+        self._attempt, self._deadline = attempt, time.monotonic() + self.timeout_s
         self._version = self._cells[self.me, VERSION] = version
         self._count(0)
         try:
             yield
         except BaseException:
-            self._cells[self.me, FAILED] = epoch
+            self._cells[self.me, FAILED] = attempt
             raise
 
     def wait_free(self, index: int) -> torch.Tensor:
@@ -202,21 +202,23 @@ class Ring:
         self.segment.close()
 
     def _count(self, rounds: int) -> None:
-        self._cells[self.me, DONE] = self._epoch * _EPOCH + rounds
+        self._cells[self.me, DONE] = self._attempt * _ROUNDS_AN_ATTEMPT + rounds
 
     def _wait(self, peers: range, rounds: int, doing: str, index: int) -> None:
         for peer in peers:
-            if self._cells[peer, DONE] < self._epoch * _EPOCH + rounds:
+            if self._cells[peer, DONE] < self._attempt * _ROUNDS_AN_ATTEMPT + rounds:
                 self._wait_for(
-                    peer, self._epoch * _EPOCH + rounds, f"{doing} round {index + 1}" if index >= 0 else "begin"
+                    peer,
+                    self._attempt * _ROUNDS_AN_ATTEMPT + rounds,
+                    f"{doing} round {index + 1}" if index >= 0 else "begin",
                 )
-            if self._cells[peer, DONE] >= (self._epoch + 1) * _EPOCH:
+            if self._cells[peer, DONE] >= (self._attempt + 1) * _ROUNDS_AN_ATTEMPT:
                 raise WorkerError(f"This transfer was given up: {self.names[peer]} has begun a later one.")
 
     def _wait_for(self, peer: int, count: int, doing: str) -> None:
         pause, look = 0.0, time.monotonic() + LOOK_AFTER_S
         while self._cells[peer, DONE] < count:
-            if self._cells[peer, FAILED] == self._epoch:
+            if self._cells[peer, FAILED] == self._attempt:
                 raise PeerFailedError(f"{self.names[peer]} failed before it could {doing}.")
             now = time.monotonic()
             if now > self._deadline:
@@ -275,8 +277,8 @@ class SharedMemorySender:
         segment, memory = (made.segment, made.buffers) if made else (None, None)
         self.ring = _ring(link, packer.rounds, self.place, memory, segment)
 
-    def begin(self, version: int, epoch: int) -> AbstractContextManager[None]:
-        return self.ring.refit(version, epoch)
+    def begin(self, version: int, attempt: int) -> AbstractContextManager[None]:
+        return self.ring.refit(version, attempt)
 
     def wait(self, index: int) -> torch.Tensor:
         return self.ring.wait_free(index)
@@ -304,8 +306,8 @@ class SharedMemoryReceiver:
         place = len(connection.senders) + connection.receivers.index(name)
         self.ring = _ring(connection, rounds, place, memory)
 
-    def begin(self, version: int, epoch: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
-        return self.ring.refit(version, epoch)
+    def begin(self, version: int, attempt: int, changes: Lengths | None = None) -> AbstractContextManager[None]:
+        return self.ring.refit(version, attempt)
 
     def wait(self, index: int) -> torch.Tensor:
         return self.ring.wait_filled(index)

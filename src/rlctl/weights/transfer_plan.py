@@ -1,7 +1,8 @@
 """Transfer plans: the intersection of a source's layouts with one destination rank's layout, and its proof.
 
-Each side computes its own part alone: `receive_plan` for a destination rank, `send_plan` for a source rank. Both find
-the replica that sends with the same function of (copy, destination rank, topology).
+`receive_plan` plans for a destination rank, `send_plan` for a source rank. Both find the replica that sends with the
+same function of (copy, destination rank, topology), so either side can plan its part alone. In a refit the policy's
+ranks do all of it: each makes the plan of every channel and sends its own part, and the engines plan nothing.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class TransferPlan:
         problems = self.problems()
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise VerificationError(f"The transfer plan of rank {self.rank} does not hold: {shown}.")
+            raise VerificationError(f"The transfer plan of rank {self.rank} is wrong: {shown}.")
         return self
 
 

@@ -102,7 +102,7 @@ class HostStates:
         for param in params:
             if id(param) in self._masters:
                 yield param
-            # torch's Adam keeps a count of steps beside the moments
+            # torch's Adam keeps a count of steps next to the moments
             found = self._owner.optimizer.state.get(param, {}).values()
             yield from (value for value in found if isinstance(value, Tensor) and value.dim())
 

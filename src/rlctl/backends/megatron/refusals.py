@@ -21,7 +21,7 @@ def refuse_wrong_numbers(spec: PolicySpec) -> None:
     if spec.optimizer_offload:
         _refuse_other_states(spec)
     for key, reason in _wrong(spec):
-        raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is not run: {reason}.", "Remove it.")
+        raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
 
 
 def _refuse_replay(spec: PolicySpec) -> None:
@@ -71,14 +71,14 @@ def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     """Options that need TransformerEngine where it is not used, and those of it that rlctl does not support."""
     given, layers = spec.megatron, spec.megatron.get("transformer_impl")
-    why = "TransformerEngine's layers are used on GPUs where it is installed"
+    why = "rlctl uses TransformerEngine only on GPUs where it is installed"
     if spec.device == "cuda" and spec.lora.rank:
-        why = "adapters (training.lora) are on Megatron's own layers"
+        why = "adapters (training.lora) need Megatron's own layers"
     if layers not in (None, "local") and not (layers == "transformer_engine" and has_transformer_engine(spec)):
         yield "transformer_impl", why
     for key in ("fp8", "moe_grouped_gemm"):
         if given.get(key) and not has_transformer_engine(spec):
-            yield key, f"it is TransformerEngine's, and {why}"
+            yield key, f"it needs TransformerEngine, and {why}"
     if given.get("moe_grouped_gemm") and not groups_experts(spec, te=True):
         yield "moe_grouped_gemm", "the model has no experts, or experts with biases"
     if given.get("fp8") and spec.dtype != "bfloat16":

@@ -317,7 +317,7 @@ class MegatronWorker:
         from rlctl.backends.megatron.checkpoint import Save
 
         if self._save is not None:
-            raise WorkerError("save_begin while a save is under way.")
+            raise WorkerError("save_begin was called while a save was under way.")
         self._gather_parameters()
         self._save = Save(Path(directory), self.chunks, self.optimizer)
 
@@ -327,7 +327,7 @@ class MegatronWorker:
     def save_finish(self) -> dict[str, str]:
         save, self._save = self._save, None
         if save is None:
-            raise WorkerError("save_finish without a save under way.")
+            raise WorkerError("save_finish was called, but no save is under way.")
         return save.finish()
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm import compat
-from rlctl.backends.vllm.inflight import Flight, Sample, Turns, columns_of
+from rlctl.backends.vllm.inflight import EngineLock, Flight, Sample, columns_of
 from rlctl.backends.vllm.routing import assembled
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
 from rlctl.errors import ConfigError, InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
@@ -32,7 +32,7 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec, index: int = 0) -> None:
         self.spec, self.index = spec, index
-        self._turns, self._one_call = Turns(), threading.Lock()
+        self._lock, self._one_call = EngineLock(), threading.Lock()
         self._flight: Flight | None = None
         self._draining = False
         self._version = 0
@@ -69,7 +69,7 @@ class VllmEngine:
         return self.spec.routing and self.spec.device == "cpu"
 
     def close(self) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             if self._llm is None:
                 return
             self._rpc("rlctl_release")
@@ -81,7 +81,7 @@ class VllmEngine:
     def require_alive(self) -> None:
         if self._llm is None:
             raise WorkerError(f"Engine {self.index} is not started.")
-        with self._turns.ask():
+        with self._lock.ask():
             self._rpc("rlctl_alive")
 
     # Generation
@@ -89,21 +89,21 @@ class VllmEngine:
     def generate(self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float) -> list[GroupResult]:
         with self._one_call:
             deadline = time.monotonic() + timeout_s
-            with self._turns.ask():
-                while self._draining and self._turns.wait(deadline):
+            with self._lock.ask():
+                while self._draining and self._lock.wait(deadline):
                     pass  # a refit is due, and comes first
                 self._require_whole_weights()
                 self._require_awake()
                 self._require_prompts_fit(requests)
                 flight = self._flight = Flight(self._llm.llm_engine)
             try:
-                with self._turns.ask():  # a refit that comes now finds all samples in flight, or none
+                with self._lock.ask():  # a refit that comes now finds all samples in flight, or none
                     self._begin(flight, requests, sampling)
                 self._fly(flight, deadline, timeout_s)
             finally:
-                with self._turns.ask():
+                with self._lock.ask():
                     self._flight = None  # also where vLLM is broken, and cannot abort
-                    self._turns.tell()
+                    self._lock.tell()
                     if not flight.done:
                         flight.abort(self._version)
             routed = self._routing(requests, flight)
@@ -130,9 +130,9 @@ class VllmEngine:
     def _fly(self, flight: Flight, deadline: float, timeout_s: float) -> None:
         """Decode until every sample is finished, giving way to refits between two steps."""
         while not flight.done:
-            with self._turns.step():
+            with self._lock.step():
                 while self._updating is not None and not (flight.done or flight.rejected):
-                    if not self._turns.wait(deadline):
+                    if not self._lock.wait(deadline):
                         self._require_whole_weights()
                 if flight.rejected:
                     raise WorkerError(f"Engine {self.index} generated with weights that did not pass verification.")
@@ -201,11 +201,11 @@ class VllmEngine:
     # Memory of the device
 
     def sleep(self) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             self._memory.sleep()
 
     def wake(self) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             self._memory.wake()
 
     def _require_awake(self) -> None:
@@ -215,21 +215,21 @@ class VllmEngine:
     # Refits
 
     def refit_open(self, init_info: dict[str, Any]) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             self._memory.wake(WEIGHTS)
             self._rpc("init_weight_transfer_engine", init_info)
 
     def refit_needs(self) -> list[Any]:
-        with self._turns.ask():
+        with self._lock.ask():
             return self._rpc("rlctl_need", f"engine {self.index}")
 
     def refit_connect(self, connections: tuple[Any, ...]) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             self._rpc("rlctl_connect", f"engine {self.index}", connections)
 
     def refit_begin(self, version: int) -> None:
         """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
-        with self._turns.ask():
+        with self._lock.ask():
             if self._llm is None:
                 raise WorkerError(f"Engine {self.index} is not started.")
             self._settle()
@@ -246,7 +246,7 @@ class VllmEngine:
             self._drain()
         elif self.spec.in_flight == "abort":
             self._flight.abort(self._version)
-            self._turns.tell()
+            self._lock.tell()
         elif self._updating is None:
             self._flight.take(compat.pause(self._llm.llm_engine), self._version)
             self._flight.stamp(self._version)
@@ -257,25 +257,27 @@ class VllmEngine:
         self._draining = True
         try:
             while self._flight is not None:
-                if not self._turns.wait(deadline):
+                if not self._lock.wait(deadline):
                     raise WaitTimeoutError(
                         f"Engine {self.index} still generates {self.spec.drain_timeout_s:.0f} s after a refit was due.",
                         "Raise refit.timeout_s, or set refit.in_flight to keep or abort.",
                     )
         finally:
             self._draining = False
-            self._turns.tell()
+            self._lock.tell()
 
     def refit_receive(self, update_info: dict[str, Any]) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             if self._updating is None:
-                raise WorkerError("refit_receive without refit_begin.")
+                raise WorkerError(f"Engine {self.index} was asked for refit_receive before refit_begin.")
             self._rpc("update_weights", update_info)
 
     def refit_finish(self, version: int) -> dict[str, float]:
-        with self._turns.ask():
+        with self._lock.ask():
             if self._updating != version:
-                raise WorkerError(f"refit_finish({version}), but the refit begun is {self._updating}.")
+                raise WorkerError(
+                    f"Engine {self.index} was asked to finish refit {version}; the refit under way is {self._updating}."
+                )
             begun = time.perf_counter()
             self._rpc("finish_weight_update")
             loaded = time.perf_counter()
@@ -285,19 +287,19 @@ class VllmEngine:
             compat.set_weight_version(self._llm.llm_engine, str(version))
             compat.resume(self._llm.llm_engine)
             self._version, self._updating = version, None
-            self._turns.tell()
+            self._lock.tell()
             return {"load": loaded - begun, "cache_reset": time.perf_counter() - loaded}
 
     def refit_reject(self, version: int) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             self._updating = version
             if self._flight is not None:
                 self._flight.rejected = True
-            self._turns.tell()
+            self._lock.tell()
 
     def poison(self) -> int:
         """The engine refuses to generate until a full refit succeeds. Returns how many tensors were spoiled."""
-        with self._turns.ask():
+        with self._lock.ask():
             self._settle()
             self._memory.wake(WEIGHTS)
             self._updating = POISONED
@@ -305,21 +307,21 @@ class VllmEngine:
             return sum(self._rpc("rlctl_poison"))
 
     def refit_close(self) -> None:
-        with self._turns.ask():
+        with self._lock.ask():
             if self._llm is not None:
                 self._rpc("rlctl_release")
 
     def received(self) -> list[Any]:
-        with self._turns.ask():
+        with self._lock.ask():
             return self._rpc("rlctl_received")
 
     def readings(self, tensors: list[str] | None = None) -> list[Any]:
-        with self._turns.ask():
+        with self._lock.ask():
             self._memory.wake(WEIGHTS)
             return [reading for worker in self._rpc("rlctl_readings", tensors) for reading in worker]
 
     def values(self, tensor: str) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
-        with self._turns.ask():
+        with self._lock.ask():
             self._memory.wake(WEIGHTS)
             return [held for worker in self._rpc("rlctl_values", tensor) for held in worker]
 

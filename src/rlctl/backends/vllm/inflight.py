@@ -23,7 +23,7 @@ ABORTED = "abort"
 POLL_S = 0.001
 
 
-class Turns:
+class EngineLock:
     """Decides who may use the engine: between steps the generating thread gives way to whoever asks."""
 
     def __init__(self) -> None:

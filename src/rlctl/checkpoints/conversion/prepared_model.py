@@ -69,7 +69,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
                 raise
             tell(f"starting from the published files ({NAMED[0]} names another place for conversions)")
             return source
-    # Not the iteration that somebody trained from it with other tools and saved beside it.
+    # Not the iteration that somebody trained from it with other tools and saved next to it.
     converted = of_megatron(source.label, MegatronDirectory(place, place / RELEASE, None))
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
 

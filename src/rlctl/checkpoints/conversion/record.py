@@ -32,7 +32,7 @@ def write(
     """
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     files = {str(path.relative_to(directory)): path.stat().st_size for path in found}
-    files.pop(LATEST, None)  # names another iteration once one is saved beside it
+    files.pop(LATEST, None)  # names another iteration once one is saved next to it
     values = {"wanted": wanted, "report": report, "files": files, "published": dict(published)}
     values["fingerprints"] = {name: f"{value:016x}" for name, value in fingerprints.items()}
     (directory / RECORD).write_text(json.dumps(values, indent=2) + "\n")

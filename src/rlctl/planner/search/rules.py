@@ -22,7 +22,7 @@ def training_problems(
     p, rows = choice.parallel, choice.micro_batch_tokens
     found = [*_world_problems(choice, world), *policy_problems(facts, p)]
     if facts.moe is None and p.etp == p.tp > 1:
-        # Harmless, and what a dense policy has where nobody names it; but the planner's is 1 unless somebody did.
+        # It does no harm, but the planner's own value is 1 for a dense model, so somebody has set this one.
         found.append(Problem("training.etp", "expert parallelism needs a model with experts"))
     if workload.rollouts and rows < workload.max_length:
         why = f"{rows:,} is less than one rollout of {workload.max_length:,} tokens (model.max_length)"

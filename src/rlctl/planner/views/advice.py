@@ -15,7 +15,7 @@ from rlctl.planner.inputs.cluster import ClusterFacts, cpu_device
 from rlctl.planner.result import Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.fitting import fitting_plans
+from rlctl.planner.search.feasible_plans import feasible_plans
 from rlctl.planner.search.policy_search import Request
 from rlctl.planner.search.rules import lone_problem
 
@@ -40,7 +40,7 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
 
 def fits(request: Request) -> bool:
     """Whether any plan fits."""
-    return bool(fitting_plans(request)[0])
+    return bool(feasible_plans(request)[0])
 
 
 def _broken_pin(request: Request) -> ConfigError | None:
@@ -139,7 +139,7 @@ def _cheapest_change(request: Request) -> str | None:
     """The first change that makes a plan fit which can be run; else the first that makes any fit."""
     planned = None
     for change in _changes(request):
-        plans = fitting_plans(change.request)[0]
+        plans = feasible_plans(change.request)[0]
         if change.runs and any(plan.runnable for plan in plans):
             return f"It fits with {change.words}."
         if plans and planned is None:
@@ -157,14 +157,14 @@ def _smallest_machine(request: Request) -> str | None:
     text = f"The smallest machine of this kind that fits is {first.describe()}"
     if _runs(replace(request, cluster=first)):
         return f"{text}."
-    because = fitting_plans(replace(request, cluster=first))[0][0].not_runnable_because[0]
+    because = feasible_plans(replace(request, cluster=first))[0][0].not_runnable_because[0]
     able = _smallest(request, _runs)
     return f"{text} ({because})" + (f"; with a plan that runs, {able.describe()}." if able is not None else ".")
 
 
 def _runs(request: Request) -> bool:
     """Whether any plan fits that rlctl can run."""
-    return any(plan.runnable for plan in fitting_plans(request)[0])
+    return any(plan.runnable for plan in feasible_plans(request)[0])
 
 
 def _smallest(request: Request, good: Callable[[Request], bool]) -> ClusterFacts | None:

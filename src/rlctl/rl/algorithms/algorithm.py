@@ -1,4 +1,4 @@
-"""The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `registry.py`.
+"""The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `available.py`.
 
 An algorithm reads the sections `advantage` and `loss` of the configuration, and nobody else does. Its object lives in
 the driver, where torch is not imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a
@@ -55,7 +55,7 @@ class Algorithm(ABC):
 
     @property
     def needs(self) -> frozenset[LogprobColumn]:
-        """Log-probs that are computed before training; the plan reckons with the same."""
+        """Log-probs that are computed before training, and that the planner counts."""
         return self.config.logprobs_needed
 
     def keeps(self, rewards_G: np.ndarray) -> bool:

@@ -118,7 +118,9 @@ def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor
         pack_expert(digits, moved, isa)
         order |= moved.view(-1).to(torch.int64) << shift
     if not torch.equal(order.sort().values, index):
-        raise VerificationError(f"vLLM's order of experts ({isa}, {shape}) is no permutation: no reading back.")
+        raise VerificationError(
+            f"vLLM's order of experts ({isa}, {shape}) is no permutation, so experts cannot be read back."
+        )
     return order
 
 

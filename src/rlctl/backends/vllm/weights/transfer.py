@@ -54,7 +54,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One refit: the version that it brings, and which attempt of the session it is."""
 
     version: int = 0
-    epoch: int = 1
+    attempt: int = 1
     base: int | None = None
     """The version since which only changed elements come; None: everything comes."""
     lengths: tuple[Lengths, ...] = ()
@@ -126,10 +126,10 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if self.receiver is None:
-            raise WorkerError("A refit before the engine's worker was connected.")
+            raise WorkerError("A refit began before the engine's worker was connected.")
         held, self.applied = self.applied, None
         changes = None if update_info.base is None else update_info.lengths[self.connection.channel]
-        with torch.no_grad(), self.receiver.begin(update_info.version, update_info.epoch, changes):
+        with torch.no_grad(), self.receiver.begin(update_info.version, update_info.attempt, changes):
             timed = TimedReceiver(self.receiver)
             if changes is None or update_info.base is None:
                 self.writer.write_rounds(self.rounds, timed)
@@ -162,7 +162,8 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Raise RlctlError. vLLM before 0.29 asks every engine for a sender; this one's is `refit.session`."""
+        """Raise RlctlError. vLLM before 0.29 asks every engine for a sender; the sender to this one is in
+        `refit/policy_side.py`."""
         raise RlctlError("vLLM's trainer cannot send to rlctl's engine.", "Refit it with a RefitSession.")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.planner.views.against import compare_memory, compare_run, comparison_text, memory_text
+from rlctl.planner.views.run_comparison import compare_memory, compare_run, comparison_text, memory_text
 
 
 def run_directory(path: Path, predicted: dict[str, float], steps: list[dict[str, float]]) -> Path:

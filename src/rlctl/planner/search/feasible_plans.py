@@ -20,7 +20,7 @@ from rlctl.planner.search.rules import not_runnable
 from rlctl.telemetry.phases import Phase
 
 
-def fitting_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
+def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     """All plans that fit, the best first (as many as are worth showing), and why others did not."""
     colocated = request.pin("generation.colocated")
     modes = [True, False] if colocated is None else [bool(colocated)]

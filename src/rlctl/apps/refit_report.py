@@ -1,4 +1,4 @@
-"""The refit self-test: two or more refits with perturbed weights between them, every tensor and log-probs compared."""
+"""The refit test and its report: refits with perturbed weights between them; every tensor and log-probs compared."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ NOT_COMPARED = LogprobLimit(0.0, 0.0)
 
 
 @dataclass
-class SelfTest:
-    """The findings of the self-test; `to_json` is the documented object."""
+class RefitTestReport:
+    """The findings of a refit test; `to_json` is the documented object."""
 
     model: str
     mover: str
@@ -177,7 +177,7 @@ def run(
     timeout_s: float,
     new_tokens: int,
     tell: Callable[[str], None],
-) -> SelfTest:
+) -> RefitTestReport:
     """Refit `repeat` times (at least twice) and compare everything each time. `compare_logprobs` compares the engine's
     log-probs with those that the policy gives the same tokens."""
     session = sync.session
@@ -186,7 +186,7 @@ def run(
         with sync.generating():
             return _generate(sync.engines, prompts, version, new_tokens, timeout_s)
 
-    test = SelfTest(model, session.mover, session.receive, logprob_limit)
+    test = RefitTestReport(model, session.mover, session.receive, logprob_limit)
     test.limit_gb_per_s = _copy_speed(session, timeout_s)
     for version in range(1, max(2, repeat) + 1):
         if version > 1:
@@ -224,9 +224,9 @@ def _copy_speed(session: RefitSession, timeout_s: float) -> float:
 
 def run_without_engine(
     session: RefitSession, *, model: str, repeat: int, timeout_s: float, tell: Callable[[str], None] = lambda _: None
-) -> SelfTest:
+) -> RefitTestReport:
     """The part of `run` that needs no engine: every tensor compared, the first refit into poisoned memory."""
-    test = SelfTest(model, session.mover, "direct", NOT_COMPARED, synthetic=True)
+    test = RefitTestReport(model, session.mover, "direct", NOT_COMPARED, synthetic=True)
     test.limit_gb_per_s = _copy_speed(session, timeout_s)
     session.engines.within(timeout_s).call(WeightReceiver.poison)
     for version in range(1, max(2, repeat) + 1):
@@ -240,7 +240,7 @@ def run_without_engine(
     return test
 
 
-def _compared(session: RefitSession, test: SelfTest) -> list[Comparison]:
+def _compared(session: RefitSession, test: RefitTestReport) -> list[Comparison]:
     """Every tensor of every engine, added to the record with the seconds it took."""
     begun = time.perf_counter()
     found = session.compare()
