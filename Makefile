@@ -3,7 +3,7 @@
 .PHONY: demo test lint venv
 
 # Two processes, each with whole folders of tests (tests/conftest.py).
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --no-loadscope-reorder
 
 demo: venv
 	.venv/bin/rlctl train grpo --preset laptop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,13 +34,17 @@ SHARING = {"backends": "engines", "refit": "engines"}
 """Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a folder's tests in one process where several run tests: they share what is slow to start."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            folder = item.path.relative_to(Path(__file__).parent).parts[0]
-            item.add_marker(pytest.mark.xdist_group(SHARING.get(folder, folder)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = nodeid.split("/")[1]
+            return SHARING.get(folder, folder)
+
+    return ByFolder(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from rlctl.runs.interrupt import SIGNALS, StopRequest
 @pytest.mark.parametrize("number", SIGNALS)
 def test_between_steps_the_first_is_a_request_and_the_second_ends_it(number: signal.Signals) -> None:
     said: list[str] = []
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     before = [signal.getsignal(one) for one in SIGNALS]
     with StopRequest(said.append) as stop:
         with stop.between_steps():

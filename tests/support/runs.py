@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -74,7 +75,7 @@ def in_terminal(arguments: list[str], log: Path):
     with open(theirs, "wb", closefd=True) as out:
         process = psutil.Popen(
             arguments, stdin=out, stdout=out, stderr=out, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )  # fmt: skip
     with log.open("wb") as shown:
         reader = psutil.Popen(["cat"], stdin=ours, stdout=shown, stderr=subprocess.DEVNULL)
@@ -85,6 +86,11 @@ def in_terminal(arguments: list[str], log: Path):
         finally:
             reader.kill()
             reader.wait(30)
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 
 
 @contextlib.contextmanager
