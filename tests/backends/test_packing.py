@@ -4,7 +4,7 @@ shared."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.backends.batch import RolloutRow
@@ -24,6 +24,7 @@ groups = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(
     groups,
     st.integers(1, 4),
