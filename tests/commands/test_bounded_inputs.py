@@ -66,7 +66,6 @@ def alias_bomb(kind: str) -> str:
         ("\n".join(f"k{i}: {i}" for i in range(4000)), "and 3,980 more problems."),
         (f"run: {{steps: {'x' * 200_000}}}", "it should be a valid integer"),
         ('run: {dir: "a\\0b"}', "`run.dir` (file mine.yaml) holds a zero byte"),
-        ("policy: {x: 1}\n" + "\n".join(f"k{i}: {i}" for i in range(4000)), "more problems."),
     ],
     ids=lambda value: None if len(value) > 60 else value,
 )
@@ -90,15 +89,33 @@ BRANCHING = ["v0: {x: 1}", *(f"v{i}: {{a: '${{v{i - 1}}}', b: '${{v{i - 1}}}'}}"
         (BRANCHING, "lead to more than 10,000 others"),
         (["defaults: [3]"], "`defaults` names 3, which is no file"),
         (["defaults: /dev/zero"], "/dev/zero cannot be read: it is a device, not a file"),
-        (["grpo: {seed: '${div:1,0}'}"], "${div:...} of [1, 0]: division by zero"),
-        (["grpo: {seed: '${sub:}'}"], "${sub:...}"),
-        (["grpo: {seed: '${mul:" + ",".join(["9" * 4000] * 2) + "}'}"], "${mul:...} gives a number that is too large"),
     ],
     ids=lambda value: None if isinstance(value, list) else value,
 )
 def test_a_recipe_out_of_bounds(tmp_path: Path, refused: Callable[..., str], lines: list[str], words: str) -> None:
     (tmp_path / "recipe.yaml").write_text("\n".join(["policy: {model_name: x}", *lines]))
     assert words in refused("config", "import", "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("grpo: {seed: '${div:1,0}'}", "${div:...} of [1, 0]: division by zero"),
+        ("grpo: {seed: '${sub:}'}", "${sub:...}"),
+        ("grpo: {seed: '${mul:" + ",".join(["9" * 4000] * 2) + "}'}", "${mul:...} gives a number that is too large"),
+        ("\n".join(f"k{i}: {i}" for i in range(4000)), "more lines, which --all shows"),
+    ],
+    ids=["div", "sub", "mul", "unknown"],
+)
+def test_a_value_of_a_recipe_that_leads_nowhere_is_a_line_of_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(f"policy: {{model_name: x}}\n{line}\n")
+    assert run(["config", "import", "recipe.yaml"]) == 0
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said) < 15_000
 
 
 @pytest.mark.parametrize(

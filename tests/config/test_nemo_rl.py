@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.config.load import from_sources, resolve, stored_values
+from rlctl.backends.messages import Sampling
+from rlctl.checkpoints.locations import converted_directory
+from rlctl.config.load import Resolved, from_sources, resolve, stored_values
 from rlctl.config.nemo_rl.mapping_rules import Import
 from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, InputError
+from rlctl.rl.algorithms.available import algorithm_from_config
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
@@ -88,22 +91,52 @@ def test_defaults_are_merged_and_arithmetic_is_done_after_the_merge() -> None:
         ("${max:2, 5}", 5),
         ("x-${a}-y", "x-8-y"),
         ("${.b}", 7),
+        ("${..a}", 8),
+        ("${policy[b]}", 7),
+        ("${list[1].b}", 6),
+        ("${section.b}", 7),
+        ("${mul:${.b}, ${..a}}", 56),
         ("${oc.env:RLCTL_NO_SUCH_NAME, fallback}", "fallback"),
     ],
 )
 def test_references_and_resolvers(tmp_path: Path, text: str, value: Any) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump({"a": 8, "policy": {"b": 7, "c": text}}))
+    more = {"list": [0, {"b": 6}], "section": "${policy}"}
+    path.write_text(yaml.safe_dump({"a": 8, "policy": {"b": 7, "c": text}, **more}))
     assert read_recipe(path)["policy"]["c"] == value
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"policy": {"a": "${policy.nothing}"}}, "policy.nothing"),
-        ({"policy": {"a": "${pow:2, 3}"}}, "unknown resolver `pow`"),
-        ({"policy": {"a": "${policy.b}", "b": "${policy.a}"}}, "back to itself"),
-        ({"policy": {"a": "${mul:2"}}, "never closed"),
+        ({"model_name": "${policy.nothing}"}, "policy.nothing"),
+        ({"model_name": "${pow:2, 3}"}, "unknown resolver `pow`"),
+        ({"model_name": "${policy.precision}", "precision": "${policy.model_name}"}, "back to itself"),
+        ({"model_name": "${mul:2"}, "never closed"),
+        ({"model_name": "${oc.env:RLCTL_NO_SUCH_NAME}"}, "RLCTL_NO_SUCH_NAME is not set"),
+        ({"model_name": "${div:1, 0}"}, "division by zero"),
+    ],
+)
+def test_a_value_that_leads_nowhere_is_an_entry_and_stops_a_run(
+    tmp_path: Path, values: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({"grpo": {"max_num_steps": 7}, "policy": values}))
+    result = import_recipe(path)
+    assert result.values["run.steps"] == 7
+    assert "model.name" not in result.values
+    assert any(said in line for line in result.unsupported), result.unsupported
+
+
+def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
+    result = recipe(tmp_path, logger__wandb__name="${data.no_such_key}")
+    assert status(result, "logger.wandb.name") == "logging"
+    assert result.unsupported == []
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
         ({"defaults": "absent.yaml"}, "absent.yaml"),
         ({"defaults": "r.yaml"}, "comes back to itself"),
     ],
@@ -152,10 +185,10 @@ def test_deprecated_names_go_through_the_table(tmp_path: Path) -> None:
     assert status(result, f"{DDP}.use_custom_fsdp") == "mapped"
 
 
-def test_pairs_that_megatron_refuses_are_resolved_and_shown() -> None:
+def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
     result = import_recipe(RECIPES / "llama_megatron.yaml")
-    assert status(result, f"{DDP}.average_in_collective") == "changed"
-    assert any("average_in_collective" in line for line in result.changed)
+    assert status(result, f"{DDP}.average_in_collective") == "not applicable"
+    assert "ddp.average_in_collective" not in result.values
 
 
 @pytest.mark.parametrize(
@@ -169,7 +202,6 @@ def test_pairs_that_megatron_refuses_are_resolved_and_shown() -> None:
         ("policy__generation__vllm_cfg__precision", "fp8"),
         ("policy__generation__vllm_kwargs__worker_extension_cls", "a.B"),
         ("policy__megatron_cfg__distributed_data_parallel_config__bucket_size", "many"),
-        ("policy__generation__colocated__resources__num_nodes", 2),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True}),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e5m2"}),
         ("policy__megatron_cfg__fp8_cfg", {"enabled": True, "fp8": "e4m3", "fp8_param": True}),
@@ -179,7 +211,16 @@ def test_pairs_that_megatron_refuses_are_resolved_and_shown() -> None:
         ("policy__precision", "float16"),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
-        ("sft__max_num_steps", 10),
+        ("grpo__adv_estimator__name", "reinforce_plus_plus"),
+        ("loss_fn__use_on_policy_kl_approximation", True),
+        ("policy__train_global_batch_size", 500),
+        ("policy__hf_config_overrides__rope_scaling__factor", 4.0),
+        ("loss_fn__ratio_clip_min", 1.0),
+        ("data__prompt_file", "absent.txt"),
+        ("policy__generation__max_new_tokens", "many"),
+        ("policy__generation__backend", ["vllm"]),
+        ("data__dataset_name", ["gsm8k"]),
+        ("policy__megatron_cfg__scheduler__start_weight_decay", "none"),
     ],
 )
 def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: Any) -> None:
@@ -252,7 +293,7 @@ def test_fields_of_the_engines_are_passed_through(tmp_path: Path) -> None:
 
 
 def test_a_recipes_fields_may_have_no_effect_also_when_it_is_resumed() -> None:
-    asked = resolve(files=[RECIPES / "llama_megatron.yaml"], sets=["megatron.moe_z_loss_coeff=0.1"], environment={})
+    asked = resolve(files=[RECIPES / "megatron_form.yaml"], sets=["megatron.moe_z_loss_coeff=0.1"], environment={})
     planned = asked.with_values({"training.pp": 1})
     again = from_sources([Source(stored_values(planned.to_json()))])
     for resolved in (asked, planned, again):
@@ -262,31 +303,158 @@ def test_a_recipes_fields_may_have_no_effect_also_when_it_is_resumed() -> None:
     assert planned.notes == asked.notes != ()
 
 
-def test_what_is_neither_nemo_rls_nor_a_field_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policy.megatron_cfg.moe_router_dtyp`: neither NeMo-RL's nor a field"):
-        recipe(tmp_path, policy__megatron_cfg__moe_router_dtyp="fp32")
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("policy__megatron_cfg__moe_router_dtyp", "nor a field of Megatron-Core"),
+        ("grpo__num_prompt_per_step", "did you mean grpo.num_prompts_per_step"),
+        ("a_section_of_tomorrow__key", "rlctl does not know this key"),
+    ],
+)
+def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, said: str) -> None:
+    result = recipe(tmp_path, **{key: "fp32"})
+    name = key.replace("__", ".")
+    assert [entry.note for entry in result.entries if entry.key == name and said in entry.note]
+    assert status(result, name) == "not known"
+    resolve(files=[result.path], environment={}).require_supported()
 
 
-def test_unknown_keys_are_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown key `grpo.num_prompt_per_step`; did you mean `grpo.num_prompts_per_step`"
-    ):
-        recipe(tmp_path, grpo__num_prompt_per_step=3)
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"sft": {"max_num_steps": 10}}, "supervised fine-tuning"),
+        ({"dpo": {"reference_policy_kl_penalty": 0.05}}, "DPO"),
+        ({"rm": {"max_num_steps": -1}}, "reward models"),
+        ({"distillation": {"num_generations_per_prompt": 1}, "teacher": {"model_name": "x"}}, "distillation"),
+        ({"ppo": {"num_generations_per_prompt": 1}, "value": {"model_name": "x"}}, "PPO with a value model"),
+        ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
+        ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-VL-3B-Instruct"}}, "images"),
+        ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "sound"),
+    ],
+)
+def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(
+    tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "r.yaml"
+    values = {"data": {"dataset_name": "other", "prompt_file": "x"}, "cluster": {"num_nodes": 2}} | sections
+    values["policy"] = {"train_global_batch_size": 32, "precision": "bfloat16"} | values.get("policy", {})
+    values["loss_fn"] = {"kl_type": "mixed"}
+    path.write_text(yaml.safe_dump(values))
+    result = import_recipe(path)
+    (line,) = result.unsupported
+    assert said in line
+    assert not result.of("not known")
+    resolved = resolve(files=[path], environment={})
+    assert resolved.config.cluster.nodes == 2
+    with pytest.raises(ConfigError, match=said):
+        resolved.require_supported()
 
 
-def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="512 rollouts"):
-        recipe(tmp_path, policy__train_global_batch_size=500)
+def test_an_algorithm_that_is_not_there_stays_refused_with_allowed_differences(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("sft: { max_num_steps: 3 }\npolicy: { model_name: x/y }\n")
+    allowed = resolve(files=[path], environment={}).allowing_differences()
+    allowed.require_supported()
+    with pytest.raises(InputError, match="'sft'"):
+        algorithm_from_config(allowed.config)
 
 
 def test_optimizer_steps_follow_from_the_global_batch(tmp_path: Path) -> None:
     assert recipe(tmp_path, policy__train_global_batch_size=128).values["batch.optimizer_steps"] == 4
 
 
-def test_a_prompt_template_is_put_behind_the_question(tmp_path: Path) -> None:
+def test_a_prompt_template_keeps_its_order(tmp_path: Path) -> None:
     (tmp_path / "think.txt").write_text("Think, and answer inside \\boxed{{}}.\n{}\n\nGo on.")
     result = recipe(tmp_path, data__prompt_file="think.txt")
-    assert result.values["data.prompt_suffix"] == "\n\nThink, and answer inside \\boxed{}. Go on."
+    assert result.values["data.prompt_template"] == "Think, and answer inside \\boxed{}.\n{prompt}\n\nGo on."
+
+
+@pytest.mark.parametrize("text", ["No place for the question.", "{} and {}"])
+def test_a_template_without_one_place_for_the_question_stops_a_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "think.txt").write_text(text)
+    assert any("data.prompt_file" in line for line in recipe(tmp_path, data__prompt_file="think.txt").unsupported)
+
+
+def test_a_system_prompt_file_is_the_system_prompt(tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.")
+    assert recipe(tmp_path, data__system_prompt_file="system.txt").values["data.system_prompt"] == "Be brief."
+
+
+def test_what_stops_a_run_can_be_settled_by_rlctl_s_own_key(tmp_path: Path) -> None:
+    changes = {"data__dataset_name": "clevr", "data__prompt_file": "absent.txt", "env__game__cfg": {"size": 4}}
+    path = recipe(tmp_path, **changes).path
+    asked = resolve(files=[path], environment={})
+    assert len(asked.refusals) == 3
+    sets = ["data.name=x.jsonl", "data.prompt_template={prompt}"]
+    settled = resolve(files=[path], sets=sets, flags={"reward.terms": [{"name": "exact-match"}]}, environment={})
+    settled.require_supported()
+    allowed = asked.allowing_differences()
+    allowed.require_supported()
+    assert sum(line.startswith("left out: ") for line in allowed.notes) == 3
+
+
+def test_a_dtensor_recipe_runs_on_megatron_when_that_is_asked_for() -> None:
+    resolved = resolve(files=[RECIPES / "base.yaml"], flags={"training.backend": "megatron"}, environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.training.backend, config.training.tp, config.optimizer.lr) == ("megatron", 1, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedulers", "expected"),
+    [
+        ([("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}), ("ConstantLR", {"factor": 1.0})],
+         {"warmup_steps": 50, "init_lr": 5e-7}),
+        ([("LinearLR", {"start_factor": 0.1, "total_iters": 10}),
+          ("CosineAnnealingLR", {"T_max": 90, "eta_min": 1e-7})],
+         {"warmup_steps": 10, "decay": "cosine", "decay_steps": 100, "min_lr": 1e-7}),
+        ([("ConstantLR", {"factor": 1.0, "total_iters": 10_000_000_000})], {"warmup_steps": 0}),
+    ],
+)  # fmt: skip
+def test_torch_schedulers_are_the_schedule(tmp_path: Path, schedulers: list[Any], expected: dict[str, Any]) -> None:
+    listed = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in schedulers]
+    path = tmp_path / "r.yaml"
+    policy = {"scheduler": [*listed, {"milestones": [50]}]}
+    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
+    values = import_recipe(path).values
+    assert {name: values[f"scheduler.{name}"] for name in expected} == pytest.approx(expected)
+
+
+def test_other_torch_schedulers_stop_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    policy = {"scheduler": [{"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 3}}]}
+    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
+    assert any(line.startswith("policy.scheduler") for line in import_recipe(path).unsupported)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cap", "least", "expected"),
+    [
+        ("tis", 2.0, None, ("truncated", 2.0)),
+        (None, None, None, ("truncated", 1e9)),
+        ("icepop", 5.0, 0.2, ("masked", 5.0)),
+    ],
+)
+def test_importance_weights_are_those_of_the_recipe(
+    tmp_path: Path, kind: str | None, cap: float | None, least: float | None, expected: tuple[str, float]
+) -> None:
+    names = ("type", "ratio", "ratio_min")
+    changes = {f"loss_fn__truncated_importance_sampling_{n}": v for n, v in zip(names, (kind, cap, least), strict=True)}
+    result = recipe(tmp_path, loss_fn__use_importance_sampling_correction=True, **changes)
+    values = result.values
+    assert (values["loss.importance_correction"], values["loss.importance_cap"]) == expected
+    assert not any("importance" in line for line in result.unsupported)
+
+
+def test_variables_and_stop_tokens_reach_the_configuration(tmp_path: Path) -> None:
+    variables = {"NCCL_ALGO": "Ring", "NVTE_FLAG": 1, "NRL_REFIT_NUM_BUFFERS": 1}
+    path = recipe(
+        tmp_path, policy__megatron_cfg__env_vars=variables, policy__generation__vllm_cfg__env_vars=variables
+    ).path
+    config = resolve(files=[path], environment={}).config
+    assert config.training.env == config.generation.env == {"NCCL_ALGO": "Ring", "NVTE_FLAG": "1"}
+    assert config.generation.stop_token_ids == (128009,)
+    assert Sampling.from_config(config.generation, stop_token_ids=(2,)).stop_token_ids == (2, 128009)
 
 
 def test_a_file_dataset_keeps_its_fields(tmp_path: Path) -> None:
@@ -331,7 +499,7 @@ def test_datasets_take_what_they_do_not_say_from_the_defaults_of_all(tmp_path: P
     own = {**data, "train": {"dataset_name": "DeepScaler", "prompt_file": None}}
     values = recipe(tmp_path, data=own).values
     assert "DeepScaleR" in values["data.name"]
-    assert "data.prompt_suffix" not in values
+    assert "data.prompt_template" not in values
 
 
 def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:
@@ -340,5 +508,183 @@ def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoints_are_kept_where_the_recipe_names_a_metric(tmp_path: Path) -> None:
-    assert recipe(tmp_path).values["run.keep_best"] == 3
-    assert recipe(tmp_path, checkpointing={"metric_name": None}).values["run.keep_last"] == 3
+    assert recipe(tmp_path, checkpointing={"enabled": True}).values["run.keep_best"] == 3
+    assert recipe(tmp_path, checkpointing={"enabled": True, "metric_name": None}).values["run.keep_last"] == 3
+    assert "run.keep_best" not in recipe(tmp_path, checkpointing={"enabled": False}).values
+
+
+def test_engines_with_devices_of_their_own_are_counted(tmp_path: Path) -> None:
+    apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}
+    values = recipe(tmp_path, policy__generation__colocated=apart, cluster__num_nodes=4).values
+    assert (values["generation.colocated"], values["generation.engines"]) == (False, 8)  # of two devices each
+
+
+MEGATRON_FORM = {
+    "model.name": "Qwen/Qwen2.5-7B-Instruct",
+    "model.tokenizer": None,
+    "model.dtype": "bfloat16",
+    "model.max_length": 4096,
+    "data.name": "agentica-org/DeepScaleR-Preview-Dataset",
+    "data.prompt_field": "problem",
+    "data.answer_field": "answer",
+    "data.prompt_template": "Solve this, and write the answer inside \\boxed{}.\n{prompt}\n\nBegin now.",
+    "data.system_prompt": None,
+    "reward.extract": "boxed",
+    "batch.prompts": 64,
+    "batch.generations": 8,
+    "batch.optimizer_steps": 2,
+    "advantage.baseline": "leave-one-out",
+    "advantage.normalize_std": True,
+    "loss.clip_low": 0.2,
+    "loss.clip_high": 0.28,
+    "loss.dual_clip": None,
+    "loss.kl_coefficient": 0.01,
+    "loss.kl_estimator": "k3",
+    "loss.kl_cap": None,
+    "loss.level": "token",
+    "loss.importance_correction": "off",
+    "training.backend": "megatron",
+    "training.tp": 4,
+    "training.pp": 2,
+    "training.cp": 1,
+    "training.ep": 1,
+    "training.etp": 1,
+    "training.sequence_parallel": True,
+    "training.recompute": "full",
+    "training.micro_batch_tokens": 4096,
+    "training.packing": True,
+    "training.freeze_router": True,
+    "training.env": {"NCCL_ALGO": "Ring"},
+    "generation.tp": 2,
+    "generation.pp": 1,
+    "generation.colocated": True,
+    "generation.max_new_tokens": 3072,
+    "generation.temperature": 0.9,
+    "generation.top_p": 0.95,
+    "generation.top_k": 40,
+    "generation.stop": ("</answer>",),
+    "generation.stop_token_ids": (151645,),
+    "generation.memory_fraction": 0.7,
+    "optimizer.lr": 3e-7,
+    "optimizer.beta1": 0.91,
+    "optimizer.beta2": 0.98,
+    "optimizer.eps": 1e-7,
+    "optimizer.weight_decay": 0.02,
+    "optimizer.clip_grad": 0.5,
+    "scheduler.warmup_steps": 50,
+    "scheduler.init_lr": 3e-8,
+    "scheduler.decay": "cosine",
+    "scheduler.decay_steps": 400,
+    "scheduler.min_lr": 3e-8,
+    "scheduler.start_weight_decay": None,
+    "ddp.passed": {"grad_reduce_in_fp32": True, "overlap_grad_reduce": True, "overlap_param_gather": False},
+    "megatron.passed": {"moe_router_dtype": "fp64"},
+    "vllm.passed": {"enforce_eager": True},
+    "cluster.nodes": 2,
+    "cluster.gpus_per_node": 8,
+    "run.algorithm": "grpo",
+    "run.steps": 500,
+    "run.checkpoint_every": 25,
+    "run.keep_best": 2,
+    "run.save_final": True,
+    "run.tensorboard": False,
+    "run.wandb": True,
+}
+
+
+def test_the_form_of_a_megatron_recipe_has_these_values() -> None:
+    resolved = resolve(files=[RECIPES / "megatron_form.yaml"], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    found = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in MEGATRON_FORM}
+    assert found == MEGATRON_FORM
+    assert [term.name for term in config.reward.terms] == ["math-verify"]
+
+
+def test_the_form_of_a_megatron_recipe_converts_into_nemo_rl_s_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe's converter goes by the model; its directory is the one that NeMo-RL's variable names."""
+    monkeypatch.delenv("RLCTL_MEGATRON_CHECKPOINT_DIR", raising=False)
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path))
+    result = import_recipe(RECIPES / "megatron_form.yaml")
+    assert status(result, "policy.megatron_cfg.converter_type") == "not applicable"
+    assert converted_directory().is_relative_to(tmp_path)
+
+
+FORM = RECIPES / "megatron_form.yaml"
+
+
+def overridden(*texts: str, **more: Any) -> Resolved:
+    return resolve(files=[FORM], overrides=texts, environment={}, **more)
+
+
+def test_overrides_of_a_recipe_are_applied_before_references_are_resolved() -> None:
+    resolved = overridden("policy.max_total_sequence_length=2048", "policy.generation.max_new_tokens=1024")
+    assert resolved.config.training.micro_batch_tokens == 2048  # the product of it
+    assert resolved.config.generation.max_new_tokens == 1024
+    assert resolved.origin["generation.max_new_tokens"] == "override policy.generation.max_new_tokens"
+    assert resolved.origin["training.micro_batch_tokens"].startswith("file ")
+
+
+def test_an_override_names_rlctl_s_key_once() -> None:
+    resolved = overridden("policy.model_name=x/y", "++grpo.num_prompts_per_step=32")
+    assert (resolved.config.model.name, resolved.config.batch.prompts) == ("x/y", 32)
+    lines = [line for line in resolved.notes if "rlctl's" in line]
+    assert lines == [
+        "note: grpo.num_prompts_per_step is rlctl's batch.prompts; policy.model_name is rlctl's model.name"
+    ]
+
+
+def test_an_override_is_stronger_than_flags_and_the_environment() -> None:
+    resolved = resolve(
+        files=[FORM],
+        overrides=["grpo.max_num_steps=3"],
+        flags={"run.steps": 4},
+        environment={"RLCTL_RUN__STEPS": "5"},
+    )
+    assert resolved.config.run.steps == 3
+
+
+def test_a_key_is_taken_out_or_added() -> None:
+    assert overridden("~policy.generation.stop_token_ids").config.generation.stop_token_ids == ()
+    added = overridden("+policy.generation.vllm_kwargs.max_num_seqs=64").config
+    assert added.generation.max_concurrent == 64
+
+
+def test_overrides_of_rlctl_s_own_keys_are_set() -> None:
+    assert overridden("training.tp=2", "+run.seed=7", "data.shuffle=false").config.training.tp == 2
+    assert resolve(overrides=["run.steps=9", "policy.model_name=x/y"], environment={}).config.model.name == "x/y"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("policy.model_nam=x", "policy.model_name"),
+        ("training.tpp=2", "training.tp"),
+        ("policy.model_name", "no value"),
+        ("grpo.num_prompts_per_step=0", "not yet"),
+    ],
+)
+def test_a_wrong_override_is_named(text: str, said: str) -> None:
+    if said == "not yet":  # the value is an entry of the report and stops the run
+        with pytest.raises(ConfigError, match=r"batch\.prompts cannot be 0"):
+            overridden(text).require_supported()
+        return
+    with pytest.raises(ConfigError) as caught:
+        overridden(text)
+    assert said in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_an_override_settles_what_stopped_a_run() -> None:
+    asked = resolve(files=[RECIPES / "base.yaml"], overrides=["policy.megatron_cfg.enabled=true"], environment={})
+    asked.require_supported()
+    assert asked.config.training.backend == "megatron"
+
+
+def test_lines_with_one_reason_are_one_line(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32}
+    lines = recipe(tmp_path, policy__hf_config_overrides__rope_scaling=scaling).unsupported
+    assert [line.partition(":")[0] for line in lines] == [
+        "policy.hf_config_overrides.rope_scaling.beta_fast and 2 more"
+    ]

@@ -97,6 +97,17 @@ def test_system_prompt_and_suffix(tiny_llama: Path) -> None:
     )
 
 
+def test_a_prompt_template_has_text_on_both_sides_and_braces_of_its_own(tiny_llama: Path) -> None:
+    made = encoder(tiny_llama, prompt_template="In \\boxed{}:\n{prompt}\nBegin.", prompt_suffix="!")
+    assert made.text(row()) == "<|im_start|>user\nIn \\boxed{}:\n2 + 3?\nBegin.!<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", ["no place", "{prompt}{prompt}"])
+def test_a_prompt_template_has_one_place_for_the_prompt(tiny_llama: Path, template: str) -> None:
+    with pytest.raises(InputError, match=r"data\.prompt_template"):
+        encoder(tiny_llama, prompt_template=template)
+
+
 def test_a_row_s_own_system_message_stays(tiny_llama: Path) -> None:
     messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "q"}]
     text = encoder(tiny_llama, system_prompt="Theirs.", prompt_suffix="!").text(row(messages))

@@ -103,3 +103,14 @@ def test_a_huge_log_ratio_stays_finite() -> None:
 def test_unknown_estimator_is_refused() -> None:
     with pytest.raises(ValueError, match="k4"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_capped_penalty_has_the_cap_and_no_gradient_beyond_it(estimator: str) -> None:
+    logprobs_R = torch.tensor([-9.0, -0.6, -0.5], dtype=torch.float64, requires_grad=True)
+    reference_R = torch.tensor([-0.5, -0.5, -9.0], dtype=torch.float64)
+    plain_R = kl_penalty(logprobs_R, reference_R, estimator)
+    penalty_R = kl_penalty(logprobs_R, reference_R, estimator, cap=3.0)
+    torch.testing.assert_close(penalty_R, plain_R.clamp(-3.0, 3.0))
+    (gradient_R,) = torch.autograd.grad(penalty_R.sum(), logprobs_R)
+    assert [bool(g) for g in gradient_R] == [False, True, False]

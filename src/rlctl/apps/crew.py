@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.backends.base import EngineSpec, EngineWorker, PolicySpec, PolicyWorker
+from rlctl.backends.base import Device, EngineSpec, EngineWorker, PolicySpec, PolicyWorker
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.lookup import EngineBackend, PolicyBackend
 from rlctl.checkpoints.model_source import ModelSource
@@ -173,10 +173,7 @@ class _Start:
     def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
         assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
         size, address = spec.policy.parallel.world_size, self.placement.bundles[0].node
-        threads = spec.policy.threads
-        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        if spec.policy.device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
-            env["THP_MEM_ALLOC_ENABLE"] = "1"
+        env = policy_environment(spec.policy.threads, spec.policy.device, spec.training)
         shared = {"worker": spec.backend.worker, "world_size": size, "master_addr": address, "spec": spec.policy}
         ranks = [WorkerSpec(shared | {"rank": rank}, (self.placement.bundles[rank],), env) for rank in range(size)]
         return self._group("policy", POLICY_WORKER, ranks)
@@ -202,6 +199,14 @@ class _Start:
         )  # fmt: skip
         self.groups.append(group)
         return group
+
+
+def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:
+    """The variables of a training process; the user's own win."""
+    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    if device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
+        env["THP_MEM_ALLOC_ENABLE"] = "1"
+    return env | training.env
 
 
 def engine_bundles(bundles: tuple[Bundle, ...], engines: int, tp: int) -> list[tuple[Bundle, ...]]:

@@ -38,7 +38,7 @@ class Sampling:
             top_p=config.top_p,
             top_k=config.top_k,
             stop=tuple(dict.fromkeys((*config.stop, *stop))),
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *config.stop_token_ids))),
         )
 
 

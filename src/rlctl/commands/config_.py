@@ -13,6 +13,7 @@ from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 
 if TYPE_CHECKING:
+    from rlctl.config.nemo_rl.mapping_rules import Import, Status
     from rlctl.config.schema import RlctlConfig, Section
 
 app = command_app()
@@ -136,38 +137,89 @@ def show(
 @app.command(
     "import",
     epilog=examples(
-        "rlctl config import grpo_math_8B_megatron.yaml > mine.yaml", "rlctl config import recipe.yaml --report --json"
+        "rlctl config import grpo_math_8B_megatron.yaml > mine.yaml", "rlctl config import recipe.yaml --all"
     ),
 )
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A NeMo-RL recipe.")],
-    report: Annotated[bool, typer.Option("--report", help="Report what became of every key instead.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Report what differs instead.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Report what became of every key instead.")] = False,
     json_: options.Json = False,
 ) -> None:
-    """Write a NeMo-RL recipe as rlctl configuration; stderr lists the keys that rlctl cannot run yet.
+    """Write a NeMo-RL recipe as rlctl configuration; stderr says what differs.
 
     The other commands read such a recipe directly with `--config FILE`.
     """
     from rlctl.config.load import resolve
-    from rlctl.config.nemo_rl.recipe import import_recipe
+    from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl
+    from rlctl.config.yaml_values import read_mapping
+    from rlctl.errors import ConfigError
 
+    if not is_nemo_rl(read_mapping(file, "NeMo-RL recipe")):
+        raise ConfigError(f"{file} is not a NeMo-RL recipe, but rlctl's own YAML.", "Use it as it is with --config.")
     recipe = import_recipe(file)
     resolved = resolve(files=[file], environment={})
     if json_:
-        entries = [vars(entry) | {"value": entry.value} for entry in recipe.entries]
-        print_json({"values": recipe.values, "keys": entries, "unsupported": recipe.unsupported})
+        entries = [{name: vars(entry)[name] for name in ("key", "value", "status", "note")} for entry in recipe.entries]
+        print_json(
+            {"values": recipe.values, "counts": counts(recipe), "keys": entries, "unsupported": recipe.unsupported}
+        )
         return
-    if report:
-        typer.echo("\n".join(f"{e.status:<15} {e.key} = {e.value}: {e.note}" for e in recipe.entries))
+    if report or all_:
+        typer.echo("\n".join(report_lines(recipe, everything=all_)))
         return
     idle = _without_effect(resolved.config)
     chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default" and key not in idle}
     typer.echo(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}), nl=False)
     for key, why in idle.items():
         typer.echo(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
-    for label, lines in (("runs differently", recipe.changed), ("cannot be run yet", recipe.unsupported)):
-        for line in lines:
-            message(f"{label}: {line}")
+    for line in report_lines(recipe):
+        message(line)
+
+
+HEADINGS: dict[Status, str] = {
+    "not yet": "rlctl cannot run this yet (`train` stops here, unless you give --allow-differences):",
+    "not known": "rlctl does not know these keys, and runs without them:",
+    "changed": "This runs, but not exactly as written:",
+    "logging": "Logs and validation are rlctl's own:",
+    "mapped": "These keys are in the configuration:",
+    "not applicable": "These keys become nothing, for the reason given:",
+}
+"""The heading of each outcome of a key in a report, in the order of the report."""
+REST = ("mapped", "not applicable")
+"""Outcomes that only --all shows."""
+
+
+def counts(recipe: Import) -> dict[Status, int]:
+    """Return the number of keys of each outcome."""
+    return {status: len(recipe.of(status)) for status in HEADINGS}
+
+
+def report_lines(recipe: Import, *, everything: bool = False) -> Iterator[str]:
+    """Yield the report on a recipe: counts, then what differs by section, then, if asked for, the rest."""
+    from rlctl.config.nemo_rl.mapping_rules import grouped
+    from rlctl.errors import MOST_LINES
+
+    found = counts(recipe)
+    yield (
+        f"{recipe.path.name}: {len(recipe.entries)} keys: " + ", ".join(f"{n} {s}" for s, n in found.items() if n) + "."
+    )
+    if recipe.foreign is not None:
+        yield recipe.foreign
+    for status, heading in HEADINGS.items():
+        if not found[status] or (status in REST and not everything):
+            continue
+        # The sentence on the whole recipe says it all.
+        if recipe.foreign is not None and status != "not known" and not everything:
+            continue
+        yield heading
+        lines = grouped(sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0]))
+        shown = lines if everything else lines[:MOST_LINES]
+        yield from (f"  {line}" for line, _ in shown)
+        if len(shown) < len(lines):
+            yield f"  and {len(lines) - len(shown):,} more lines, which --all shows"
+    if not everything:
+        yield "--all reports every key."
 
 
 def _without_effect(config: RlctlConfig) -> dict[str, str]:

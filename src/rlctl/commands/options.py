@@ -90,6 +90,10 @@ Set: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Set any key. Can be repeated; the last one wins."),
 ]
+Overrides: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
+]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
 ]
@@ -128,7 +132,12 @@ def flag(name: str) -> str:
 
 
 def resolve_config(
-    *, preset: str | None = None, config: Sequence[str] | None = None, set_: Sequence[str] | None = None, **params: Any
+    *,
+    preset: str | None = None,
+    config: Sequence[str] | None = None,
+    set_: Sequence[str] | None = None,
+    overrides: Sequence[str] | None = None,
+    **params: Any,
 ) -> Resolved:
     """Return the configuration of this command line; of `params`, those in `KEYS` are flags that set a key. Raises
     ConfigError for a key or value that is wrong, naming it, where it came from and the nearest known one."""
@@ -139,7 +148,7 @@ def resolve_config(
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
-    return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [])
+    return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
 
 
 def require_dry_run(explain: bool, dry_run: bool) -> None:

@@ -17,6 +17,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ru
 AllowChanges = Annotated[
     bool, typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed.")
 ]
+AllowDifferences = Annotated[
+    bool,
+    typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet."),
+]
 
 
 @app.callback(epilog=examples("rlctl train grpo --preset laptop"))
@@ -30,11 +34,13 @@ def train() -> None:
         "rlctl train grpo --preset laptop",
         "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
         "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
+        "rlctl train grpo --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B ++grpo.num_prompts_per_step=8",
         "rlctl train grpo --resume --run-dir runs/my-run",
     ),
 )
 def grpo(
     context: typer.Context,
+    overrides: options.Overrides = None,
     preset: options.Preset = None,
     model: options.Model = None,
     data: options.Data = None,
@@ -50,6 +56,7 @@ def grpo(
     run_dir: options.RunDir = None,
     resume: Resume = False,
     allow_changes: AllowChanges = False,
+    allow_differences: AllowDifferences = False,
     tokenizer: options.Tokenizer = None,
     chat_template: options.ChatTemplate = None,
     backend: options.Backend = None,
@@ -68,6 +75,8 @@ def grpo(
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
     resolved = options.resolve_config(**context.params)
+    if allow_differences:
+        resolved = resolved.allowing_differences()
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlctl.config.keys import known_keys
 from rlctl.config.passthrough import target_of
 from rlctl.config.schema import RlctlConfig
-from rlctl.config.sources import Settings, Source, Value, flatten, sources_in_order
+from rlctl.config.sources import Refusal, Settings, Source, Value, flatten, sources_in_order
 from rlctl.errors import ConfigError, lines_of
 
 DEFAULT = "default"
@@ -50,15 +50,19 @@ class Resolved:
 
         below = Source(Value(key, value, origin) for key, value in values.items())
         given = [value for value in self.given() if stays(value)]
-        return from_sources([below, Source(given, self.notes, self.refusals)])
+        return from_sources([below, Source(given, self.notes, [Refusal(line) for line in self.refusals])])
 
     def require_supported(self) -> None:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
         if self.refusals:
             raise ConfigError(
                 "The configuration asks for what rlctl cannot run yet:\n" + "\n".join(self.refusals),
-                "`rlctl config import FILE` writes what can be run as rlctl's own YAML.",
+                "--allow-differences of `train grpo` goes on without it; `rlctl config import FILE` reports every key.",
             )
+
+    def allowing_differences(self) -> Resolved:
+        """Return the configuration without what rlctl cannot run yet, which the notes name."""
+        return replace(self, refusals=(), notes=(*self.notes, *(f"left out: {line}" for line in self.refusals)))
 
     def given(self) -> list[Value]:
         """Return the values that are not defaults."""
@@ -86,14 +90,16 @@ def resolve(
     flags: Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
 ) -> Resolved:
     """Merge all sources and validate the result.
 
     `flags` maps dotted keys to values or `Flag`s, `sets` holds `section.key=value` texts, `environment` is by default
-    the process's own. Raises ConfigError with each wrong key or value, where it came from, and the nearest known key.
+    the process's own, `overrides` are like `sets` and may also have NeMo-RL's keys. Raises ConfigError with each wrong
+    key or value, where it came from, and the nearest known key.
     """
     environment = os.environ if environment is None else environment
-    return from_sources(sources_in_order(preset, files, environment, flags or {}, sets))
+    return from_sources(sources_in_order(preset, files, environment, flags or {}, sets, overrides))
 
 
 def stored_values(config: Mapping[str, Any]) -> list[Value]:
@@ -122,7 +128,7 @@ def from_sources(sources: Sequence[Source]) -> Resolved:
         origins(settings, values),
         frozenset(whole(key) for key, value in values.items() if value.optional),
         tuple(line for source in sources for line in source.notes),
-        tuple(line for source in sources for line in source.refusals),
+        tuple(line for source in sources for line in source.standing()),
     )
 
 

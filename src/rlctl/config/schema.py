@@ -80,6 +80,8 @@ class DataConfig(Section):
     """Field that holds the reference answer."""
     system_prompt: str | None = None
     """System message in front of every prompt; an empty text suppresses the one of the chat template."""
+    prompt_template: str | None = None
+    """Text around every prompt, which stands where the template has `{prompt}`."""
     prompt_suffix: str | None = None
     """Text appended to every prompt, for example how to state the answer."""
     shuffle: bool = True
@@ -177,6 +179,8 @@ class LossConfig(Section):
     """Weight of the KL penalty to the reference policy; with 0 no reference model is kept."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence to the reference policy."""
+    kl_cap: PositiveNumber | None = None
+    """Largest KL penalty of one token, before its weight; unset: no limit."""
     level: Literal["token", "sequence"] = "token"
     """Unit of the average: all tokens of the batch, or sequences, each with the mean of its tokens."""
     importance_correction: Literal["off", "truncated", "masked"] = "truncated"
@@ -260,6 +264,8 @@ class TrainingConfig(Section):
     lora: LoraConfig = LoraConfig()
     threads: Threads | None = None
     """Number of CPU threads of each training process."""
+    env: dict[str, str] = {}
+    """Environment variables of the training processes."""
 
     @model_validator(mode="after")
     def validate_one_way_of_batching(self) -> TrainingConfig:
@@ -296,6 +302,10 @@ class GenerationConfig(Section):
     """Sample among the k most likely tokens; -1 is all."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, in addition to the model's own end tokens."""
+    stop_token_ids: tuple[NonNegative, ...] = ()
+    """Tokens that end a completion, in addition to the model's own end tokens."""
+    env: dict[str, str] = {}
+    """Environment variables of the engines' processes."""
     memory_fraction: Fraction | None = None
     """Fraction of a GPU's memory that vLLM may use."""
     kv_cache_bytes: Bytes | None = None

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
+from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
 from rlctl.config.schema import RlctlConfig
@@ -35,7 +36,8 @@ OWN_VARIABLES = (
 # A preset's values for these keys describe the data or the model that it names: another one does not inherit them.
 BELONGS_TO = {
     "data.name": (
-        "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_suffix", "data.size",
+        "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_template",
+        "data.prompt_suffix", "data.size",
     ),
     "model.name": ("model.revision", "model.tokenizer", "model.chat_template"),
 }  # fmt: skip
@@ -47,6 +49,15 @@ class Flag:
 
     name: str
     value: Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A line on what a source asks for and rlctl cannot run yet."""
+
+    line: str
+    settled_by: str | None = None
+    """The key that settles it where a stronger source sets it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ class Settings(RlctlConfig, BaseSettings):
 class Source(PydanticBaseSettingsSource):
     """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
 
-    def __init__(self, values: Iterable[Value], notes: Sequence[str] = (), refusals: Sequence[str] = ()) -> None:
+    def __init__(self, values: Iterable[Value], notes: Sequence[str] = (), refusals: Sequence[Refusal] = ()) -> None:
         super().__init__(Settings)
         self.notes = tuple(notes)
         """Lines on what runs differently from how the source has it."""
@@ -100,6 +111,10 @@ class Source(PydanticBaseSettingsSource):
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return one section; the library requires this method and calls the source as a whole."""
         return self().get(field_name), field_name, False
+
+    def standing(self) -> list[str]:
+        """Return the lines of the refusals that no stronger source settles, once the source has been called."""
+        return [r.line for r in self.refusals if r.settled_by is None or not self.stronger(r.settled_by)]
 
     def overruled(self, value: Value) -> bool:
         """Return whether a stronger source asks for the other kind of machine: with GPUs, or `gpu: cpu` without."""
@@ -186,9 +201,15 @@ def sources_in_order(
     environment: Mapping[str, str],
     flags: Mapping[str, Any],
     sets: Iterable[str],
+    overrides: Sequence[str] = (),
 ) -> list[Source]:
-    """Return every source, the weakest first. Raises ConfigError for a file or preset that cannot be read."""
+    """Return every source, the weakest first. `overrides` are `key=value` texts in Hydra's form: rlctl's own keys are
+    set, and NeMo-RL's change the last recipe of `files`. Raises ConfigError for a file or preset that cannot be read.
+    """
     sources: list[Source] = []
+    own = [text for text in overrides if field(text.lstrip("+").partition("=")[0].strip()) is not None]
+    for_recipe = [text for text in overrides if text not in own]
+    overridden: list[Source] = []
 
     def add_presets(chain: Iterable[Preset]) -> None:
         for part in chain:
@@ -196,29 +217,42 @@ def sources_in_order(
             sources.append(PresetSource(part, named))
 
     add_presets(preset_chain(preset) if preset is not None else ())
-    for path in files:
-        values = read_mapping(Path(path), "--config")
+    contents = [(Path(path), read_mapping(Path(path), "--config")) for path in files]
+    recipes = [path for path, values in contents if is_nemo_rl(values)]
+    for path, values in contents:
+        if is_nemo_rl(values):
+            source, above = recipe_sources(path, for_recipe if path is recipes[-1] else ())
+            sources.append(source)
+            overridden.append(above)
+            continue
         if values.keys() & PRESET_KEYS:
-            *below, own = preset_chain(str(path))
+            *below, last = preset_chain(str(path))
             add_presets(below)
-            values = own.values
-        sources.append(file_source(Path(path), values))
-    return [*sources, EnvironmentSource(environment), FlagSource(flags), *map(SetSource, sets)]
+            values = last.values
+        sources.append(Source(flatten(values, f"file {path}")))
+    if for_recipe and not recipes:
+        overridden += recipe_sources(None, for_recipe)
+    stated = [SetSource(text.lstrip("+")) for text in own]
+    return [*sources, EnvironmentSource(environment), FlagSource(flags), *overridden, *map(SetSource, sets), *stated]
 
 
-def file_source(path: Path, values: Mapping[Any, Any]) -> Source:
-    """Return the source of a --config file: rlctl's own keys, or a NeMo-RL recipe."""
-    from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl
-
-    if not is_nemo_rl(values):
-        return Source(flatten(values, f"file {path}"))
-    recipe = import_recipe(path)
-    leaves = (
+def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source, Source]:
+    """Return the source of a NeMo-RL recipe, and the stronger one of what the command line overrides in it."""
+    recipe = import_recipe(path, [Override.parse(text) for text in overrides])
+    given = {renamed(Override.parse(text).key) for text in overrides}
+    values: dict[bool, list[Value]] = {True: [], False: []}
+    refusals: dict[bool, list[Refusal]] = {True: [], False: []}
+    for key, value in recipe.values.items():
+        source = recipe.source[key]
+        origin = f"override {source}" if source in given else f"file {path}, {source}"
         # Recipes of dense models carry fields of experts, too.
-        Value(key, value, f"file {path}, {recipe.source[key]}", optional=key.startswith("megatron."))
-        for key, value in recipe.values.items()
-    )
-    return Source(leaves, [f"runs differently: {line}" for line in recipe.changed], recipe.unsupported)
+        values[source in given].append(Value(key, value, origin, optional=key.startswith("megatron.")))
+    for line, settled_by in recipe.refusals:
+        refusals[recipe.source.get(settled_by or "") in given].append(Refusal(line, settled_by))
+    notes = [f"runs differently: {line}" for line in recipe.changed]
+    if named := [f"{recipe.source[value.key]} is rlctl's {value.key}" for value in values[True]]:
+        notes.append(f"note: {'; '.join(named)}")
+    return Source(values[False], notes, refusals[False]), Source(values[True], (), refusals[True])
 
 
 def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterator[Value]:

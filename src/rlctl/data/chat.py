@@ -23,6 +23,7 @@ PLAIN_NOTE = (
     "The tokenizer has no chat template: prompts are written as `Question: ...` and `Answer:`, and a completion ends "
     "at the next `Question:`. Give another with --chat-template."
 )
+PROMPT = "{prompt}"
 _MARKER = "rlctl-end-of-turn"
 
 
@@ -35,6 +36,8 @@ class PromptEncoder:
     """Jinja chat template; None: the plain question/answer format."""
     system_prompt: str | None
     prompt_suffix: str
+    prompt_template: str | None
+    """Text around a prompt, with `{prompt}` where it stands."""
     stop: tuple[str, ...]
     """Texts that end a completion, in addition to `generation.stop`."""
     stop_token_ids: tuple[int, ...]
@@ -58,6 +61,7 @@ class PromptEncoder:
             template=template,
             system_prompt=data.system_prompt,
             prompt_suffix=data.prompt_suffix or "",
+            prompt_template=read_prompt_template(data.prompt_template),
             stop=() if template else (PLAIN_STOP,),
             stop_token_ids=end_token_ids(tokenizer, model_directory),
             note=None if template else PLAIN_NOTE,
@@ -82,10 +86,12 @@ class PromptEncoder:
         return tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
 
     def _messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages with the suffix on the last one, and the system prompt where the row has none."""
+        """Return the row's messages with template and suffix around the last one, and the system prompt where the row
+        has none."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
-        messages[-1] = {"role": last["role"], "content": last["content"] + self.prompt_suffix}
+        before, after = (self.prompt_template or PROMPT).split(PROMPT)
+        messages[-1] = {"role": last["role"], "content": before + last["content"] + after + self.prompt_suffix}
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
@@ -136,6 +142,16 @@ def _plain(messages: Messages) -> str:
     names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
     lines = [names.get(message["role"], "") + message["content"] for message in messages if message["content"]]
     return "\n".join([*lines, "Answer:"])
+
+
+def read_prompt_template(template: str | None) -> str | None:
+    """Return the template. Raises InputError unless the prompt stands in it once."""
+    if template is not None and template.count(PROMPT) != 1:
+        raise InputError(
+            f"data.prompt_template has {template.count(PROMPT)} times {PROMPT}.",
+            f"Write {PROMPT} once, where the prompt stands.",
+        )
+    return template
 
 
 def read_template(template: str) -> str:

@@ -134,4 +134,4 @@ def _final_answer(answer: Any) -> Any:
 
 def instructions(data: DataConfig) -> str:
     """Return the text that is said to the model in addition to the rows."""
-    return "\n".join(filter(None, (data.system_prompt, data.prompt_suffix)))
+    return "\n".join(filter(None, (data.system_prompt, data.prompt_template, data.prompt_suffix)))

@@ -96,11 +96,21 @@ def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
     return torch.expm1(clamped_R) - clamped_R
 
 
-def kl_penalty(logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+def kl_penalty(
+    logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator, cap: float | None = None
+) -> torch.Tensor:
     """Return the penalty of each token towards the reference [R]; differentiable in `logprobs_R`, see the table above.
 
-    `logprobs_R` are the current policy's (q), with gradient; `reference_logprobs_R` the reference's (p), without.
+    `logprobs_R` are the current policy's (q), with gradient; `reference_logprobs_R` the reference's (p), without. A
+    token whose penalty is beyond +-`cap` has the cap and no gradient.
     """
+    penalty_R = _uncapped_penalty(logprobs_R, reference_logprobs_R, estimator)
+    return penalty_R if cap is None else penalty_R.clamp(-cap, cap)
+
+
+def _uncapped_penalty(
+    logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator
+) -> torch.Tensor:
     log_ratio_R = reference_logprobs_R.detach() - logprobs_R
     match estimator:
         case "k1":

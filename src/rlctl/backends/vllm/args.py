@@ -65,6 +65,7 @@ def engine_spec(
     passed = config.vllm.passed
     replaced = {key: value for key, value in arguments.items() if key in passed}
     environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters or generation.plain_parameters)
+    environment |= generation.env
     return EngineSpec(
         device,
         arguments | passed,

@@ -5,30 +5,42 @@ A rule sees the whole recipe, so that a key can depend on another (Megatron wins
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ValidationError, create_model
+
+from rlctl.config.keys import field, known_keys
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
-from rlctl.errors import ConfigError
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 
 DATASETS = {
-    "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer"),
-    "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer"),
-    "DAPOMath17K": ("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth"),
+    "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
+    "gsm8k": ("openai/gsm8k:main", "question", "answer", None),
+    "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", None),
+    "DAPOMath17K": ("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth", None),
 }
-BOXED = "\n\nReason step by step and put the final answer in \\boxed{}."
+"""NeMo-RL's names of data sets: the hub's name, the fields of prompt and answer, and the split that is its default."""
+
+LONGEST_VALUE = 60
+"""Characters of a value in a line of the report."""
+
+NO_CAP = 1e9
+"""Beyond every importance weight, since log-ratios end at 20."""
 
 ADAPTED = {"linear_qkv": "attention", "linear_proj": "attention", "linear_fc1": "mlp", "linear_fc2": "mlp"}
 """Layers that Megatron-Bridge's adapters are named after, and the group of `training.lora.targets` they are in."""
 
-Status = Literal["mapped", "not applicable", "changed", "not yet"]
-"""`changed` runs, but not exactly as written; `not yet` is what rlctl cannot run."""
+Status = Literal["not yet", "not known", "changed", "logging", "mapped", "not applicable"]
+"""`not yet` would change the numbers and stops a run, unless it is allowed; `not known` is a key that nobody knows;
+`changed` runs, but not exactly as written; `logging` concerns logs and validation alone."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,29 @@ class Entry:
     status: Status
     note: str
     """The rlctl key, or the reason."""
+    settled_by: str | None = None
+    """The rlctl key that settles a `not yet`, wherever the user sets it."""
+
+
+def grouped(entries: Iterable[Entry]) -> list[tuple[str, list[Entry]]]:
+    """Return a line for the entries of a section that have the same outcome and reason, with these entries."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.status, entry.key.partition(".")[0], entry.note), []).append(entry)
+    return [(_line(group), group) for group in groups.values()]
+
+
+def _line(group: Sequence[Entry]) -> str:
+    first, *others = group
+    if others:
+        return f"{first.key} and {len(others)} more: {first.note}"
+    return f"{first.key} = {_short(first.value)}: {first.note}"
+
+
+def _short(value: Any) -> str:
+    """Return a value on one line."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 @dataclass
@@ -47,24 +82,35 @@ class Import:
     """A recipe in rlctl's words."""
 
     path: Path
-    values: dict[str, Any] = field(default_factory=dict)
+    files: list[Path] = dataclasses.field(default_factory=list)
+    """The recipe and the files that it builds on."""
+    foreign: str | None = None
+    """The sentence on a recipe of another kind than rlctl runs: another algorithm, images, an evaluation."""
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Values by rlctl's dotted keys."""
-    entries: list[Entry] = field(default_factory=list)
-    source: dict[str, str] = field(default_factory=dict)
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+    source: dict[str, str] = dataclasses.field(default_factory=dict)
     """The recipe's key of each value."""
 
     @property
     def unsupported(self) -> list[str]:
-        """Lines on what rlctl cannot run yet."""
-        return self._lines("not yet")
+        """Lines on what rlctl cannot run yet; the one sentence where it cannot run the recipe at all."""
+        return [line for line, _ in self.refusals]
+
+    @property
+    def refusals(self) -> list[tuple[str, str | None]]:
+        """Lines on what rlctl cannot run yet, each with the rlctl key that settles it where it is set."""
+        if self.foreign is not None:
+            return [(self.foreign, None)]
+        return [(line, group[0].settled_by) for line, group in grouped(self.of("not yet"))]
 
     @property
     def changed(self) -> list[str]:
         """Lines on what runs, but not exactly as written."""
-        return self._lines("changed")
+        return [line for line, _ in grouped(self.of("changed"))]
 
-    def _lines(self, status: Status) -> list[str]:
-        return [f"{entry.key} = {entry.value}: {entry.note}" for entry in self.entries if entry.status == status]
+    def of(self, status: Status) -> list[Entry]:
+        return [entry for entry in self.entries if entry.status == status]
 
     def set(self, key: str, value: Any, source: str) -> None:
         self.values[key], self.source[key] = value, source
@@ -83,13 +129,18 @@ class Found:
         """Return the value of another key of the recipe."""
         return self.leaves.get(name)
 
+    def number(self, name: str, otherwise: int = 1) -> int:
+        """Return the whole number that another key holds, or `otherwise`."""
+        value = self.get(name)
+        return value if isinstance(value, int) and value > 0 else otherwise
+
     def set(self, key: str, value: Any) -> None:
         """Give rlctl's `key` a value that this key is the source of."""
         self.result.set(key, value, self.name)
 
-    def say(self, status: Status, note: str) -> None:
+    def say(self, status: Status, note: str, settled_by: str | None = None) -> None:
         """Record the outcome of this key."""
-        self.result.entries.append(Entry(self.name, self.value, status, note))
+        self.result.entries.append(Entry(self.name, self.value, status, note, settled_by))
 
     def skip(self, reason: str) -> None:
         """Record why this key becomes nothing."""
@@ -101,7 +152,27 @@ class Found:
             self.skip(f"{key} stays at its default")
         else:
             self.set(key, value)
-            self.say("mapped", f"{key}: {value}")
+            self.say("mapped", f"{key}: {_short(value)}")
+
+
+def misfit(key: str, value: Any) -> str | None:
+    """Return why rlctl's own `key` cannot hold the value; None if it can, or if an engine's class takes the key."""
+    if (holder := _holder(key)) is None:
+        return None
+    try:
+        holder(value=value)
+    except ValidationError as error:
+        return error.errors()[0]["msg"].replace("Input should be", "it should be")
+    return None
+
+
+@functools.cache
+def _holder(key: str) -> type[BaseModel] | None:
+    """Return a class whose `value` takes what rlctl's own `key` takes."""
+    known = field(key)
+    if known is None or known.annotation is None or key not in known_keys():
+        return None
+    return create_model("Holder", value=(known.annotation, known))
 
 
 Rule = Callable[[Found], None]
@@ -113,10 +184,10 @@ def to(key: str, convert: Mapping[Any, Any] | None = None) -> Rule:
     def rule(found: Found) -> None:
         if convert is None:
             found.map(key, found.value)
-        elif found.value in convert:
+        elif isinstance(found.value, Hashable) and found.value in convert:
             found.map(key, convert[found.value])
         else:
-            found.say("not yet", f"rlctl knows {', '.join(map(str, convert))}")
+            found.say("not yet", f"rlctl knows {', '.join(map(str, convert))}", key)
 
     return rule
 
@@ -131,9 +202,14 @@ def without(reason: str) -> Rule:
     return lambda found: found.skip(reason)
 
 
-def only(*accepted: Any, why: str) -> Rule:
+def logs(reason: str) -> Rule:
+    """Return the rule of a key that concerns logs or validation alone, which rlctl does otherwise for `reason`."""
+    return lambda found: found.say("logging", reason)
+
+
+def only(*accepted: Any, why: str, settled_by: str | None = None) -> Rule:
     """Return the rule of a key that runs with one of `accepted` and cannot run otherwise yet."""
-    return _unless(accepted, "not yet", why, empty=None in accepted)
+    return _unless(accepted, "not yet", why, empty=None in accepted, settled_by=settled_by)
 
 
 def differs(*same: Any, why: str) -> Rule:
@@ -141,12 +217,14 @@ def differs(*same: Any, why: str) -> Rule:
     return _unless(same, "changed", why)
 
 
-def _unless(accepted: Iterable[Any], status: Status, why: str, empty: bool = False) -> Rule:
+def _unless(
+    accepted: Iterable[Any], status: Status, why: str, empty: bool = False, settled_by: str | None = None
+) -> Rule:
     def rule(found: Found) -> None:
         if found.value in accepted or (empty and found.value in ({}, [])):
             found.skip("what rlctl does")
         else:
-            found.say(status, why)
+            found.say(status, why, settled_by)
 
     return rule
 
@@ -154,6 +232,42 @@ def _unless(accepted: Iterable[Any], status: Status, why: str, empty: bool = Fal
 def when(on: Callable[[Found], bool], rule: Rule, otherwise: str) -> Rule:
     """Return a rule that applies `rule` to recipes for which `on` is true; others skip the key for `otherwise`."""
     return lambda found: rule(found) if on(found) else found.skip(otherwise)
+
+
+ALGORITHMS = {
+    "sft": "supervised fine-tuning (SFT)",
+    "dpo": "direct preference optimization (DPO)",
+    "rm": "the training of reward models (RM)",
+    "distillation": "distillation",
+    "ppo": "PPO with a value model",
+}
+"""Sections of NeMo-RL's other algorithms, which rlctl does not run yet."""
+OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
+
+
+def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
+    sections = {key.partition(".")[0] for key in leaves}
+    algorithm = next((name for name in ALGORITHMS if name in sections), None)
+    if "eval" in sections:
+        return "This recipe evaluates a model, and rlctl has no command for that yet.", None
+    places = ("policy.model_name", "data.default.processor", "data.processor", "data.default.env_name", "data.env_name")
+    if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(leaves.get(place))) for place in places):
+        return "This recipe trains on images, sound or video, and rlctl trains models of text.", algorithm
+    if algorithm is not None:
+        return f"This recipe is of {ALGORITHMS[algorithm]}, which rlctl does not run yet.", algorithm
+    if leaves.get("on_policy_distillation.enabled") is True:
+        return (
+            f"This recipe is of on-policy {ALGORITHMS['distillation']}, which rlctl does not run yet.",
+            "distillation",
+        )
+    return None, None
+
+
+def own_kind(rule: Rule) -> Rule:
+    """Return the rule of a key that only a recipe which rlctl can run is read for."""
+    kind = "it belongs to what rlctl does not run yet"
+    return when(lambda found: found.result.foreign is None, rule, kind)
 
 
 def megatron_on(found: Found) -> bool:
@@ -186,7 +300,8 @@ def by_dtensor(found: Found) -> None:
     """Plan with the other backend, which is not run yet."""
     if found.value is True:
         found.set("training.backend", "dtensor")
-    only(None, False, why="training.backend: dtensor, which is planned and not run yet")(found)
+    why = "training.backend: dtensor, which is planned and not run yet; --backend megatron trains with Megatron"
+    only(None, False, why=why, settled_by="training.backend")(found)
 
 
 def float8_on(found: Found) -> None:
@@ -209,6 +324,44 @@ def fraction_on_host(found: Found) -> None:
         found.say("changed", "training.optimizer_offload has all states in host memory, or none")
     else:
         found.skip("read with optimizer_cpu_offload")
+
+
+def with_dtensor_adapters(rule: Rule) -> Rule:
+    return when(lambda found: found.get(f"{DTENSOR}.lora_cfg.enabled") is True, rule, "LoRA is off")
+
+
+def dtensor_adapters(found: Found) -> None:
+    """Map the rank of adapters on all layers; others are named as the model names them."""
+    if found.get(f"{DTENSOR}.lora_cfg.enabled") is not True:
+        found.skip("LoRA is off")
+    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or found.get(f"{DTENSOR}.lora_cfg.exclude_modules"):
+        found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
+    else:
+        found.map("training.lora.rank", found.value)
+
+
+def engine(found: Found) -> None:
+    names = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "megatron": "Megatron's own engine", "dynamo": "Dynamo"}
+    why = f"the recipe generates with {names.get(str(found.value), found.value)}, and rlctl with vLLM"
+    only("vllm", None, why=why)(found)
+
+
+def chat_template(found: Found) -> None:
+    """Map a template; `default` is the tokenizer's own."""
+    found.map("model.chat_template", None if found.value == "default" else found.value)
+
+
+def recompute(found: Found) -> None:
+    """Map whether activations are computed again: in whole layers, or in the parts that are named."""
+    granularity = found.get(f"{MEGATRON}.recompute_granularity") or "full"
+    to("training.recompute", {True: granularity, False: "none", None: None})(found)
+
+
+def recomputed_modules(found: Found) -> None:
+    if found.value and found.get(f"{MEGATRON}.recompute_granularity") == "selective":
+        found.map("megatron.recompute_modules", found.value)
+    else:
+        found.skip("whole layers are computed again, if anything is")
 
 
 def adapted_layers(found: Found) -> None:
@@ -239,44 +392,60 @@ def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
         elif otherwise is not None:
             otherwise(found)
         else:
-            raise ConfigError(
-                f"unknown key `{found.name}`: neither NeMo-RL's nor a field of {TARGETS[section].words()}."
-            )
+            found.say("not known", f"neither NeMo-RL's as rlctl knows it nor a field of {TARGETS[section].words()}")
 
     return rule
 
 
 def batches(found: Found) -> None:
     """Map `train_global_batch_size`, the rollouts of an optimizer step."""
-    prompts, generations = found.get("grpo.num_prompts_per_step"), found.get("grpo.num_generations_per_prompt")
-    rollouts = int(prompts or 1) * int(generations or 1)
-    if not found.value or rollouts % int(found.value):
-        raise ConfigError(f"`{found.name}` = {found.value} does not divide the {rollouts} rollouts of a step.")
-    steps = rollouts // int(found.value)
-    found.set("batch.optimizer_steps", steps)
-    found.say("mapped", f"batch.optimizer_steps: {steps} of {rollouts} rollouts")
+    if found.result.foreign is not None:
+        found.skip("the batch of another algorithm")
+        return
+    prompts, generations = found.number("grpo.num_prompts_per_step"), found.number("grpo.num_generations_per_prompt")
+    rollouts, size = prompts * generations, found.value
+    if not isinstance(size, int) or size < 1 or rollouts % size:
+        found.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
+        return
+    found.set("batch.optimizer_steps", rollouts // size)
+    found.say("mapped", f"batch.optimizer_steps: {rollouts // size} of {rollouts} rollouts")
 
 
 def correction(found: Found) -> None:
+    """Map the importance weights between engine and trainer: truncated (tis), or dropped outside of bounds (icepop)."""
     cap = found.get("loss_fn.truncated_importance_sampling_ratio")
-    found.set("loss.importance_correction", "truncated" if found.value else "off")
+    least = found.get("loss_fn.truncated_importance_sampling_ratio_min")
+    kind = found.get("loss_fn.truncated_importance_sampling_type") or "tis"
     if not found.value:
-        found.say("mapped", "loss.importance_correction: off")
-    elif cap is not None:
+        found.map("loss.importance_correction", "off")
+    elif cap is None:
+        found.set("loss.importance_cap", NO_CAP)
+        found.map("loss.importance_correction", "truncated")
+    elif kind == "tis" or (kind == "icepop" and least and abs(least * cap - 1) < 1e-2):
         found.set("loss.importance_cap", cap)
-        found.say("mapped", f"loss.importance_correction: truncated at {cap}")
+        found.map("loss.importance_correction", "truncated" if kind == "tis" else "masked")
     else:
-        found.say("changed", "loss.importance_correction: truncated at 2; NeMo-RL does not truncate here")
+        why = f"weights are truncated (tis) or dropped outside of [1/cap, cap]; this is {kind}, {least} to {cap}"
+        found.say("not yet", why, "loss.importance_correction")
 
 
-def average_in_collective(found: Found) -> None:
-    """Leave it off: Megatron refuses it together with a loss normalised by tokens, as rlctl's is."""
-    note = "off: gradients are summed, and the loss carries its normalisation; Megatron refuses both together"
-    differs(None, False, why=note)(found)
+def on_policy_ratio(found: Found) -> None:
+    """A ratio of 1 is what a batch of one optimizer step has by itself."""
+    rollouts = found.number("grpo.num_prompts_per_step") * found.number("grpo.num_generations_per_prompt")
+    if found.value and found.get("policy.train_global_batch_size") != rollouts:
+        found.say("not yet", "the ratio is 1 in the first optimizer step of a batch, and there are several")
+    else:
+        found.skip("what rlctl does")
+
+
+def penalised(rule: Rule) -> Rule:
+    """Return the rule of a key of the KL penalty, which is off where its weight is 0."""
+    on = "loss_fn.reference_policy_kl_penalty"
+    return when(lambda found: bool(found.get(on)), rule, "there is no KL penalty")
 
 
 def sequence_parallel(found: Found) -> None:
-    if int(found.get(f"{MEGATRON}.tensor_model_parallel_size") or 1) == 1:
+    if found.number(f"{MEGATRON}.tensor_model_parallel_size") == 1:
         found.skip("there is no tensor parallelism")
     else:
         found.map("training.sequence_parallel", found.value)
@@ -294,6 +463,8 @@ def weight_decay_ends(found: Found) -> None:
     ends = [found.get(f"{MEGATRON}.scheduler.{end}_weight_decay") for end in ("start", "end")]
     if None in ends or ends == 2 * [found.get(f"{MEGATRON}.optimizer.weight_decay")]:
         found.skip("optimizer.weight_decay")
+    elif not all(isinstance(end, int | float) and end >= 0 for end in ends):
+        found.say("not yet", "weight decay goes from one number to another", "scheduler.start_weight_decay")
     else:
         found.map(f"scheduler.{found.name.rpartition('.')[2]}", found.value)
 
@@ -306,9 +477,40 @@ def weight_decay_style(found: Found) -> None:
 
 
 def betas(found: Found) -> None:
+    if not isinstance(found.value, list) or len(found.value) != 2:
+        found.say("not yet", "two numbers are expected", "optimizer.beta1")
+        return
     found.set("optimizer.beta1", found.value[0])
     found.set("optimizer.beta2", found.value[1])
-    found.say("mapped", "optimizer.beta1 and optimizer.beta2")
+    found.say("mapped", f"optimizer.beta1: {found.value[0]}, optimizer.beta2: {found.value[1]}")
+
+
+def torch_schedulers(found: Found) -> None:
+    """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine."""
+    steps = found.value if isinstance(found.value, list) else [found.value]
+    steps = [step for step in steps if isinstance(step, dict) and "name" in step]
+    warmup, after = None, []
+    for step in steps:
+        name, options = str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}
+        if name == "LinearLR" and warmup is None and not after and options.get("end_factor", 1) == 1:
+            warmup = options
+        else:
+            after.append((name, options))
+    kind, options = after[0] if after else ("ConstantLR", {})
+    rate = found.get("policy.optimizer.kwargs.lr")
+    known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1) == 1)
+    if found.value is None:
+        found.skip("the learning rate is constant")
+    elif len(after) > 1 or not known or not isinstance(rate, int | float):
+        found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
+    else:
+        found.set("scheduler.warmup_steps", (warmup or {}).get("total_iters", 0))
+        found.set("scheduler.init_lr", (warmup or {}).get("start_factor", 0) * rate)
+        if kind == "CosineAnnealingLR":
+            found.set("scheduler.decay", "cosine")
+            found.set("scheduler.min_lr", options.get("eta_min", 0))
+            found.set("scheduler.decay_steps", (warmup or {}).get("total_iters", 0) + options.get("T_max", 1))
+        found.say("mapped", f"scheduler: {(warmup or {}).get('total_iters', 0)} steps of warm-up, then {kind}")
 
 
 def tokenizer(found: Found) -> None:
@@ -322,8 +524,8 @@ def expert_engines(found: Found) -> None:
     if found.value in (None, 1):
         found.map("generation.ep", found.value)
         return
-    ep = int(found.value)
-    dp = max(1, ep // int(found.get(f"{VLLM}.tensor_parallel_size") or 1))
+    ep = found.number(found.name)
+    dp = max(1, ep // found.number(f"{VLLM}.tensor_parallel_size"))
     found.set("generation.ep", ep)
     found.set("generation.dp", dp)
     found.say("mapped", f"generation.ep: {ep}, generation.dp: {dp}")
@@ -340,37 +542,97 @@ def dataset(found: Found) -> None:
     if found.value != data_value(found, "dataset_name"):
         found.skip("data.train has its own")
         return
+    path = data_value(found, "data_path") or data_value(found, "train_data_path")
     if found.value == "ResponseDataset":
-        path = data_value(found, "data_path") or data_value(found, "train_data_path")
-        fields = (path, data_value(found, "input_key") or "input", data_value(found, "output_key") or "output")
+        fields = (path, data_value(found, "input_key") or "input", data_value(found, "output_key") or "output", None)
     else:
-        fields = DATASETS.get(found.value, (None, "", ""))
-    if not fields[0]:
-        found.say("not yet", f"rlctl knows {', '.join(DATASETS)}, and ResponseDataset with its data_path")
+        fields = DATASETS.get(str(found.value), (None, "", "", None))
+    name, prompt, answer, split = fields
+    if not name:
+        known = f"rlctl knows {', '.join(DATASETS)}, and ResponseDataset with its data_path; --data names another"
+        found.say("not yet", known, "data.name")
         return
-    for key, item in zip(("data.name", "data.prompt_field", "data.answer_field"), fields, strict=True):
-        found.set(key, item)
-    found.say("mapped", f"data.name: {fields[0]}, fields {fields[1]} and {fields[2]}")
+    found.set("data.name", name)
+    found.set("data.prompt_field", prompt)
+    found.set("data.answer_field", data_value(found, "output_key") or answer)
+    if split and data_value(found, "split") is None:
+        found.set("data.split", split)
+    found.say("mapped", f"data.name: {name}, fields {prompt} and {found.result.values['data.answer_field']}")
+
+
+def text_file(found: Found) -> str | None:
+    """Return the text of a prompt file, which a recipe names relative to where NeMo-RL was started; None, with the
+    reason recorded, where there is none."""
+    name = found.name.rpartition(".")[2]
+    key = "data.system_prompt" if name == "system_prompt_file" else "data.prompt_template"
+    if found.name == f"data.default.{name}" and f"data.train.{name}" in found.leaves:
+        found.skip("data.train has its own")
+    elif found.value is None:
+        found.skip("there is none")
+    else:
+        up = dict.fromkeys(place for file in found.result.files for place in file.parents)
+        places = (Path(str(found.value)), *(place / str(found.value) for place in up))
+        path = next((place for place in places if place.is_file()), None)
+        if path is not None:
+            return path.read_text(encoding="utf-8")
+        found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
+    return None
 
 
 def prompt_file(found: Found) -> None:
-    """Put a template's text behind the question; the template has it around the question."""
-    if found.name == "data.default.prompt_file" and "data.train.prompt_file" in found.leaves:
-        found.skip("data.train has its own")
+    """Map a prompt template, which Python's `format` fills in: `{}` is the question and a brace is written twice."""
+    if (text := text_file(found)) is None:
         return
-    if found.value is None:
-        found.skip("no template")
+    parts = re.split(r"(?<!\{)\{\}(?!\})", text.strip("\n"))
+    if len(parts) != 2:
+        found.say("not yet", "a template has one {}, where the question stands", "data.prompt_template")
         return
-    places = (Path(found.value), *(up / found.value for up in found.result.path.resolve().parents))
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        found.set("data.prompt_suffix", BOXED)
-        found.say("changed", "the file is not here: data.prompt_suffix asks for the final answer in \\boxed{}")
-        return
-    parts = re.split(r"(?<!\{)\{\}(?!\})", path.read_text(), maxsplit=1)
-    text = " ".join(part.strip() for part in parts if part.strip()).replace("{{", "{").replace("}}", "}")
-    found.set("data.prompt_suffix", f"\n\n{text}")
-    found.say("changed", "data.prompt_suffix: the template's text stands behind the question")
+    found.map("data.prompt_template", "{prompt}".join(part.replace("{{", "{").replace("}}", "}") for part in parts))
+
+
+def system_prompt_file(found: Found) -> None:
+    if (text := text_file(found)) is not None:
+        found.map("data.system_prompt", text)
+
+
+def environment_used(leaves: Mapping[str, Any]) -> str | None:
+    """Return the environment that scores: the one that the data names, else another than math, else math (which is
+    also what recipes with a section `dapo` score with)."""
+    places = ("data.train.env_name", "data.default.env_name", "data.env_name")
+    named = next((leaves[place] for place in places if leaves.get(place) is not None), None)
+    present = dict.fromkeys(key.split(".")[1] for key in leaves if key.startswith("env.") and key.count(".") > 1)
+    return named or next((name for name in present if name not in ("math", "dapo")), "math" if present else None)
+
+
+def environment(found: Found) -> None:
+    """Say once that an environment is not there yet; math is (`finish` sets the reward)."""
+    name, used = found.name.split(".")[1], environment_used(found.leaves)
+    if name != used:
+        found.skip(f"the data's environment is {used}" if used else "there is no environment")
+    elif any(entry.key.startswith(f"env.{name}.") and entry.status == "not yet" for entry in found.result.entries):
+        found.skip(f"it belongs to the environment {name}")
+    else:
+        why = f"the environment {name} is not there yet; --reward names rlctl's own rewards"
+        found.say("not yet", why, "reward.terms")
+
+
+def when_math(rule: Rule) -> Rule:
+    return lambda found: rule(found) if environment_used(found.leaves) == "math" else environment(found)
+
+
+def variables(key: str) -> Rule:
+    """Return the rule of an environment variable of processes, which `key` (an open mapping) passes on."""
+
+    def rule(found: Found) -> None:
+        name = found.name.rpartition(".")[2]
+        if name.startswith("NRL_"):
+            found.skip("it is NeMo-RL's own")
+        elif found.value is None:
+            found.skip("unset")
+        else:
+            found.map(f"{key}.{name}", str(found.value))
+
+    return rule
 
 
 def dynamic_batching(found: Found) -> None:
@@ -387,12 +649,29 @@ def dynamic_batching(found: Found) -> None:
 def kept_checkpoints(found: Found) -> None:
     """Keep the newest where no metric is named, else the best by the mean reward of training."""
     metric = found.get("checkpointing.metric_name")
-    if found.value is None or metric is None:
+    if found.get("checkpointing.enabled") is False:
+        found.skip("checkpoints are off")
+    elif found.value is None or metric is None:
         found.map("run.keep_last", found.value)
-        return
-    found.set("run.keep_best", found.value)
-    note = f"run.keep_best: {found.value}, by the mean reward of training instead of {metric}; and the newest"
-    found.say("changed", note)
+    else:
+        found.set("run.keep_best", found.value)
+        note = f"run.keep_best: {found.value}, by the mean reward of training instead of {metric}; and the newest"
+        found.say("changed", note)
+
+
+def engine_devices(found: Found) -> None:
+    """Map the devices that engines have to themselves to the number of engines."""
+    resources = "policy.generation.colocated.resources"
+    if found.get("policy.generation.colocated.enabled") is not False:
+        found.skip("both engines are on the same devices")
+    elif found.name != f"{resources}.gpus_per_node" and found.get(f"{resources}.gpus_per_node") is not None:
+        found.skip(f"read with {resources}.gpus_per_node")
+    else:
+        devices = found.number(f"{resources}.num_nodes") * found.number(
+            f"{resources}.gpus_per_node", found.number("cluster.gpus_per_node")
+        )
+        each = found.number(f"{VLLM}.tensor_parallel_size") * found.number(f"{VLLM}.pipeline_parallel_size")
+        found.map("generation.engines", max(1, devices // each))
 
 
 def checkpoint_period(found: Found) -> None:

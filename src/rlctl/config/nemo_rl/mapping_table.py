@@ -15,6 +15,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     Import,
     Rule,
     differs,
+    logs,
     only,
     passes,
     same,
@@ -32,10 +33,14 @@ RENAMED = {
 }
 """Former and alternative names of keys and sections."""
 
-NO_VALIDATION = without("rlctl has no validation pass; rewards of training are in metrics.jsonl")
-LOGS = without("rlctl writes metrics, logs and report to the run directory")
+NO_VALIDATION = logs("rlctl has no validation pass yet; the rewards of training are in metrics.jsonl")
+LOGS = logs("rlctl writes metrics, logs and a report to the run directory, under its own names")
+TOOLS = without("rollouts have no tools")
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
+ENGINE_CALLS = without("results do not depend on how an engine is called")
 UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
+ADAMW = ("torch.optim.AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam")
+NO_BALANCING = only(None, 0, 0.0, why="routers are trained by the policy's loss alone")
 NOT_SYNC = "the loop is synchronous"
 
 DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
@@ -51,7 +56,18 @@ _GRPO: dict[str, Rule] = {
     "grpo.use_leave_one_out_baseline": to("advantage.baseline", {True: "leave-one-out", False: "mean"}),
     **dict.fromkeys((
         "grpo.val_period", "grpo.val_at_start", "grpo.val_at_end", "grpo.max_val_samples", "grpo.val_batch_size",
+        "grpo.val_start_at", "grpo.val_num_generations_per_prompt", "grpo.num_val_generations_per_prompt",
     ), NO_VALIDATION),
+    "grpo.stop_at_validation_metric": NO_VALIDATION,
+    "grpo.stop_at_validation_threshold": only(None, why="there is no validation that could end the run"),
+    "grpo.debug_payload_metrics": LOGS,
+    "grpo.deduplicate_multimodal_data": without("prompts are texts"),
+    "grpo.invalid_tool_call_advantage": TOOLS,
+    "grpo.malformed_thinking_advantage": only(None, why="advantages follow from rewards alone"),
+    "grpo.advantage_clip_low": only(None, why="advantages are not clipped"),
+    "grpo.advantage_clip_high": only(None, why="advantages are not clipped"),
+    "grpo.zero_variance_prompt_filtering": only(None, False, why="groups of equal rewards stay in the batch"),
+    "grpo.async_grpo": only(None, why=NOT_SYNC),
     "grpo.overlong_filtering": only(None, False, why="truncated rollouts count"),
     "grpo.seed": to("run.seed"),
     "grpo.async_grpo.enabled": only(None, False, why=NOT_SYNC),
@@ -78,14 +94,19 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.token_level_loss": to("loss.level", {True: "token", False: "sequence"}),
     "loss_fn.use_importance_sampling_correction": rules.correction,
     "loss_fn.truncated_importance_sampling_ratio": without("read with use_importance_sampling_correction"),
-    "loss_fn.truncated_importance_sampling_type": only(None, "tis", why="weights are truncated"),
-    "loss_fn.truncated_importance_sampling_ratio_min": only(None, why="weights are truncated from above"),
-    "loss_fn.use_on_policy_kl_approximation": differs(None, False, why="the KL is the plain estimator"),
+    "loss_fn.truncated_importance_sampling_type": without("read with use_importance_sampling_correction"),
+    "loss_fn.truncated_importance_sampling_ratio_min": without("read with use_importance_sampling_correction"),
+    "loss_fn.use_on_policy_kl_approximation": rules.penalised(
+        only(None, False, why="the KL is the plain estimator, without weights")
+    ),
+    "loss_fn.use_cispo": only(None, False, why="the loss is PPO's"),
+    "loss_fn.positive_example_nll_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
     "loss_fn.sequence_level_importance_ratios": only(None, False, why="ratios are those of tokens"),
-    "loss_fn.kl_input_clamp_value": differs(None, why="the log-ratio is limited to 20"),
-    "loss_fn.kl_output_clamp_value": differs(None, why="the KL is not clamped"),
+    "loss_fn.kl_input_clamp_value": rules.penalised(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
+    "loss_fn.kl_output_clamp_value": rules.penalised(to("loss.kl_cap")),
     "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
-    "loss_fn.force_on_policy_ratio": only(None, False, why="the ratio is 1 where it is by construction"),
+    "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
+    "loss_fn.sum_weights_metric": LOGS,
     "loss_fn.use_kl_in_reward": only(None, False, why="the KL penalty is in the loss"),
     "loss_fn.positive_example_nll_loss_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
 }  # fmt: skip
@@ -93,7 +114,7 @@ _GRPO: dict[str, Rule] = {
 _POLICY: dict[str, Rule] = {
     "policy.model_name": to("model.name"),
     "policy.tokenizer.name": rules.tokenizer,
-    "policy.tokenizer.chat_template": to("model.chat_template"),
+    "policy.tokenizer.chat_template": rules.chat_template,
     "policy.tokenizer.chat_template_kwargs": only(None, why="templates take no arguments yet"),
     "policy.tokenizer.chat_template_kwargs.*": only(why="templates take no arguments yet"),
     "policy.train_global_batch_size": rules.batches,
@@ -107,9 +128,27 @@ _POLICY: dict[str, Rule] = {
     "policy.make_sequence_length_divisible_by": without("rows are padded as the parallelism needs"),
     "policy.refit_buffer_size_gb": without("a refit's buckets are sized by rlctl"),
     "policy.offload_optimizer_for_logprob": KERNELS,
+    "policy.hf_config_overrides.max_position_embeddings": without("model.max_length is the limit"),
+    "policy.hf_config_overrides.router_aux_loss_coef": NO_BALANCING,
+    "policy.hf_config_overrides.text_config.router_aux_loss_coef": NO_BALANCING,
     "policy.hf_config_overrides": only(None, why="the model's configuration is taken as it is"),
     "policy.hf_config_overrides.*": only(why="the model's configuration is taken as it is"),
-    "policy.draft.*": without("speculative decoding is off"),
+    "policy.draft.enabled": only(None, False, why="no draft model is trained along"),
+    "policy.draft.*": without("read with policy.draft.enabled"),
+    "policy.router_replay.enabled": to("training.router_replay"),
+    "policy.quant_cfg": only(None, why="training is not quantization-aware"),
+    "policy.dequantize_base_checkpoint": without("weights are read in the format that they are published in"),
+    "policy.fsdp_offload_enabled": only(None, False, why="there is no FSDP"),
+    "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
+    "policy.disable_modelopt_layer_spec": without("training is not quantization-aware"),
+    **dict.fromkeys((
+        "policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_batch_size",
+        "policy.quant_sequence_length",
+    ), without("read with policy.quant_cfg")),
+    "policy.is_vlm": without("read with the model"),
+    "policy.reward_model_cfg.*": rules.own_kind(only(why="rlctl trains no reward models")),
+    "policy.tokenizer.video.*": without("prompts are texts"),
+    "policy.tokenizer.use_fastokens": without("the tokenizer is the model's own, of transformers"),
     "policy.dynamic_batching.enabled": rules.dynamic_batching,
     "policy.dynamic_batching.train_mb_tokens": rules.row_tokens("policy.dynamic_batching"),
     "policy.dynamic_batching.*": without("rows are those of training"),
@@ -117,14 +156,14 @@ _POLICY: dict[str, Rule] = {
     "policy.sequence_packing.train_mb_tokens": rules.row_tokens("policy.sequence_packing"),
     "policy.sequence_packing.*": without("rows are those of training, filled by rlctl's own packing"),
     "policy.optimizer": without("the Megatron section's own is used"),
-    "policy.optimizer.name": when_dtensor(only("torch.optim.AdamW", why="the optimizer is AdamW")),
+    "policy.optimizer.name": when_dtensor(only(*ADAMW, why="the optimizer is AdamW")),
     "policy.optimizer.kwargs.lr": when_dtensor(to("optimizer.lr")),
     "policy.optimizer.kwargs.weight_decay": when_dtensor(to("optimizer.weight_decay")),
     "policy.optimizer.kwargs.eps": when_dtensor(to("optimizer.eps")),
     "policy.optimizer.kwargs.betas": when_dtensor(rules.betas),
     "policy.optimizer.*": when_dtensor(without("how torch runs its optimizer")),
-    "policy.scheduler": when_dtensor(differs(None, why="a list of torch schedulers: only the learning rate is taken")),
-    "policy.scheduler.*": when_dtensor(without("a torch scheduler: only the learning rate is taken")),
+    "policy.scheduler": when_dtensor(rules.torch_schedulers),
+    "policy.scheduler.*": when_dtensor(only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay")),
     f"{DTENSOR}.enabled": when_dtensor(rules.by_dtensor),
     f"{DTENSOR}.tensor_parallel_size": when_dtensor(to("training.tp")),
     f"{DTENSOR}.context_parallel_size": when_dtensor(to("training.cp")),
@@ -132,7 +171,14 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}.sequence_parallel": when_dtensor(without("decided by the planner")),
     f"{DTENSOR}.activation_checkpointing": when_dtensor(to("training.recompute", {True: "full", False: "none"})),
     f"{DTENSOR}.cpu_offload": when_dtensor(to("training.optimizer_offload")),
-    f"{DTENSOR}.*": when_dtensor(without("belongs to the DTensor backend")),
+    f"{DTENSOR}.lora_cfg.dim": when_dtensor(rules.dtensor_adapters),
+    f"{DTENSOR}.lora_cfg.alpha": when_dtensor(rules.with_dtensor_adapters(to("training.lora.alpha"))),
+    f"{DTENSOR}.lora_cfg.dropout": when_dtensor(
+        rules.with_dtensor_adapters(only(0, None, why="log-probs under dropout are not the sampling policy's"))
+    ),
+    f"{DTENSOR}.env_vars": without("there are none"),
+    f"{DTENSOR}.env_vars.*": when_dtensor(rules.variables("training.env")),
+    f"{DTENSOR}.*": when_dtensor(without("it belongs to the DTensor backend")),
 }  # fmt: skip
 
 _MEGATRON: dict[str, Rule] = {
@@ -144,7 +190,7 @@ _MEGATRON: dict[str, Rule] = {
     "expert_model_parallel_size": to("training.ep"),
     "expert_tensor_parallel_size": to("training.etp"),
     "sequence_parallel": rules.sequence_parallel,
-    "activation_checkpointing": to("training.recompute", {True: "full", False: "none"}),
+    "activation_checkpointing": rules.recompute,
     "recompute_granularity": without("read with activation_checkpointing"),
     "num_layers_in_first_pipeline_stage": to("training.first_stage_layers"),
     "num_layers_in_last_pipeline_stage": to("training.last_stage_layers"),
@@ -152,8 +198,22 @@ _MEGATRON: dict[str, Rule] = {
     "converter_type": without("conversion goes by the model's own architecture"),
     **dict.fromkeys((
         "empty_unused_memory_level", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion",
-        "defer_fp32_logits", "use_linear_ce_fusion_loss", "linear_ce_fusion_chunk_size",
+        "defer_fp32_logits", "use_linear_ce_fusion_loss", "linear_ce_fusion_chunk_size", "use_fused_linear_logprobs",
+        "fused_linear_logprobs_chunk_size", "use_gloo_process_groups", "clear_memory_caches_before_refit",
+        "cuda_graph_modules", "offload_modules", "use_fused_weighted_squared_relu",
     ), KERNELS),
+    **dict.fromkeys(
+        ("calculate_per_token_loss", "scale_loss_by_dp_cp_size", "do_not_average_loss", "cp_normalize"),
+        without("the loss carries its own normalisation, and gradients are summed"),
+    ),
+    **dict.fromkeys((
+        "freeze_config.*", "freeze_vision_model", "freeze_vision_projection", "freeze_sound_encoder",
+        "freeze_sound_projection", "radio_force_cpe_eval_mode",
+    ), without("models are of text")),
+    "checkpoint.*": without("checkpoints are written by rlctl"),
+    "model_overrides": only(None, why="the model's configuration is taken as it is"),
+    "model_overrides.*": only(why="the model's configuration is taken as it is"),
+    "recompute_modules": rules.recomputed_modules,
     "force_overwrite_initial_ckpt": without("conversions are reused when they are of the same model"),
     "force_reconvert_from_hf": without("conversions are reused when they are of the same model"),
     "freeze_moe_router": to("training.freeze_router"),
@@ -174,8 +234,8 @@ _MEGATRON: dict[str, Rule] = {
     "fp8_cfg.fp8_dot_product_attention": with_float8(only(None, False, why="attention is rlctl's own, in model.dtype")),
     "fp8_cfg.fp8_multi_head_attention": with_float8(only(None, False, why="attention is rlctl's own, in model.dtype")),
     "fp8_cfg.*": with_float8(passes("megatron", f"{MEGATRON}.fp8_cfg")),
-    "env_vars": only(None, why="processes take the environment that rlctl gives them"),
-    "env_vars.*": only(why="processes take the environment that rlctl gives them"),
+    "env_vars": without("there are none"),
+    "env_vars.*": rules.variables("training.env"),
     "peft": only(None, why="LoRA needs at least `dim`"),
     "peft.enabled": without("`dim` is the rank: training.lora.rank"),
     "peft.dim": with_adapters(to("training.lora.rank")),
@@ -218,8 +278,12 @@ _MEGATRON: dict[str, Rule] = {
     "scheduler.start_weight_decay": rules.weight_decay_ends,
     "scheduler.end_weight_decay": rules.weight_decay_ends,
     "scheduler.weight_decay_incr_style": rules.weight_decay_style,
+    "scheduler.override_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
+    "scheduler.use_checkpoint_opt_param_scheduler": without("a resumed run continues the schedule in its manifest"),
     "scheduler.*": only(None, why="rlctl's schedule has no such setting"),
-    "distributed_data_parallel_config.average_in_collective": rules.average_in_collective,
+    "distributed_data_parallel_config.average_in_collective": without(
+        "gradients are summed, since the loss carries its normalisation; Megatron refuses both together"
+    ),
     "distributed_data_parallel_config.use_megatron_fsdp": only(None, False, why="weights are not sharded"),
     "distributed_data_parallel_config.data_parallel_sharding_strategy": without("for Megatron-FSDP"),
     "distributed_data_parallel_config.use_distributed_optimizer": without("the optimizer is always distributed"),
@@ -227,12 +291,44 @@ _MEGATRON: dict[str, Rule] = {
 }  # fmt: skip
 
 _GENERATION: dict[str, Rule] = {
-    "policy.generation.backend": only("vllm", why="generation is by vLLM"),
+    "policy.generation.backend": rules.engine,
     "policy.generation.max_new_tokens": to("generation.max_new_tokens"),
     "policy.generation.temperature": to("generation.temperature"),
     "policy.generation.top_p": to("generation.top_p"),
     "policy.generation.top_k": to("generation.top_k"),
-    "policy.generation.stop_token_ids": differs(None, why="rollouts end at the model's own end tokens"),
+    "policy.generation.stop_token_ids": to("generation.stop_token_ids"),
+    "policy.generation.bad_words": only(None, why="no words are forbidden"),
+    **dict.fromkeys((
+        "policy.generation.val_temperature", "policy.generation.val_top_p", "policy.generation.val_top_k",
+    ), NO_VALIDATION),
+    "policy.generation.use_async_rollouts": ENGINE_CALLS,
+    **dict.fromkeys((
+        "policy.generation.sglang_cfg.*", "policy.generation.trtllm_cfg.*", "policy.generation.trtllm_kwargs.*",
+        "policy.generation.sglang_kwargs.*", "policy.generation.dynamo_cfg.*",
+    ), without("generation is by vLLM")),
+    "policy.generation.quant_cfg": only(None, why="engines hold the weights in model.dtype"),
+    "policy.generation.real_quant": only(None, False, why="engines hold the weights in model.dtype"),
+    "policy.generation.real_quant_ignore": without("read with policy.generation.real_quant"),
+    "policy.generation.real_quant_export_cpu_offload": without("read with policy.generation.real_quant"),
+    "policy.generation.refit_transport": without("refit.mover: a refit is rlctl's own"),
+    "policy.generation.refit_cfg.*": without("refit.mover: a refit is rlctl's own"),
+    f"{VLLM}.env_vars": without("there are none"),
+    f"{VLLM}.env_vars.*": rules.variables("generation.env"),
+    f"{VLLM}.logprobs_mode": only(
+        None, "raw_logprobs", "processed_logprobs", why="log-probs are those of the distribution that was sampled from"
+    ),
+    **dict.fromkeys((
+        f"{VLLM}.is_mx", f"{VLLM}.quantization_ignored_layer_kws", f"{VLLM}.use_deep_gemm",
+        f"{VLLM}.num_first_layers_in_bf16", f"{VLLM}.num_last_layers_in_bf16",
+    ), without("read with vllm_cfg.precision")),
+    **dict.fromkeys((
+        f"{VLLM}.expose_http_server", f"{VLLM}.http_server_serving_chat_kwargs",
+        f"{VLLM}.http_server_serving_chat_kwargs.*",
+        f"{VLLM}.reasoning_parser_plugin", f"{VLLM}.http_refit_server_port", f"{VLLM}.http_refit_api_key_env_var",
+        f"{VLLM}.zmq_refit_server_port",
+    ), without("engines take and return token ids, and have no server")),
+    f"{VLLM}.video.*": without("prompts are texts"),
+    f"{VLLM}.enable_expert_parallel": without("read with expert_parallel_size"),
     "policy.generation.stop_strings": to("generation.stop"),
     "policy.generation.port_range_low": without("ports are chosen by Ray"),
     "policy.generation.port_range_high": without("ports are chosen by Ray"),
@@ -240,7 +336,8 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.vllm_kwargs": only(None, why="it is a mapping of vLLM's arguments"),
     "policy.generation.vllm_kwargs.*": passes("vllm", "policy.generation.vllm_kwargs"),
     "policy.generation.colocated.enabled": to("generation.colocated"),
-    "policy.generation.colocated.resources.*": only(None, why="both engines are on the same devices"),
+    "policy.generation.colocated.resources.gpus_per_node": rules.engine_devices,
+    "policy.generation.colocated.resources.num_nodes": rules.engine_devices,
     f"{VLLM}.tensor_parallel_size": to("generation.tp"),
     f"{VLLM}.pipeline_parallel_size": to("generation.pp"),
     f"{VLLM}.expert_parallel_size": rules.expert_engines,
@@ -250,41 +347,62 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.load_format": without("engines read the model's own weights; the first refit replaces them"),
     f"{VLLM}.skip_tokenizer_init": without("engines take and return token ids, and end texts by rlctl's stop rules"),
     f"{VLLM}.distributed_executor_backend": without("Ray places the engines"),
-    f"{VLLM}.async_engine": differs(None, False, why="engines take a batch at a time"),
+    f"{VLLM}.async_engine": ENGINE_CALLS,
     # Off is what engines do by themselves where they can compile: it is no wish to compile on a CPU.
     f"{VLLM}.enforce_eager": to("vllm.enforce_eager", {True: True, False: None, None: None}),
     f"{VLLM}.*": passes("vllm", VLLM, without("NeMo-RL's own; rlctl's engine has no such choice")),
 }  # fmt: skip
 
 _REST: dict[str, Rule] = {
-    "data.dataset_name": rules.dataset,
-    "data.train.dataset_name": rules.dataset,
-    "data.prompt_file": rules.prompt_file,
-    "data.default.prompt_file": rules.prompt_file,
-    "data.train.prompt_file": rules.prompt_file,
-    "data.default.dataset_name": rules.dataset,
+    "data": only(None, why="it is a section"),
+    **{
+        f"{place}.{key}": rules.own_kind(rule)
+        for place in ("data", "data.default", "data.train")
+        for key, rule in {
+            "dataset_name": rules.dataset, "prompt_file": rules.prompt_file,
+            "system_prompt_file": rules.system_prompt_file, "split": to("data.split"), "max_samples": to("data.size"),
+            "env_name": without("read with the environment"), "processor": without("rlctl reads the fields by name"),
+            "split_validation_size": NO_VALIDATION,
+            "repeat": only(None, 1, why="prompts come round again by themselves"),
+            "seed": without("run.seed"),
+        }.items()
+    },
     "data.default.*": without("read with the dataset"),
-    "data.train": only(None, why="there is one source of prompts, and this is a list of them"),
+    "data.train": rules.own_kind(
+        only(None, why="there is one source of prompts, and this is a list of them", settled_by="data.name")
+    ),
     "data.train.*": without("read with the dataset"),
     "data.validation": NO_VALIDATION,
     "data.validation.*": NO_VALIDATION,
-    "data.system_prompt_file": only(None, why="write the text as data.system_prompt"),
-    "data.default.system_prompt_file": only(None, why="write the text as data.system_prompt"),
-    "data.train.system_prompt_file": only(None, why="write the text as data.system_prompt"),
-    "data.train.split": to("data.split"),
     "data.shuffle": to("data.shuffle"),
-    "data.train_data_path": without("read with dataset_name"),
-    "data.input_key": without("read with dataset_name"),
-    "data.output_key": without("read with dataset_name"),
+    **dict.fromkeys(
+        ("data.train_data_path", "data.input_key", "data.output_key", "data.data_paths", "data.file_format",
+         "data.problem_key", "data.solution_key"),
+        without("read with dataset_name"),
+    ),
     "data.train_split": to("data.split"),
     "data.val_data_path": NO_VALIDATION,
     "data.val_split": NO_VALIDATION,
     "data.max_input_seq_length": without("prompts that leave no room for a completion are refused"),
     "data.num_workers": without("prompts are read by the driver"),
     "data.use_multiple_dataloader": only(None, False, why="there is one source of prompts"),
+    "data.num_prompts_per_dataloader": without("read with data.use_multiple_dataloader"),
+    "data.custom_dataloader": only(None, why="prompts are read by rlctl"),
+    **dict.fromkeys(
+        ("data.add_bos", "data.add_eos", "data.add_generation_prompt", "data.add_system_prompt"),
+        without("the chat template decides"),
+    ),
+    "env": without("there is none"),
     "env.math.num_workers": without("rewards are computed by the driver"),
-    "env.math.math_verify_impl": only(None, "hf_math_verify", why="answers are compared by math-verify"),
-    "env.math.*": without("answers are compared by math-verify"),
+    "env.math.math_verify_impl": rules.when_math(
+        only(None, "hf_math_verify", why="answers are compared by math-verify", settled_by="reward.terms")
+    ),
+    "env.math.verifier_type": rules.when_math(
+        only(None, "math", why="answers are compared by math-verify", settled_by="reward.terms")
+    ),
+    "env.math.*": rules.when_math(without("answers are compared by math-verify")),
+    "env.should_use_nemo_gym": without("read with the environment"),
+    "env.should_log_nemo_gym_responses": LOGS,
     "checkpointing.enabled": rules.checkpoints_on,
     "checkpointing.save_period": rules.checkpoint_period,
     "checkpointing.keep_top_k": rules.kept_checkpoints,
@@ -296,14 +414,24 @@ _REST: dict[str, Rule] = {
     "cluster.gpus_per_node": to("cluster.gpus_per_node"),
     "cluster.num_nodes": to("cluster.nodes"),
     "cluster.*": without("Ray places the processes"),
-    "sft.*": only(why="rlctl trains with GRPO"),
-    "dpo.*": only(why="rlctl trains with GRPO"),
-    "distillation.*": only(why="rlctl trains with GRPO"),
-    "env.*": only(None, why="rewards are those of `rlctl config schema reward`"),
+    "data_plane": without("tokens travel through Ray's object store"),
+    "data_plane.*": without("tokens travel through Ray's object store"),
+    "async_rl.sampler.max_lookahead_versions": only(None, 0, why=NOT_SYNC),
+    "async_rl.sampler.max_staleness_versions": only(None, 0, why=NOT_SYNC),
+    "async_rl.*": without("of a loop with several versions in flight, which async_rl.sampler asks for"),
+    "reward_penalties.token_ids": without("read with the penalties"),
+    "reward_penalties.*": only(None, False, why="rewards are those of the scorers alone"),
+    "on_policy_distillation": without("it is off"),
+    **dict.fromkeys(
+        ("on_policy_distillation.*", "teacher.*", "teachers", "value.*", "value_loss_fn.*", "eval.*", "generation.*",
+         "tokenizer.*", *(f"{name}.*" for name in rules.ALGORITHMS)),
+        without("it belongs to what rlctl does not run yet"),
+    ),
+    "env.*": rules.own_kind(rules.environment),
 }  # fmt: skip
 
 RULES: dict[str, Rule] = (
-    _GRPO
+    {key: rules.own_kind(rule) for key, rule in _GRPO.items()}
     | _POLICY
     | {f"{MEGATRON}.{key}": rules.when_megatron(rule) for key, rule in _MEGATRON.items()}
     | _GENERATION
@@ -314,10 +442,12 @@ RULES: dict[str, Rule] = (
 def finish(result: Import, leaves: Mapping[str, Any]) -> None:
     """Set what follows from several keys: rows without packing, the reward, and room for a prompt."""
     length = leaves.get("policy.max_total_sequence_length")
+    length = length if isinstance(length, int) and length > 1 else None
     if "training.micro_batch_tokens" not in result.values and length:
-        rows = int(leaves.get("policy.train_micro_batch_size") or 1)
-        result.set("training.micro_batch_tokens", rows * int(length), "policy.train_micro_batch_size")
-    if any(key.startswith("env.math") for key in leaves):
+        rows = leaves.get("policy.train_micro_batch_size")
+        tokens = length * (rows if isinstance(rows, int) else 1)
+        result.set("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
+    if result.foreign is None and rules.environment_used(leaves) == "math":
         result.set("reward.terms", [{"name": "math-verify"}], "env.math")
         result.set("reward.extract", "boxed", "env.math")
     _leave_room_for_prompts(result, length, leaves.get("policy.generation.max_new_tokens"))
@@ -325,14 +455,12 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         result.values.pop("optimizer.clip_grad", None)
 
 
-def _leave_room_for_prompts(result: Import, length: Any, new: Any) -> None:
+def _leave_room_for_prompts(result: Import, length: int | None, new: Any) -> None:
     """Lower max_new_tokens below the total length, at which both end a rollout: a prompt needs at least one token."""
-    if not length or not new or int(new) < int(length):
+    if not length or not isinstance(new, int) or new < length:
         return
-    result.set("generation.max_new_tokens", int(length) - 1, "policy.generation.max_new_tokens")
-    note = (
-        f"generation.max_new_tokens: {int(length) - 1}; a rollout ends at {int(length)} tokens, its prompt among them"
-    )
+    result.set("generation.max_new_tokens", length - 1, "policy.generation.max_new_tokens")
+    note = f"generation.max_new_tokens: {length - 1}; a rollout ends at {length} tokens, its prompt among them"
     name = "policy.generation.max_new_tokens"
     result.entries[:] = [entry for entry in result.entries if entry.key != name]
-    result.entries.append(Entry(name, new, "changed", note))
+    result.entries.append(Entry(name, new, "mapped", note))

@@ -1,7 +1,7 @@
 """NeMo-RL recipes as rlctl configuration.
 
 A recipe is read as NeMo-RL reads it, with its chain of `defaults`, `${...}` references and arithmetic resolvers. Then
-every key is mapped, reported with the reason, or refused.
+every key is mapped or reported with the reason.
 """
 
 from __future__ import annotations
@@ -11,17 +11,56 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.nemo_rl.mapping_rules import Entry, Found, Import, Rule
+from rlctl.config.keys import is_section, nearest
+from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
-from rlctl.errors import MOST_LINES, ConfigError, lines_of
+from rlctl.errors import ConfigError
 
-MARKS = ("policy", "defaults")
+MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *ALGORITHMS)
 """Top-level keys that a NeMo-RL file has and an rlctl file never does."""
+
+
+OF_THE_ALGORITHM = ("loss_fn", "data", "env", "teacher", "teachers", "value")
+"""Sections whose keys depend on the algorithm."""
+
+
+ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
+"""Sections that a run goes on without where they refer to what is not there."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """A `key=value` of the command line in Hydra's form: `+` and `++` may stand in front, and `~key` removes a key."""
+
+    key: str
+    value: Any
+    remove: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """Raises ConfigError where there is no value."""
+        key, equals, value = text.partition("=")
+        remove, key = key.startswith("~"), key.lstrip("+~").strip()
+        if not key or not (equals or remove):
+            raise ConfigError(f"{text}: there is no value.", "Write key=value, for example policy.model_name=NAME.")
+        return cls(key, parse_value(value), remove)
+
+
+@dataclass(frozen=True)
+class Unresolved:
+    """A value that refers to what is not there."""
+
+    text: Any
+    why: str
+
+    def __str__(self) -> str:
+        return str(self.text)
 
 
 def is_nemo_rl(values: Mapping[str, Any]) -> bool:
@@ -29,22 +68,57 @@ def is_nemo_rl(values: Mapping[str, Any]) -> bool:
     return any(mark in values for mark in MARKS)
 
 
-def import_recipe(path: Path) -> Import:
-    """Read and map a recipe. Raises ConfigError for what cannot be read, and for all keys that nobody knows."""
-    result = Import(path)
-    leaves = {_renamed(key, result, value): value for key, value in _leaves(read_recipe(path))}
-    rules = {key: find_rule(key, RULES) for key in leaves}
-    if unknown := [key for key, rule in rules.items() if rule is None]:
-        raise ConfigError(
-            lines_of([*map(_unknown, unknown[:MOST_LINES]), *unknown[MOST_LINES:]]), f"in the NeMo-RL recipe {path}."
-        )
-    for key, rule in rules.items():
-        if rule is not None:
-            rule(Found(result, key, leaves[key], leaves))
-    finish(result, leaves)
-    order = list(leaves)
-    result.entries.sort(key=lambda entry: order.index(entry.key) if entry.key in leaves else len(order))
+def knows(key: str) -> bool:
+    """Return whether `key` is one of NeMo-RL's that rlctl knows."""
+    return find_rule(renamed(key), RULES) is not None
+
+
+def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Import:
+    """Read and map a recipe with overrides of the command line, or these alone.
+
+    Raises ConfigError for a file that cannot be read, and for an override of a key that neither the recipe nor rlctl
+    knows. A key of the file that nobody knows is an entry of the result.
+    """
+    result = Import(path or Path("recipe.yaml"))
+    found = dict(_leaves(read_recipe(path, overrides, result.files)))
+    for key in found:
+        if (now := renamed(key)) != key:
+            result.entries.append(Entry(key, found[key], "mapped", f"read as {now}, its name today"))
+    leaves = {renamed(key): value for key, value in found.items()}
+    known = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
+    result.foreign, algorithm = foreign_kind(known)
+    if algorithm is not None:
+        result.set("run.algorithm", algorithm, algorithm)
+    for key, value in leaves.items():
+        rule = find_rule(key, RULES)
+        if isinstance(value, Unresolved):
+            status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
+            result.entries.append(Entry(key, value.text, status, value.why))
+        elif rule is None and value in ({}, None) and any(known_key.startswith(f"{key}.") for known_key in RULES):
+            result.entries.append(Entry(key, value, "not applicable", "the section is empty"))
+        elif rule is None and result.foreign and key.partition(".")[0] in OF_THE_ALGORITHM:
+            result.entries.append(Entry(key, value, "not applicable", "it belongs to what rlctl does not run yet"))
+        elif rule is None:
+            result.entries.append(Entry(key, value, "not known", _unknown(key)))
+        else:
+            rule(Found(result, key, value, known))
+    finish(result, known)
+    _leave_out_misfits(result, known)
+    order = {key: index for index, key in enumerate(leaves)}
+    result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     return result
+
+
+def _leave_out_misfits(result: Import, leaves: Mapping[str, Any]) -> None:
+    """Make what rlctl's own keys cannot hold entries of the report."""
+    for key, value in list(result.values.items()):
+        if (why := misfit(key, value)) is None:
+            continue
+        source = result.source[key]
+        del result.values[key], result.source[key]
+        result.entries[:] = [e for e in result.entries if e.key != source or e.status != "mapped"]
+        note = f"{key} cannot be {value!r}: {why}"
+        result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
 
 
 def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
@@ -54,18 +128,21 @@ def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
     return next((rules[name] for name in (key, *sections) if name in rules), None)
 
 
-def _renamed(key: str, result: Import, value: Any) -> str:
+def renamed(key: str) -> str:
+    """Return the name that a key has in NeMo-RL today."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
-            now = new + key.removeprefix(old)
-            result.entries.append(Entry(key, value, "mapped", f"read as {now}, its name today"))
-            return now
+            return new + key.removeprefix(old)
     return key
 
 
 def _unknown(key: str) -> str:
-    close = difflib.get_close_matches(key, [rule for rule in RULES if not rule.endswith("*")], 1, 0.6)
-    return f"unknown key `{key}`" + (f"; did you mean `{close[0]}`?" if close else ".")
+    close = _close(key, 0.75)
+    return "rlctl does not know this key" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _close(key: str, cutoff: float) -> list[str]:
+    return difflib.get_close_matches(key, [rule for rule in RULES if not rule.endswith("*")], 1, cutoff)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,15 +155,51 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, value
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the recipe with its defaults merged and every reference resolved. Raises ConfigError for a missing
-    default, a chain that closes on itself, and an unknown reference or resolver."""
-    merged = _Root(_with_defaults(path, ()))
-    return {key: _resolved(value, merged, (key,)) for key, value in merged.items()}
+def read_recipe(
+    path: Path | None, overrides: Sequence[Override] = (), files: list[Path] | None = None
+) -> dict[str, Any]:
+    """Return the recipe with its defaults merged, then overrides, then every reference resolved; a value whose
+    reference leads nowhere is `Unresolved`. Raises ConfigError for a missing default, a chain that closes on itself,
+    and an override of a key that does not exist. `files` gets the files that were read."""
+    merged = _Root(_with_defaults(path, (), [] if files is None else files) if path is not None else {})
+    for override in overrides:
+        _apply(override, merged)
+    return {key: _tolerant(value, merged, (key,)) for key, value in merged.items()}
 
 
-def _with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+def _apply(override: Override, merged: dict[str, Any]) -> None:
+    *sections, name = override.key.split(".")
+    place = merged
+    for section in sections:
+        below = place.get(section)
+        if not isinstance(below, dict):
+            below = place[section] = {}
+        place = below
+    if name not in place and not knows(override.key):
+        close = [nearest(override.key)] if is_section(sections[0] if sections else name) else _close(override.key, 0.6)
+        meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
+        raise ConfigError(f"unknown key `{override.key}`: neither the recipe nor rlctl has it.", meant)
+    if override.remove:
+        place.pop(name, None)
+    else:
+        place[name] = override.value
+
+
+def _tolerant(value: Any, root: _Root, at: tuple[str, ...]) -> Any:
+    """Return the value with references resolved, and `Unresolved` instead of each leaf where that fails."""
+    if isinstance(value, Mapping):
+        return {key: _tolerant(item, root, (*at, str(key))) for key, item in value.items()}
+    try:
+        return _resolved(value, root, at)
+    except TooMuch:
+        raise
+    except ConfigError as error:
+        return Unresolved(value, error.message.removesuffix("."))
+
+
+def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> dict[str, Any]:
     place = path.resolve()
+    files.append(place)
     if place in chain:
         raise ConfigError(f"{path}: its chain of `defaults` comes back to itself.")
     values = read_mapping(path, "NeMo-RL recipe" if not chain else f"`defaults` of {chain[-1].name}:")
@@ -95,7 +208,10 @@ def _with_defaults(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     for parent in [parents] if isinstance(parents, str) else parents:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
-        merged = _merge(merged, _with_defaults(path.parent / parent, (*chain, place)))
+        if not (path.parent / parent).exists():
+            message = f"{path} builds on {parent} (`defaults`), and there is no {path.parent / parent}."
+            raise ConfigError(message, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
+        merged = _merge(merged, _with_defaults(path.parent / parent, (*chain, place), files))
     return _merge(merged, values)
 
 
@@ -119,7 +235,7 @@ def _number(name: str, fold: Callable[[list[float]], float]) -> Callable[[list[A
         try:
             value = fold(list(arguments))
         except (ArithmeticError, ValueError, IndexError) as error:
-            raise ConfigError(f"${{{name}:...}} of {arguments}: {error}.") from error
+            raise ConfigError(f"${{{name}:...}} of {arguments}: {error}") from error
         if abs(value) > sys.float_info.max:
             raise ConfigError(f"${{{name}:...}} gives a number that is too large.")
         whole = all(isinstance(a, int) for a in arguments) and value == value // 1
@@ -135,8 +251,19 @@ RESOLVERS: dict[str, Callable[[list[Any]], Any]] = {
     "div": _number("div", lambda a: a[0] / a[1]),
     "max": _number("max", max),
     "min": _number("min", min),
-    "oc.env": lambda a: os.environ.get(str(a[0]), a[1] if len(a) > 1 else None),
+    "oc.env": lambda a: _variable(*a),
 }
+"""Resolvers of NeMo-RL, which registers the arithmetic ones, and of OmegaConf."""
+
+
+def _variable(name: Any, *otherwise: Any) -> Any:
+    if str(name) not in os.environ and not otherwise:
+        raise ConfigError(f"the environment variable {name} is not set.")
+    return os.environ.get(str(name), *otherwise)
+
+
+class TooMuch(ConfigError):
+    """A recipe asks for more than any recipe has."""
 
 
 class _Root(dict[str, Any]):
@@ -148,7 +275,7 @@ class _Root(dict[str, Any]):
 
 def _resolved(value: Any, root: _Root, at: tuple[str, ...], depth: int = 0) -> Any:
     if depth > 50:
-        raise ConfigError(f"`{'.'.join(at)}` refers back to itself.")
+        raise ConfigError("it refers back to itself.")
     if isinstance(value, Mapping):
         return {key: _resolved(item, root, (*at, str(key)), depth) for key, item in value.items()}
     if isinstance(value, list):
@@ -165,7 +292,7 @@ def _interpolated(text: str, root: _Root, at: tuple[str, ...], depth: int) -> st
     start = text.find("${")
     while start >= 0:
         if len(text) > TEXT_LIMIT:
-            raise ConfigError(f"`{'.'.join(at)}`: its references stand for more than {TEXT_LIMIT:,} characters.")
+            raise TooMuch(f"`{'.'.join(at)}`: its references stand for more than {TEXT_LIMIT:,} characters.")
         end = _closing(text, start)
         inner = str(_evaluate(text[start + 2 : end], root, at, depth + 1))
         text = text[:start] + inner + text[end + 1 :]
@@ -182,20 +309,20 @@ def _closing(text: str, start: int) -> int:
             depth -= 1
             if depth == 0:
                 return index
-    raise ConfigError(f"{text!r}: a `${{` is never closed.")
+    raise ConfigError("a `${` is never closed.")
 
 
 def _evaluate(inner: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
     """Return the value of a reference, or of a resolver with its arguments, that stands between `${` and `}`."""
     root.followed += 1
     if root.followed > VALUE_LIMIT:
-        raise ConfigError(f"`{'.'.join(at)}`: the references of the recipe lead to more than {VALUE_LIMIT:,} others.")
+        raise TooMuch(f"`{'.'.join(at)}`: the references of the recipe lead to more than {VALUE_LIMIT:,} others.")
     match = re.match(r"([A-Za-z_][\w.]*):(.*)", inner, re.DOTALL)
     if match is None:
         return _lookup(inner.strip(), root, at, depth)
     name, arguments = match.group(1), [part.strip() for part in _split(match.group(2))]
     if name not in RESOLVERS:
-        raise ConfigError(f"`{'.'.join(at)}`: unknown resolver `{name}`.", f"Known: {', '.join(RESOLVERS)}.")
+        raise ConfigError(f"unknown resolver `{name}`; rlctl knows {', '.join(RESOLVERS)}.")
     return RESOLVERS[name]([_resolved(parse_value(a) if "${" not in a else a, root, at, depth) for a in arguments])
 
 
@@ -211,13 +338,23 @@ def _split(text: str) -> list[str]:
 
 
 def _lookup(path: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
-    """Look up `a.b.c` from the top, or `.c` / `..c` from where the reference stands."""
+    """Look up `a.b.c` (or `a[b].c`) from the top, or `.c` / `..c` from where the reference stands."""
+    path = path.replace("[", ".").replace("]", "")
     dots = len(path) - len(path.lstrip("."))
     base = list(at[: len(at) - dots]) if dots else []
     keys = [*base, *(part for part in path.lstrip(".").split(".") if part)]
     value: Any = root
-    for key in keys:
-        if not isinstance(value, Mapping) or key not in value:
-            raise ConfigError(f"`{'.'.join(at)}` refers to `{path}`, which the recipe does not have.")
-        value = value[key]
+    if depth > 50:
+        raise ConfigError("it refers back to itself.")
+    for index, key in enumerate(keys):
+        if isinstance(value, str) and (other := re.fullmatch(r"\$\{([\w.\[\]]+)\}", value)):
+            # The way leads through another reference; what is behind it may refer back to here.
+            rest = ".".join(keys[index:])
+            return _lookup(f"{other.group(1)}.{rest}", root, tuple(keys[:index]), depth + 1)
+        if isinstance(value, list) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        elif isinstance(value, Mapping) and key in value:
+            value = value[key]
+        else:
+            raise ConfigError(f"it refers to `{path}`, which the recipe does not have.")
     return _resolved(value, root, tuple(keys), depth)

@@ -55,7 +55,7 @@ class Grpo(Algorithm):
             return loss_R
         if batch.reference_logprobs_R is None:
             raise ValueError("loss.kl_coefficient needs the reference policy's log-probs, and the batch has none")
-        penalty_R = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator)
+        penalty_R = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
         return loss_R + o.kl_coefficient * penalty_R
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:

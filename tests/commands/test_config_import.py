@@ -1,0 +1,106 @@
+"""`rlctl config import`, and NeMo-RL's overrides of `rlctl train`, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl import cli
+from rlctl.commands.output import JsonMode
+
+RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
+FORM = str(RECIPES / "megatron_form.yaml")
+
+
+def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    JsonMode.wanted = JsonMode.printed = False
+    code = cli.run(list(arguments))
+    captured = capsys.readouterr()
+    JsonMode.wanted = JsonMode.printed = False
+    return code, captured.out, captured.err
+
+
+def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"defaults: {FORM}\ngrpo: {{ use_dynamic_sampling: true, key_of_tomorrow: 3 }}\n")
+    code, out, _ = rlctl(capsys, "config", "import", "--report", str(path))
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].startswith("r.yaml: ")
+    assert "1 not yet, 1 not known, 1 changed" in lines[0]
+    assert lines[1].startswith("rlctl cannot run this yet")
+    assert lines[2].startswith("  grpo.use_dynamic_sampling = True: ")
+    assert lines[4].startswith("  grpo.key_of_tomorrow = 3: ")
+    assert "policy.model_name" not in out
+    assert len(lines) <= 15
+
+
+def test_all_reports_every_key_by_section_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = rlctl(capsys, "config", "import", "--all", FORM)
+    assert code == 0
+    assert "  policy.model_name = Qwen/Qwen2.5-7B-Instruct: model.name: Qwen/Qwen2.5-7B-Instruct" in out
+    mapped = out.partition("These keys are in the configuration:\n")[2].partition("\nThese keys become nothing")[0]
+    sections = [line.strip().partition(".")[0] for line in mapped.splitlines()]
+    assert sections == sorted(sections)
+
+
+def test_what_is_written_comes_without_the_report_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = rlctl(capsys, "config", "import", FORM)
+    assert code == 0
+    assert err.startswith("megatron_form.yaml: ")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(out)
+    assert rlctl(capsys, "config", "validate", "--config", str(mine))[0] == 0
+
+
+def test_the_object_of_json_has_counts_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = rlctl(capsys, "config", "import", "--json", FORM)
+    found = json.loads(out)
+    assert sum(found["counts"].values()) == len(found["keys"])
+    assert found["unsupported"] == []
+
+
+def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("sft: { max_num_steps: 3 }\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n")
+    code, out, err = rlctl(capsys, "config", "import", str(path))
+    assert code == 0
+    assert "algorithm: sft" in out
+    assert "which rlctl does not run yet" in err
+    assert len(err.splitlines()) == 3
+
+
+def test_rlctl_s_own_yaml_is_told_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: { steps: 3 }\n")
+    code, out, err = rlctl(capsys, "config", "import", str(path))
+    assert (code, out) == (2, "")
+    assert "rlctl's own YAML" in err
+
+
+def test_a_missing_file_of_defaults_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("defaults: ../grpo_math_1B.yaml\n")
+    code, _, err = rlctl(capsys, "config", "import", str(path))
+    assert code == 2
+    assert "builds on ../grpo_math_1B.yaml" in err
+
+
+def test_a_run_stops_with_what_cannot_be_run_and_goes_on_when_allowed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_llama: Path
+) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "2 + 3?", "answer": "5"}\n' * 4)
+    path = tmp_path / "r.yaml"
+    path.write_text("grpo: { use_dynamic_sampling: true, num_prompts_per_step: 4, max_num_steps: 2 }\npolicy: {}\n")
+    more = ["grpo.num_generations_per_prompt=4", f"policy.model_name={tiny_llama}", f"data.name={data}"]
+    run = ["train", "grpo", "--config", str(path), "--gpu", "cpu", "--reward", "exact-match", "--dry-run", *more]
+    code, _, err = rlctl(capsys, *run)
+    assert code == 2
+    assert "grpo.use_dynamic_sampling = True" in err
+    code, out, err = rlctl(capsys, *run, "--allow-differences")
+    assert code == 0, err
+    assert "left out: grpo.use_dynamic_sampling = True" in " ".join(out.split())
+    assert " ".join(out.split()).count("policy.model_name is rlctl's model.name") == 1
