@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import time
@@ -124,32 +123,3 @@ def test_a_process_that_is_stopped_for_a_while_changes_nothing(undisturbed, tiny
         victim.send_signal(signal.SIGCONT)
         assert run.wait(LIMIT_S) == 0, log.read_text()
     assert results(run_dir) == [undisturbed[step] for step in range(steps)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
-@pytest.mark.parametrize("place", ["run", "shm", "tmp"])
-def test_a_disk_that_fills_up_is_named_and_nothing_saved_is_lost(tiny_llama, tmp_path, place):
-    """A file system of a few megabytes in place of the run directory, of /dev/shm, or of the temporary directory."""
-    small = tmp_path / "small"
-    small.mkdir()
-    run_dir = small / "run" if place == "run" else tmp_path / "run"
-    target, size = {"run": (small, "6m"), "shm": (Path("/dev/shm"), "1m"), "tmp": (small, "1m")}[place]
-    more = ("--steps", "40", "--set", "run.keep_last=100", "--set", "run.checkpoint_every=1")
-    script = f'mount -t tmpfs -o size={size} tmpfs {target} && exec "$@"'
-    words = ["unshare", "--mount", "sh", "-c", script, "sh", "env"]
-    words += [f"TMPDIR={small}"] if place == "tmp" else []
-    # What the mount holds is seen in its own namespace alone: it lists what is left before it ends.
-    listing = f'"$@"; code=$?; ls {run_dir}/checkpoints > {tmp_path}/left; exit $code'
-    done = finish([*words, "sh", "-c", listing, "sh", *command(tiny_llama, run_dir, *more)])
-    said = " ".join(done.stderr.split())
-    assert "Traceback" not in said
-    if place == "run":
-        assert done.returncode == 1, said
-        assert "No space left on device" in said
-        left = (tmp_path / "left").read_text().split()
-        assert left
-        assert all(name.startswith("step_") for name in left)
-        assert f"Resume from step {max(map(step_of, left))}" in said
-    else:  # it goes without, or says which place is too small
-        assert done.returncode == 0 or "/dev/shm" in said or str(small) in said, said
