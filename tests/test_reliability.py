@@ -14,9 +14,12 @@ def slow_by_test() -> dict[str, bool]:
     """Return every test of the project, and whether `make test` leaves all of its cases out."""
     found: dict[str, bool] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        all_slow = re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", text, re.MULTILINE) is not None
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found[node.name] = any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
+                marked = any(ast.unparse(mark) == "pytest.mark.slow" for mark in node.decorator_list)
+                found[node.name] = all_slow or marked
     return found
 
 

@@ -63,6 +63,7 @@ def train(model: Path, *more: str) -> list[str]:
         (["--reward", "broken.py:absent"], 2, "no function 'absent'"),
         (["--model", "noconfig"], 2, "noconfig has no config.json"),
         (["--max-length", "4"], 2, "--max-new-tokens 4 leaves no room"),
+        (["--set", "generation.stop_token_ids=[128009]"], 2, "stop_token_ids names 128009, and the model has 512"),
         (["--max-length", "5"], 2, "tokens, and 4 leave room for a completion"),
         (["--lr", "0"], 2, "`optimizer.lr` = 0.0 (flag --lr)"),
         (["--preset", "1gpu"], 3, "no GPU"),

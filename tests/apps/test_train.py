@@ -123,13 +123,14 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
     monkeypatch.setenv("HOLD_AFTER", str(3 * ROLLOUTS))
     with started(command(tiny_llama, run_dir, "--set", "run.checkpoint_every=1"), log) as process:
         wait_for_step(process, run_dir, 1, log)
-        workers = [p for p in process.family() if worker_name(p, run_dir)]
+        family = process.family()
+        workers = [p for p in family if worker_name(p, run_dir)]
         assert {worker_name(p, run_dir) for p in workers} == {"policy-0", "engine-0", "reward-0"}
         wait_for_step(process, run_dir, 3, log)
         wait_for(lambda: (run_dir / "checkpoints" / "step_3").exists(), process, log)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
-        wait_until_gone(workers)  # Ray's own agents take a minute more to notice
+        wait_until_gone(workers, family)  # Ray's own agents take a minute more to notice
     monkeypatch.delenv("HOLD_AFTER")
     done = finish(resume(run_dir))
     assert done.returncode == 0, done.stderr
@@ -367,7 +368,8 @@ def test_a_nemo_rl_recipe_trains_as_it_is_written(here, tiny_llama, tmp_path):
     done = here([
         str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--config", str(recipe), *TASK,
         "--model", str(tiny_llama), "--gpu", "cpu", "--steps", "2", "--prompts", "2", "--generations", "4",
-        "--max-new-tokens", "6", "--run-dir", str(tmp_path / "run"), "--reward", f"{tmp_path / 'reward.py'}:even",
+        "--max-new-tokens", "6", "--set", "generation.stop_token_ids=[]",
+        "--run-dir", str(tmp_path / "run"), "--reward", f"{tmp_path / 'reward.py'}:even",
     ])  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "plan: training TP2 DP1, full recompute; generation 1 engine TP2" in " ".join(done.stderr.split())

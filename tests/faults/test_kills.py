@@ -74,13 +74,14 @@ def disturb(arguments: list[str], run_dir: Path, log: Path, kind: str, after: in
     with started(arguments, log) as run:
         wait_for_step(run, run_dir, after, log)
         time.sleep(delay_s)
-        workers = [p for p in run.family() if worker_name(p, run_dir) is not None]
+        family = run.family()
+        workers = [p for p in family if worker_name(p, run_dir) is not None]
         victim = processes_of(run, run_dir).get(kind)
         if victim is not None:  # the run may have ended meanwhile
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
         code = run.wait(LIMIT_S)
-        wait_until_gone(workers)  # Ray's own agents take a minute more to notice
+        wait_until_gone(workers, family)  # Ray's own agents take a minute more to notice
     assert "Traceback" not in log.read_text()
     return code
 

@@ -10,9 +10,9 @@ import pytest
 from rlctl.telemetry.metrics import read_metrics
 from support.runs import command, started, wait_for_step, worker_name
 
-STEPS, EARLY = 2000, 400
-SLACK_BYTES = 30e6
-"""What the sizes of processes vary by from one moment to the next (measured on a run of 2,000 steps)."""
+STEPS, EARLY = 2000, 600
+SLACK_BYTES = 40e6
+"""What the sizes of processes vary by from one moment to the next: an engine by 38 MB in a run of 2,200 steps."""
 
 
 def held(run: psutil.Popen, run_dir: Path) -> dict[str, dict[str, float]]:
@@ -34,7 +34,7 @@ def held(run: psutil.Popen, run_dir: Path) -> dict[str, dict[str, float]]:
 @pytest.mark.slow
 def test_two_thousand_steps_hold_no_more_than_the_first(tiny_llama: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = ("--steps", str(STEPS), "--set", "run.checkpoint_every=100", "--set", "run.keep_last=2")
+    more = ("--steps", str(STEPS), "--set", "run.checkpoint_every=20", "--set", "run.keep_last=2")
     with started(command(tiny_llama, run_dir, *more), log) as run:
         wait_for_step(run, run_dir, EARLY, log)
         early = held(run, run_dir)

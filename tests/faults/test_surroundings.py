@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.runs import LIMIT_S, command, finish, results, resume, started, wait_for_step, wait_until_gone
+from support.runs import LIMIT_S, command, finish, results, resume, started, wait_for, wait_until_gone
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,7 +28,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_saved_is_lost(tiny_llama, tmp
     small = tmp_path / "small"
     small.mkdir()
     run_dir = small / "run" if place == "run" else tmp_path / "run"
-    target, size = {"run": (small, "6m"), "shm": (Path("/dev/shm"), "1m"), "tmp": (small, "1m")}[place]
+    target, size = {"run": (small, "24m"), "shm": (Path("/dev/shm"), "1m"), "tmp": (small, "1m")}[place]
     more = ("--steps", "40", "--set", "run.keep_last=100", "--set", "run.checkpoint_every=1")
     script = f'mount -t tmpfs -o size={size} tmpfs {target} && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", script, "sh", "env"]
@@ -75,12 +75,13 @@ def test_permission_that_is_taken_away_during_a_run_loses_no_save(tiny_llama, tm
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = ("--steps", "300", "--set", "run.checkpoint_every=2")
     with started([*AS_A_USER, *command(tiny_llama, run_dir, *more)], log) as run:
-        wait_for_step(run, run_dir, 3, log)
+        wait_for((run_dir / "checkpoints" / "step_2").exists, run, log)
         (run_dir / "checkpoints").chmod(0o555)
         assert run.wait(LIMIT_S) == 1, log.read_text()
     (run_dir / "checkpoints").chmod(0o755)
     said = " ".join(log.read_text().split())
     assert "Permission denied" in said
+    assert "Free space" not in said
     assert "Traceback" not in said
     assert f"rlctl train grpo --resume --run-dir {run_dir}" in said
     newest = max(step_of(path.name) for path in (run_dir / "checkpoints").glob("step_*"))
@@ -96,7 +97,7 @@ def test_a_network_that_goes_down_ends_the_run_and_it_can_be_resumed(tiny_llama,
     inside = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     arguments = command(tiny_llama, run_dir, "--steps", "300", *limits)
     with started([*inside, *arguments], log) as run:
-        wait_for_step(run, run_dir, 3, log)
+        wait_for((run_dir / "checkpoints" / "step_2").exists, run, log)
         family = run.family()
         subprocess.run(["nsenter", "-t", str(run.pid), "-n", "ip", "link", "set", "lo", "down"], check=True)
         assert run.wait(LIMIT_S) != 0

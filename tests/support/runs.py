@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,9 +125,22 @@ def wait_for(there: Callable[[], bool], process: psutil.Popen, log: Path) -> Non
     pytest.fail(f"not there in {LIMIT_S} s:\n{log.read_text()}")
 
 
-def wait_until_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=120)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
+def wait_until_gone(processes: list[psutil.Process], others: Iterable[psutil.Process] = ()) -> None:
+    """Wait for the end of `processes`. Orphans become children of this process while it has a session of Ray, so it
+    buries them and `others`: a worker takes a dead raylet that nobody has buried for a living one."""
+    deadline = time.monotonic() + 120
+    while alive := [one for one in processes if _is_alive(one)]:
+        assert time.monotonic() < deadline, alive
+        for one in (*processes, *others):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(one.pid, os.WNOHANG)
+        time.sleep(0.1)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def results(run_dir: Path) -> list[dict]:

@@ -318,6 +318,7 @@ def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
+    _check_stop_tokens(resolved.config, facts)
     refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts)
     config = planned.config
@@ -371,6 +372,15 @@ def _check_lengths(config: RlctlConfig, facts: ModelFacts) -> None:
         raise InputError(
             f"--max-new-tokens {new} leaves no room for a prompt in {length or facts.max_length} tokens.",
             "Lower it, or raise --max-length." if length else "Lower it: the model takes no more.",
+        )
+
+
+def _check_stop_tokens(config: RlctlConfig, facts: ModelFacts) -> None:
+    """Raises InputError for end tokens that the model does not have, as where a recipe is used with another model."""
+    if beyond := [token for token in config.generation.stop_token_ids if token >= facts.vocab]:
+        raise InputError(
+            f"generation.stop_token_ids names {beyond[0]}, and the model has {facts.vocab:,} tokens.",
+            "Leave them out (--set generation.stop_token_ids=[]): the model's own end tokens always end a completion.",
         )
 
 

@@ -328,7 +328,7 @@ class NewCheckpoint:
             reason = os.strerror(errno.ENOSPC) if full else error
             raise RlctlError(
                 f"Checkpoint of step {self.step} could not be written to {self._final}: {reason}.",
-                "Free space on that disk.",
+                "Free space on that disk." if full else "See that the directory can be written to.",
             ) from error
 
     def _is_full(self, error: Exception) -> bool:
