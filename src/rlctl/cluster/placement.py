@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +67,13 @@ class Placement:
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
 
     def release(self) -> None:
-        """Give the bundles back, unless Ray is broken and has none to give."""
+        """Give the bundles back, unless Ray is broken or out of reach; they end with this process then."""
         import ray
+        from ray.exceptions import GetTimeoutError
 
         if dead_process() is None:
-            ray.util.remove_placement_group(self.group)
+            with contextlib.suppress(GetTimeoutError):
+                ray.util.remove_placement_group(self.group)
 
 
 def place_order(node: str, gpu: str | None) -> tuple[str, int, str]:
