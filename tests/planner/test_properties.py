@@ -94,7 +94,7 @@ def outcome(
         return error
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(MODELS, MACHINES, workloads(), PINS)
 def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
     facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]
@@ -115,7 +115,7 @@ def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
         check(make_plan(facts, larger, workload, pins), pins)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=15)
 @given(MODELS, GPUS, workloads())
 def test_what_fits_a_machine_fits_one_with_more_memory(
     facts: ModelFacts, cluster: ClusterFacts, workload: Workload
