@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from rlctl.rl.advantages import group_advantages, token_weights
+from rlctl.rl.advantages import group_advantages, overlong_penalty, token_weights, whitened
 
 REWARDS_P_G = [[1.0, 0.0, 0.0, 0.5], [0.2, 0.2, 0.9, -3.0], [1.0, 1.0, 1.0, 0.0]]
 
@@ -69,3 +69,54 @@ def test_an_empty_response_weighs_nothing(level: str) -> None:
     assert weights_N[0] == 0
     assert weights_N[1] == (0.5 if level == "token" else 0.25)
     assert (token_weights(np.array([0, 0]), level) == 0).all()
+
+
+@pytest.mark.parametrize("level_divisor", [1.0, 7.0])
+def test_constant_level_weights_divide_every_sum_by_the_same(level_divisor: float) -> None:
+    """Dr. GRPO (2503.20783) section 3.1: 1/N sum_i 1/L sum_t; with L = 1 the sums of REINFORCE and RLOO."""
+    lengths, losses = [3, 1, 4], [[1.0, 2.0, 3.0], [10.0], [0.5, 0.5, 0.5, 4.0]]
+    weights_N = token_weights(np.array(lengths), "constant", level_divisor)
+    total = sum(weight * loss for weight, row in zip(weights_N, losses, strict=True) for loss in row)
+    assert math.isclose(total, statistics.fmean(sum(row) / level_divisor for row in losses), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 8, 11])
+def test_rounding_gives_equal_rewards_no_advantage_at_all(size: int) -> None:
+    """The mean of equal numbers is not always that number, and 1e-17 / 1e-6 would be a gradient."""
+    for baseline in ("mean", "leave-one-out"):
+        for reward in (0.1, 0.7, 1 / 3):
+            assert not group_advantages(np.full(size, reward), baseline).any()
+
+
+def test_without_a_baseline_rewards_stay_as_they_are() -> None:
+    rewards_G = np.array(REWARDS_P_G[0])
+    np.testing.assert_array_equal(group_advantages(rewards_G, "none", normalize_std=False), rewards_G)
+
+
+def test_whitening_is_over_the_tokens_of_the_batch() -> None:
+    """REINFORCE++ (2501.03262): (A - mean(A)) / std(A), A the advantages of all tokens."""
+    advantages, lengths = [1.0, -0.5, 0.25, 3.0], [3, 1, 4, 0]
+    tokens = [value for value, n in zip(advantages, lengths, strict=True) for _ in range(n)]
+    mean, std = statistics.fmean(tokens), statistics.pstdev(tokens)
+    got = whitened(np.array(advantages), np.array(lengths))
+    np.testing.assert_allclose(got[:3], [(value - mean) / (std + 1e-6) for value in advantages[:3]], rtol=1e-12)
+
+
+def test_a_batch_of_equal_advantages_has_nothing_to_whiten() -> None:
+    assert not whitened(np.full(5, 0.1), np.array([3, 1, 4, 1, 5])).any()
+    assert not whitened(np.array([1.0, 2.0]), np.array([0, 0])).any()
+
+
+def overlong(length: float, limit: float, cache: float) -> float:
+    """DAPO (2503.14476) equation 13."""
+    if length <= limit - cache:
+        return 0.0
+    return (limit - cache - length) / cache if length <= limit else -1.0
+
+
+def test_the_soft_overlong_penalty_is_that_of_dapo() -> None:
+    lengths = [0, 1, 1600, 1601, 1800, 2000]
+    expected = [0.5 * overlong(length, 2000, 400) for length in lengths]
+    np.testing.assert_allclose(overlong_penalty(np.array(lengths), 2000, 0.2, 0.5), expected, rtol=1e-12)
+    assert expected[-1] == -0.5
+    assert not overlong_penalty(np.array(lengths), 2000, 0.0, 1.0).any()

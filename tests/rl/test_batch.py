@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from rlctl.backends.batch import TrainBatch
 from rlctl.config.schema import RlctlConfig
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.rl.advantages import group_advantages, whitened
 from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.rl.loop import make_batch
 from support.groups import group
@@ -18,7 +24,7 @@ def grpo(**sections: dict[str, Any]) -> Grpo:
 
 def test_each_minibatch_normalises_over_its_own_tokens():
     groups = [group(0, [1.0, 0.0], [3, 5]), group(1, [0.5, 0.5], [1, 1])]
-    batch = make_batch(groups, grpo(advantage={"normalize_std": False}), 2)
+    batch = make_batch(groups, grpo(advantage={"normalize_std": False}, filter={"skip": False}), 2)
     assert [[row.token_weight for row in part] for part in batch.minibatches] == [[1 / 8, 1 / 8], [1 / 2, 1 / 2]]
     assert [[row.advantage for row in part] for part in batch.minibatches] == [[0.5, -0.5], [0.0, 0.0]]
     assert batch.columns == {0: "columns0", 1: "columns1"}
@@ -51,3 +57,93 @@ def test_groups_that_the_algorithm_drops_are_not_trained_on_and_weigh_nothing():
     ]  # fmt: skip
     assert batch.columns == {9: "columns9"}
     assert make_batch(groups[:1], OnlyMixed(RlctlConfig()), 1).minibatches == ()
+
+
+class OnlyRewards(Grpo):
+    """Its loss is not known to have no gradient where the advantage is 0."""
+
+    learns_without_advantage = True
+
+
+def rows(batch: TrainBatch) -> list[list[tuple[int, int]]]:
+    return [[(row.position, row.sample) for row in part] for part in batch.minibatches]
+
+
+def test_rollouts_without_a_gradient_are_not_computed_and_weigh_as_if_they_were():
+    groups = [group(0, [1.0, 0.0], [3, 5]), group(1, [0.1, 0.1, 0.1], [1, 1, 7]), group(2, [0.0, 0.5, 1.0], [2, 2, 2])]
+    batch, whole = (make_batch(groups, grpo(filter={"skip": skip}), 1) for skip in (True, False))
+    assert rows(batch) == [[(0, 0), (0, 1), (2, 0), (2, 2)]]
+    assert [(row.position, row.sample) for row in batch.skipped] == [(1, 0), (1, 1), (1, 2), (2, 1)]
+    assert not whole.skipped
+    assert set(batch.minibatches[0]) | set(batch.skipped) == set(whole.minibatches[0])
+    assert whole.minibatches[0][0].token_weight == 1 / 23
+
+
+@pytest.mark.parametrize("option", ["kl_coefficient", "entropy_coefficient"])
+def test_rollouts_with_a_penalty_or_bonus_are_all_computed(option: str):
+    batch = make_batch([group(0, [1.0, 1.0], [3, 5])], grpo(loss={option: 0.01}), 1)
+    assert rows(batch) == [[(0, 0), (0, 1)]]
+    assert not make_batch([group(0, [1.0, 1.0], [3, 5])], OnlyRewards(RlctlConfig()), 1).skipped
+
+
+def test_a_minibatch_without_a_gradient_still_is_an_optimizer_step():
+    groups = [group(0, [1.0, 1.0], [3, 5]), group(1, [1.0, 0.0], [1, 1])]
+    assert rows(make_batch(groups, grpo(), 2)) == [[], [(1, 0), (1, 1)]]
+
+
+def test_truncated_rollouts_count_in_their_group_and_are_not_learned_from():
+    """They are neither in the loss nor in what it is divided by, as with TRL's mask_truncated_completions."""
+    long = group(0, [1.0, 0.0, 0.0], [4, 8, 4])
+    cut = replace(long, rollouts=(long.rollouts[0], replace(long.rollouts[1], stop_reason="length"), long.rollouts[2]))
+    (part,) = make_batch([cut], grpo(filter={"truncated": "mask"}), 1).minibatches
+    assert [(row.sample, row.token_weight) for row in part] == [(0, 1 / 8), (2, 1 / 8)]
+    expected = group_advantages(long.rewards_G)
+    assert [row.advantage for row in part] == [expected[0], expected[2]]
+
+
+def with_terms(position: int, terms: dict[str, list[float]], tokens: list[int]) -> RolloutGroup:
+    one = group(position, [0.0] * len(tokens), tokens)
+    scored = [
+        replace(rollout, terms={name: values[number] for name, values in terms.items()})
+        for number, rollout in enumerate(one.rollouts)
+    ]
+    return replace(one, rollouts=tuple(scored))
+
+
+def test_each_term_is_normalised_by_itself_and_the_sum_over_the_batch():
+    """GDPO (2601.05242): A = sum over the terms of weight * (r - mean) / std, whitened over the batch."""
+    terms = {"right": [1.0, 0.0, 0.0, 1.0], "form": [10.0, 30.0, 10.0, 10.0]}
+    groups = [with_terms(0, terms, [3, 1, 2, 2]), with_terms(1, {"right": [0.0, 1.0], "form": [5.0, 5.0]}, [4, 4])]
+    reward = {"terms": [{"name": "right", "weight": 2.0}, {"name": "form", "weight": 0.5}]}
+    sums = [
+        2.0 * group_advantages(np.array(terms["right"])) + 0.5 * group_advantages(np.array(terms["form"])),
+        2.0 * group_advantages(np.array([0.0, 1.0])),
+    ]
+    for whiten, expected in (
+        (False, np.concatenate(sums)),
+        (True, whitened(np.concatenate(sums), np.array([3, 1, 2, 2, 4, 4]))),
+    ):
+        algorithm = grpo(reward=reward, advantage={"per_term": True, "whiten": whiten}, filter={"groups": "drop"})
+        (part,) = make_batch(groups, algorithm, 1).minibatches
+        np.testing.assert_allclose([row.advantage for row in part], expected, rtol=1e-12)
+
+
+def test_the_cost_of_length_is_part_of_what_rollouts_are_compared_by():
+    """DAPO (2503.14476) equation 13, with 20 tokens at most of which the last 10 cost."""
+    options = {"reward": {"overlong_buffer": 0.5}, "generation": {"max_new_tokens": 20}}
+    groups = [group(0, [1.0, 1.0], [10, 15]), group(1, [1.0, 1.0], [3, 9])]
+    algorithm = grpo(**options, advantage={"normalize_std": False}, filter={"groups": "drop"})
+    (part,) = make_batch(groups, algorithm, 1).minibatches
+    assert [(row.position, row.advantage) for row in part] == [(0, 0.25), (0, -0.25)]
+
+
+def test_an_algorithm_can_compare_rollouts_of_the_whole_batch():
+    class Batch(Grpo):
+        def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+            mean = np.mean([rollout.reward for one in groups for rollout in one.rollouts])
+            return [one.rewards_G - mean for one in groups]
+
+    (part,) = make_batch(
+        [group(0, [1.0, 1.0], [3, 5]), group(1, [0.0, 0.0], [3, 5])], Batch(RlctlConfig()), 1
+    ).minibatches
+    assert [row.advantage for row in part] == [0.5, 0.5, -0.5, -0.5]

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from rlctl.rl.losses import LOG_RATIO_LIMIT, kl_penalty
+from rlctl.rl.losses import LOG_RATIO_LIMIT, kl_penalty, score_term
 
 
 def exact_kl(q_V: list[float], p_V: list[float]) -> float:
@@ -114,3 +114,40 @@ def test_a_capped_penalty_has_the_cap_and_no_gradient_beyond_it(estimator: str) 
     torch.testing.assert_close(penalty_R, plain_R.clamp(-3.0, 3.0))
     (gradient_R,) = torch.autograd.grad(penalty_R.sum(), logprobs_R)
     assert [bool(g) for g in gradient_R] == [False, True, False]
+
+
+TREE_Q = [[0.2, -0.4, 0.9], [1.0, 0.0, -1.0], [-0.3, 0.5, 0.1], [0.7, 0.7, -2.0]]
+TREE_P = [[-0.5, 0.3, 0.2], [0.0, 0.4, 0.1], [1.0, -1.0, 0.3], [0.2, -0.6, 0.4]]
+"""Logits of completions of two tokens: those of the first, and those of the second after each first one."""
+
+
+def completions_kl(logits: list[float]) -> float:
+    """KL(q || p) of whole completions, by enumeration."""
+    q = [softmax(logits[3 * i : 3 * i + 3]) for i in range(4)]
+    p = [softmax(row) for row in TREE_P]
+    pairs = [(i, j) for i in range(3) for j in range(3)]
+    return sum(q[0][i] * q[1 + i][j] * math.log(q[0][i] * q[1 + i][j] / (p[0][i] * p[1 + i][j])) for i, j in pairs)
+
+
+def expected_gradient(estimator: str, *, with_score_term: bool) -> torch.Tensor:
+    """E over completions y ~ q of the gradient of the penalties of y's tokens, all completions in one micro-batch."""
+    logits = torch.tensor(TREE_Q, dtype=torch.float64, requires_grad=True)
+    q, p = logits.log_softmax(-1), torch.tensor(TREE_P, dtype=torch.float64).log_softmax(-1)
+    pairs = [(i, j) for i in range(3) for j in range(3)]
+    logprobs_R = torch.stack([q[at] for i, j in pairs for at in ((0, i), (1 + i, j))])
+    reference_R = torch.stack([p[at] for i, j in pairs for at in ((0, i), (1 + i, j))])
+    probabilities_R = logprobs_R.detach().reshape(-1, 2).sum(1).exp().repeat_interleave(2)
+    loss_R = kl_penalty(logprobs_R, reference_R, estimator)
+    if with_score_term:
+        loss_R = loss_R + score_term(logprobs_R, reference_R, torch.arange(18) // 2, estimator)
+    (probabilities_R * loss_R).sum().backward()
+    return logits.grad.flatten()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_with_the_score_term_every_estimator_has_the_gradient_of_the_kl_of_completions(estimator: str) -> None:
+    """2506.09477: the gradient of a token's estimator alone leaves out how the token changes what follows it."""
+    exact = finite_difference_gradient(completions_kl, [logit for row in TREE_Q for logit in row])
+    torch.testing.assert_close(expected_gradient(estimator, with_score_term=True), exact, rtol=1e-6, atol=1e-8)
+    alone = expected_gradient(estimator, with_score_term=False)
+    assert (alone - exact).abs().max() > 0.02

@@ -35,7 +35,7 @@ from rlctl.planner.make_plan import Plan, refuse_unrunnable
 from rlctl.planner.views.render import plan_json
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm
-from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rollouts.prompt_order import PromptStream
 
 Tell = Callable[[str], None]
@@ -332,6 +332,7 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     NoPlanError when nothing fits."""
     config = resolved.config
     require_backend(config.training.backend)
+    require_algorithm(config)
     facts = published_facts(config.model, tell)
     refuse_without_effect(resolved, facts)
     plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top)

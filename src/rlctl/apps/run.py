@@ -21,7 +21,7 @@ from rlctl.refit.records import RefitReport
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
 from rlctl.rl.algorithms.algorithm import declared
 from rlctl.rl.health import Health
-from rlctl.rl.loop import Loop, Parts
+from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.rollouts.synchronous import SynchronousSource
@@ -68,7 +68,7 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
-    display.metrics = declared(job.algorithm)
+    display.metrics = (*declared(job.algorithm), *filtered(job.config.filter))
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume)
@@ -119,7 +119,9 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         stack.callback(saver.close, display.say)
         timer = StepTimer()
         assert crew.reward is not None  # a run is started with its rewards
-        source = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
+        source = SynchronousSource(
+            job.config, job.prompts, crew.engines, crew.reward, sync, timer, job.algorithm.trains_on
+        )
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()

@@ -42,7 +42,10 @@ class TrainBatch:
     """The rollouts of a step as optimizer mini-batches, and where the columns of each group are."""
 
     minibatches: tuple[tuple[RolloutRow, ...], ...]
+    """A mini-batch may be empty: its optimizer step then has a gradient of 0."""
     columns: dict[int, object]
+    skipped: tuple[RolloutRow, ...] = ()
+    """Rollouts without a gradient, which are in no mini-batch but were counted in the weights of the others."""
 
 
 MicroBatch = tuple[RolloutRow, ...]
@@ -68,7 +71,7 @@ class TokenBatch:
     """The columns of one micro-batch that a loss is computed from, one element for each response token."""
 
     logprobs_R: torch.Tensor  # float32 with gradient, under the current weights
-    entropy_R: torch.Tensor  # float32 without gradient, in nats
+    entropy_R: torch.Tensor  # float32 with gradient, of the whole distribution, in nats
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32
     token_weights_R: torch.Tensor  # float32, see RolloutRow.token_weight

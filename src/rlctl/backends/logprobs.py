@@ -32,7 +32,7 @@ def chunked_logprobs(
     temperature: float,
     chunk: int,
 ) -> Tensor:
-    """float32 [2, R]: log-prob (with gradient) and entropy (without) of each chosen token.
+    """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
 
     With more than `chunk` positions their logits are computed again in the backward pass rather than kept.
 
@@ -68,7 +68,8 @@ def token_logprobs(
 class TokenLogprobs(torch.autograd.Function):
     """Log-softmax of logits / temperature at the chosen tokens, over a vocabulary split across `group`.
 
-    d logprob / d logits = (onehot - softmax) / temperature. The entropy, log Z - sum p x, gets no gradient.
+    With p = softmax: d logprob / d logits = (onehot - p) / temperature, and of the entropy H = log Z - sum p x,
+    d H / d logits = -p (log p + H) / temperature.
     """
 
     @staticmethod
@@ -90,20 +91,42 @@ class TokenLogprobs(torch.autograd.Function):
             packed = torch.cat([total_U, weighted_U, chosen_R])
             torch.distributed.all_reduce(packed, group=vocab.group)
             total_U, weighted_U, chosen_R = packed.split([len(total_U), len(weighted_U), len(chosen_R)])
-        ctx.save_for_backward(x, total_U, inverse_R, local_R, outside_R)
-        ctx.temperature, ctx.dtype = temperature, logits_UV.dtype
         log_total_U = total_U.log()
         entropy_U = log_total_U - weighted_U / total_U
+        ctx.save_for_backward(x, total_U, entropy_U, inverse_R, local_R, outside_R)
+        ctx.temperature, ctx.dtype = temperature, logits_UV.dtype
         return torch.stack([chosen_R - log_total_U[inverse_R], entropy_U[inverse_R]])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        exp_UV, total_U, inverse_R, local_R, outside_R = ctx.saved_tensors
-        grad_R = grads[0][0] / ctx.temperature
+        exp_UV, total_U, entropy_U, inverse_R, local_R, outside_R = ctx.saved_tensors
+        grad_R, entropy_grad_R = grads[0] / ctx.temperature
         sum_U = torch.zeros_like(total_U).index_add_(0, inverse_R, grad_R)
-        grad_UV = exp_UV.mul_((-sum_U / total_U)[:, None])
+        factor_U = -sum_U / total_U
+        if entropy_grad_R.any():
+            entropy_sum_U = torch.zeros_like(total_U).index_add_(0, inverse_R, entropy_grad_R) / total_U
+            grad_UV = _scale_with_entropy(exp_UV, factor_U, entropy_sum_U, entropy_U - total_U.log())
+        else:
+            grad_UV = exp_UV.mul_(factor_U[:, None])
         grad_UV.index_put_((inverse_R, local_R), grad_R.masked_fill(outside_R, 0.0), accumulate=True)
         return grad_UV.to(ctx.dtype), None, None, None, None
+
+
+def _scale_with_entropy(exp_UV: Tensor, factor_U: Tensor, entropy_U: Tensor, shift_U: Tensor) -> Tensor:
+    """Replace exp by exp * (factor - entropy * (log exp + shift)), a few rows at a time; 0 where exp is 0."""
+    step = _rows_at_a_time(exp_UV)
+    for start in range(0, exp_UV.shape[0], step):
+        rows = slice(start, start + step)
+        part = exp_UV[rows]
+        logs = torch.special.xlogy(part, part)
+        part.mul_((factor_U[rows] - entropy_U[rows] * shift_U[rows])[:, None])
+        part.sub_(logs.mul_(entropy_U[rows][:, None]))
+    return exp_UV
+
+
+def _rows_at_a_time(x_UV: Tensor) -> int:
+    """Rows whose copies stay in a processor's cache, or are few enough for a GPU's memory."""
+    return 64 if x_UV.device.type == "cpu" else 4096
 
 
 def _local_targets(targets_R: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
@@ -112,10 +135,10 @@ def _local_targets(targets_R: Tensor, start: int, width: int) -> tuple[Tensor, T
     return local_R.masked_fill(outside_R, 0), outside_R
 
 
-def _exponentiate(x_UV: Tensor, rows: int = 64) -> tuple[Tensor, Tensor]:
+def _exponentiate(x_UV: Tensor) -> tuple[Tensor, Tensor]:
     """Replaces x by exp(x); returns sum exp(x) x and sum exp(x) of each row. A few rows at a time stay in the cache."""
     weighted_U, total_U = x_UV.new_empty(x_UV.shape[0]), x_UV.new_empty(x_UV.shape[0])
-    step = rows if x_UV.device.type == "cpu" else 4096
+    step = _rows_at_a_time(x_UV)
     for start in range(0, x_UV.shape[0], step):
         part = x_UV[start : start + step]
         exp = part.exp()

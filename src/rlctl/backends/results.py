@@ -37,7 +37,7 @@ def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
     columns = row.columns_R
     return TokenBatch(
         logprobs_R=out_2R[0],
-        entropy_R=out_2R[1].detach(),
+        entropy_R=out_2R[1],
         rollout_logprobs_R=columns["rollout_logprobs"],
         advantages_R=columns["advantages"],
         token_weights_R=columns["token_weights"],

@@ -106,6 +106,14 @@ Explain: TypeAlias = Annotated[
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Check and show the configuration and the plan, and start nothing.")
 ]
+Algorithm: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--algorithm",
+        metavar="NAME|FILE:CLASS",
+        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, or your own.",
+    ),
+]
 Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
 Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Number of prompts in each step.")]
 Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
@@ -122,7 +130,7 @@ KEYS = {
     "steps": "run.steps", "prompts": "batch.prompts", "generations": "batch.generations", "lr": "optimizer.lr",
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
-    "mover": "refit.mover", "sparse": "refit.sparse",
+    "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm",
 }  # fmt: skip
 
 

@@ -66,6 +66,7 @@ def plan(
     mean_length: options.MeanLength = None,
     prompts: options.Prompts = None,
     generations: options.Generations = None,
+    algorithm: options.Algorithm = None,
     backend: options.Backend = None,
     colocated: Colocated = None,
     goal: Goal = None,

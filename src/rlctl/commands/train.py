@@ -33,6 +33,7 @@ def train() -> None:
     epilog=examples(
         "rlctl train grpo --preset laptop",
         "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
+        "rlctl train grpo --preset laptop --algorithm dapo",
         "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
         "rlctl train grpo --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B ++grpo.num_prompts_per_step=8",
         "rlctl train grpo --resume --run-dir runs/my-run",
@@ -45,6 +46,7 @@ def grpo(
     model: options.Model = None,
     data: options.Data = None,
     reward: options.Reward = None,
+    algorithm: options.Algorithm = None,
     steps: options.Steps = None,
     prompts: options.Prompts = None,
     generations: options.Generations = None,

@@ -1,7 +1,7 @@
 """Resolves the configuration and remembers where every value came from.
 
-Later sources win: defaults < preset < --config files < environment (RLCTL_SECTION__KEY) < flags < --set. The planner's
-values are added afterwards with `Resolved.with_values`, and replace nothing that the user has set.
+Later sources win: defaults < algorithm < preset < --config files < environment (RLCTL_SECTION__KEY) < flags < --set.
+The planner's values are added afterwards with `Resolved.with_values`, and replace nothing that the user has set.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class RewardTerm(Section):
 
 
 class RewardConfig(Section):
-    """Scorers of completions."""
+    """Scorers of completions, and what a long completion costs."""
 
     terms: tuple[RewardTerm, ...] = ()
     """Scorers whose weighted sum is the reward."""
@@ -108,6 +108,11 @@ class RewardConfig(Section):
     """How the answer is taken out of the completion; auto does what the task calls for."""
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
+    overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
+    penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`."""
+    overlong_factor: PositiveNumber = 1.0
+    """Penalty of a completion that takes all of generation.max_new_tokens."""
 
 
 MOST_ROLLOUTS = 1_000_000
@@ -148,12 +153,17 @@ class BatchConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """Advantages of rollouts within their group."""
+    """From rewards to the advantages of rollouts."""
 
-    baseline: Literal["mean", "leave-one-out"] = "mean"
-    """Baseline that is subtracted from a reward: the mean of its group, or the mean of the group's other rollouts."""
+    baseline: Literal["mean", "leave-one-out", "none"] = "mean"
+    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, or
+    none."""
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group."""
+    per_term: bool = False
+    """Compute the advantages of each reward term by itself and add them up by the weights of the terms (GDPO)."""
+    whiten: bool = False
+    """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
 
 
 LogprobColumn = Literal["old_logprobs", "reference_logprobs"]
@@ -169,10 +179,12 @@ class LossConfig(Section):
     needs: tuple[LogprobColumn, ...] | None = None
     """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch,
     `reference_logprobs` with a KL penalty."""
-    clip_low: Fraction = 0.2
-    """PPO lower bound: the ratio is clipped at 1 - clip_low."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
+    become less likely."""
     clip_high: PositiveNumber = 0.2
-    """PPO upper bound: the ratio is clipped at 1 + clip_high."""
+    """Upper bound: the ratio of the policies is clipped at 1 + clip_high. For dppo the largest divergence of tokens
+    that become more likely."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Lower bound c of the loss for negative advantages (dual-clip PPO); unset: off."""
     kl_coefficient: NonNegativeNumber = 0.0
@@ -181,12 +193,61 @@ class LossConfig(Section):
     """Estimator of the KL divergence to the reference policy."""
     kl_cap: PositiveNumber | None = None
     """Largest KL penalty of one token, before its weight; unset: no limit."""
-    level: Literal["token", "sequence"] = "token"
-    """Unit of the average: all tokens of the batch, or sequences, each with the mean of its tokens."""
-    importance_correction: Literal["off", "truncated", "masked"] = "truncated"
-    """Correction for the difference between the engine's and the trainer's log-probs."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL penalty: a term of the loss, or of the reward, where the advantage of a token loses the penalty
+    of that token and of all that follow it."""
+    kl_score_term: bool = False
+    """With `kl_in=loss`, also hold each token to account for the penalty of the tokens that follow it: the gradient of
+    the estimator alone leaves that out, and is not the gradient of the KL divergence."""
+    entropy_coefficient: NonNegativeNumber = 0.0
+    """Weight of the entropy of each token's distribution, which is added to what is maximised."""
+    level: Literal["token", "sequence", "constant"] = "token"
+    """Unit of the average: all tokens of the batch; sequences, each with the mean of its tokens; or sequences, each
+    with the sum of its tokens divided by `length_divisor`."""
+    length_divisor: Positive | None = None
+    """Divisor of every sequence's sum with `level=constant`; unset: generation.max_new_tokens."""
+    importance_correction: Literal["off", "untruncated", "truncated", "masked"] = "truncated"
+    """Correction for the difference between the engine's and the trainer's log-probs: tokens weigh by the ratio of the
+    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Unit of that ratio: each token, or the product over the tokens of a rollout, which all of them then have."""
     importance_cap: Annotated[float, Field(gt=1)] = 2.0
-    """Truncation bound of the importance weight; `masked` drops tokens outside [1/cap, cap]."""
+    """Upper bound of the importance weight."""
+    importance_floor: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Lower bound of the importance weight with `masked`; unset: 1 / importance_cap."""
+    sequence_mask: tuple[PositiveNumber, PositiveNumber] | None = None
+    """Bounds of the geometric mean of a rollout's ratios of trainer to engine, for example [0.999, 1.002]; a rollout
+    outside of them is not learned from. Unset: off."""
+    off_policy_mask: PositiveNumber | None = None
+    """Largest mean of log(engine / policy) over the tokens of a rollout with a negative advantage, in nats; a rollout
+    beyond it is not learned from. Unset: off."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence that dppo bounds: total variation, or KL, of the chosen token against all others."""
+    sapo_temperature_positive: PositiveNumber = 1.0
+    """Temperature of sapo's gate where the advantage is positive."""
+    sapo_temperature_negative: PositiveNumber = 1.05
+    """Temperature of sapo's gate where the advantage is negative."""
+
+    @model_validator(mode="after")
+    def validate_bounds_of_the_sequence_mask(self) -> LossConfig:
+        if self.sequence_mask is not None and self.sequence_mask[0] >= self.sequence_mask[1]:
+            raise ValueError(f"loss.sequence_mask = {list(self.sequence_mask)}: the lower bound comes first")
+        return self
+
+
+class FilterConfig(Section):
+    """Groups and rollouts that are not learned from."""
+
+    groups: Literal["keep", "drop", "replace"] = "keep"
+    """Groups whose rollouts all have the same reward: keep them in the batch, drop them, or sample other prompts in
+    their place until the batch is full (dynamic sampling)."""
+    max_rounds: Annotated[int, Field(gt=0, le=1000)] = 10
+    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Rollouts that a limit of length ended: learn from them, or only count their rewards in their group."""
+    skip: bool = True
+    """Leave out of the training pass the rollouts whose loss has no gradient: those with advantage 0, where neither a
+    KL penalty nor an entropy bonus is on. Entropy and `logprob_diff` are then measured on the others."""
 
 
 class ChecksConfig(Section):
@@ -441,7 +502,8 @@ class RunConfig(Section):
     """Length, directory, seed, checkpoints and logs of a run."""
 
     algorithm: str = "grpo"
-    """Algorithm by its name, or one of your own as `path/to/file.py:Class`."""
+    """Algorithm by its name, or one of your own as `path/to/file.py:Class`. It sets the keys that docs/algorithms.md
+    lists for it, and any other source can set them differently."""
     steps: Positive = 100
     """Number of steps of the run; each trains on one batch."""
     goal: Literal["fast", "safe", "frugal"] = "fast"
@@ -475,6 +537,7 @@ class RlctlConfig(Section):
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    filter: FilterConfig = FilterConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     refit: RefitConfig = RefitConfig()

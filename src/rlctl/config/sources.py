@@ -15,17 +15,20 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
+from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import RlctlConfig, RunConfig
 from rlctl.config.yaml_values import parse_value, read_mapping
 from rlctl.errors import MOST_LINES, ConfigError
 
 PRESET_KEYS = {"extends", "description"}
 """Keys of a preset file that are no configuration; a --config file may have them too."""
 
+ALGORITHM = "algorithm "
+"""Beginning of the origin of a value that the algorithm sets."""
 PREFIX = "RLCTL_"
 OWN_VARIABLES = (
     "RLCTL_ADDRESS", "RLCTL_CACHE_DIR", "RLCTL_DEBUG", "RLCTL_MACHINE_PROFILE", "RLCTL_MEGATRON_CHECKPOINT_DIR",
@@ -148,6 +151,20 @@ class Source(PydanticBaseSettingsSource):
         return value
 
 
+class AlgorithmSource(Source):
+    """The values that the algorithm sets which the stronger sources, or the schema's default, name."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the values of the algorithm that is known once the stronger sources were called."""
+        name = (*self.stronger("run.algorithm"), RunConfig().algorithm)[0]
+        settings = ALGORITHM_SETTINGS.get(name, {}) if isinstance(name, str) else {}
+        self.values = [Value(key, value, f"{ALGORITHM}{name}") for key, value in settings.items()]
+        return super().__call__()
+
+
 class PresetSource(Source):
     """The values of one preset file. `named` holds the data and the model that it and the weaker sources name."""
 
@@ -233,6 +250,7 @@ def sources_in_order(
     if for_recipe and not recipes:
         overridden += recipe_sources(None, for_recipe)
     stated = [SetSource(text.lstrip("+")) for text in own]
+    sources.insert(0, AlgorithmSource())
     return [*sources, EnvironmentSource(environment), FlagSource(flags), *overridden, *map(SetSource, sets), *stated]
 
 

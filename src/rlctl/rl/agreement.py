@@ -32,16 +32,23 @@ def error_limit(config: RlctlConfig, dtype: str) -> float:
 def refuse_cut_sampling(config: RlctlConfig) -> None:
     """Raise ConfigError where an importance correction would take what top-p or top-k cut off for a difference between
     engine and trainer: the engine's log-probs are of the tokens that are left, and the trainer's of all tokens."""
-    generation, correction = config.generation, config.loss.importance_correction
+    generation, loss = config.generation, config.loss
+    compared = {
+        "loss.importance_correction": None if loss.importance_correction == "off" else loss.importance_correction,
+        "loss.sequence_mask": loss.sequence_mask and list(loss.sequence_mask),
+        "loss.off_policy_mask": loss.off_policy_mask,
+    }
+    key, value = next(((key, value) for key, value in compared.items() if value), (None, None))
     cuts = [f"generation.top_p = {generation.top_p:g}"] if generation.top_p < 1 else []
     cuts += [f"generation.top_k = {generation.top_k}"] if generation.top_k > 0 else []
-    if cuts and correction != "off":
+    if cuts and key:
+        off = f"{key}=off" if key == "loss.importance_correction" else f"{key}=null"
         raise ConfigError(
-            f"{' and '.join(cuts)} cannot be trained on with loss.importance_correction = {correction}. The engine's "
+            f"{' and '.join(cuts)} cannot be trained on with {key} = {value}. The engine's "
             "log-probs count only the tokens that are left, the trainer's count all of them, and the correction would "
             "take that difference for an error of the engine.",
             "Sample from all tokens in training (generation.top_p=1, generation.top_k=-1); `rlctl generate` takes both "
-            "keys. Or set loss.importance_correction=off, which treats the samples as the policy's own.",
+            f"keys. Or set {off}, which treats the samples as the policy's own.",
         )
 
 

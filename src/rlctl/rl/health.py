@@ -23,7 +23,7 @@ class Health:
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
-        said = self._signal(step, metrics)
+        said = [*self._signal(step, metrics), *_not_full(step, metrics)]
         if "loss" not in metrics:
             return [*said, f"step {step + 1}: nothing was trained on, the algorithm dropped every group"]
         skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
@@ -52,3 +52,12 @@ class Health:
             f"reward (mean {metrics['reward_mean']:.3g}), so that there is nothing to learn from. Choose easier or "
             "harder prompts, more --generations, a higher generation.temperature, or a --reward with partial credit."
         ]
+
+
+def _not_full(step: int, metrics: Mapping[str, Any]) -> list[str]:
+    if not (missing := metrics.get("missing_groups")):
+        return []
+    return [
+        f"step {step + 1}: after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds) {missing} "
+        "group(s) are still missing from the batch, and the step trains on the others"
+    ]

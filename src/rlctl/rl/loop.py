@@ -22,7 +22,7 @@ import numpy as np
 
 from rlctl.backends.batch import MinibatchResult, RolloutRow, TrainBatch
 from rlctl.backends.clients import PolicyClient
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import DivergenceError
 from rlctl.refit.records import RefitReport
@@ -34,6 +34,7 @@ from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.runs.interrupt import StopRequest
+from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase, StepTimer
 
 
@@ -121,7 +122,10 @@ class Loop:
         lr = learning_rate(self.step, config.run.steps, config.optimizer.lr, config.scheduler)
         decay = weight_decay(self.step, config.run.steps, config.optimizer.weight_decay, config.scheduler)
         self.version += 1
-        metrics = {"lr": lr, "dropped_groups": len(batch.groups) - len(train_batch.columns), "skipped_steps": 0}
+        metrics = {"lr": lr, "skipped_steps": 0, **selection_metrics(batch, train_batch)}
+        if config.reward.overlong_buffer:
+            penalties_P_G = [algorithm.length_penalties(group) for group in batch.groups]
+            metrics["length_penalty"] = float(np.concatenate(penalties_P_G).mean())
         if not train_batch.minibatches:
             return metrics
         with timer(Phase.TRAINING):
@@ -174,24 +178,52 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     """Return the rows of the groups that the algorithm keeps, with advantages and token weights.
 
     There are `optimizer_steps` mini-batches of about equal numbers of rollouts, or fewer where rollouts do not suffice.
+    Rollouts without a gradient are taken out of them afterwards, unless `filter.skip` is off.
     """
-    kept = [group for group in groups if algorithm.keeps(group.rewards_G)]
+    kept = [group for group in groups if algorithm.trains_on(group)]
     pairs = [
         (rollout, float(advantage))
-        for group in kept
-        for rollout, advantage in zip(group.rollouts, algorithm.advantages(group.rewards_G), strict=True)
+        for group, advantages_G in zip(kept, algorithm.batch_advantages(kept), strict=True)
+        for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
     ]
     parts = np.array_split(np.arange(len(pairs)), optimizer_steps)
-    minibatches = tuple(_minibatch([pairs[i] for i in part], algorithm) for part in parts if len(part))
-    return TrainBatch(minibatches, {group.position: group.columns for group in kept})
+    minibatches = [_minibatch([pairs[i] for i in part], algorithm) for part in parts if len(part)]
+
+    def skips(row: RolloutRow) -> bool:
+        without = row.advantage == 0 and not algorithm.learns_without_advantage
+        return algorithm.config.filter.skip and (without or row.token_weight == 0)
+
+    return TrainBatch(
+        tuple(tuple(row for row in rows if not skips(row)) for rows in minibatches),
+        {group.position: group.columns for group in kept},
+        tuple(row for rows in minibatches for row in rows if skips(row)),
+    )
 
 
 def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[RolloutRow, ...]:
-    weights_N = algorithm.token_weights(np.array([rollout.response_tokens for rollout, _ in pairs]))
+    weights_N = algorithm.token_weights(np.array([algorithm.learned_tokens(rollout) for rollout, _ in pairs]))
     return tuple(
         RolloutRow(r.position, r.sample, r.prompt_tokens, r.tokens, advantage, float(weight))
         for (r, advantage), weight in zip(pairs, weights_N, strict=True)
     )
+
+
+def filtered(options: FilterConfig) -> tuple[Metric, ...]:
+    """Return the counts of a step that the terminal shows where groups are filtered."""
+    dropped = Metric("dropped_groups", "sum", column="dropped", form=".0f")
+    rounds = Metric("sampling_rounds", "sum", column="rounds", form=".0f")
+    return {"keep": (), "drop": (dropped,), "replace": (dropped, rounds)}[options.groups]
+
+
+def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
+    """Return the groups that are not trained on, and the rollouts that are not computed for want of a gradient."""
+    computed = sum(row.tokens for rows in trained.minibatches for row in rows)
+    skipped = sum(row.tokens for row in trained.skipped)
+    return {
+        "dropped_groups": len(batch.groups) - len(trained.columns),
+        "skipped_rollouts": len(trained.skipped),
+        "skipped_fraction": skipped / max(1, skipped + computed),
+    }
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:

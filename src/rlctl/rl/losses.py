@@ -1,6 +1,6 @@
-"""Losses over sampled tokens, penalties and importance weights as plain functions, each with its paper.
+"""Losses over sampled tokens and KL penalties as plain functions, each with its paper.
 
-Suffix R: response tokens.
+Suffixes: R response tokens, N the rollouts of a micro-batch.
 
 KL divergence: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html. For tokens
 x ~ q and the log-ratio d = log p(x) - log q(x), the estimators of KL(q || p) are
@@ -17,11 +17,10 @@ the classical RLHF penalty in the reward: its value k1, its gradient k1 * grad l
 k3 is differentiated as it stands, as in GRPO (arXiv 2402.03300, equation 4): low variance, never negative, and near
 p = q the same gradient to first order.
 
-All statements hold for tokens sampled from q itself, that is for the first optimizer step after sampling.
-
-Importance weights: engine and trainer hold the same weights but compute with other kernels and precisions, so the
-engine's distribution mu differs a little from the trainer's pi_old. A loss over tokens of mu is unbiased for pi_old
-when each is weighted by w = pi_old / mu; the weight's variance is kept in bounds at the price of some bias.
+All statements hold for tokens sampled from q itself, that is for the first optimizer step after sampling, and for the
+next token alone. The KL divergence of whole completions also changes because a token changes what follows it, which no
+estimator's own gradient knows of (arXiv 2506.09477, sections 3 and 4): `score_term` adds it, to any of the three, and a
+penalty in the reward has it by construction.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ import torch
 from rlctl.backends.batch import TokenBatch
 
 KlEstimator = Literal["k1", "k2", "k3"]
-ImportanceCorrection = Literal["off", "truncated", "masked"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this before exp(): float32 overflows at 88, and beyond e^20 a token says nothing more."""
@@ -81,6 +79,63 @@ def policy_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor) -> torc
     return (logprobs_R - old_logprobs_R).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def rollout_sums(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the response tokens of each rollout of a micro-batch [N], which holds them all."""
+    rollouts = int(rollout_R.max()) + 1 if len(rollout_R) else 0
+    return values_R.new_zeros(rollouts).index_add(0, rollout_R, values_R)
+
+
+def rollout_means(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the response tokens of each rollout [N]; tokens that the policy did not choose are none."""
+    return rollout_sums(values_R, rollout_R) / rollout_sums(torch.ones_like(values_R), rollout_R).clamp(min=1)
+
+
+def sums_to_go(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
+    """Return for each token the sum over it and the tokens of its rollout that follow it [R]."""
+    exact_R = values_R.double()  # differences of sums over the micro-batch: what else is in it must not show
+    before_R = torch.cumsum(exact_R, 0) - exact_R
+    ends_N = torch.cumsum(rollout_sums(exact_R, rollout_R), 0)
+    return (ends_N[rollout_R] - before_R).to(values_R.dtype)
+
+
+def sequence_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
+    """Return sg[s] * pi / sg[pi] of each token [R], with s = (pi(y) / pi_old(y)) ** (1 / |y|) of its rollout.
+
+    Its value is the ratio of the sequences, normalised by length, and the gradient of its sum over a rollout is |y|
+    times that of s: GSPO-token (arXiv 2507.18071, equation 14), which with one advantage a rollout is GSPO.
+    """
+    log_ratio_R = (logprobs_R - old_logprobs_R).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    sequence_R = rollout_means(log_ratio_R, rollout_R).exp()[rollout_R]
+    return sequence_R * (logprobs_R - logprobs_R.detach()).exp()
+
+
+def soft_gate(
+    ratio_R: torch.Tensor, advantages_R: torch.Tensor, temperature_positive: float, temperature_negative: float
+) -> torch.Tensor:
+    """Return 4 / t * sigmoid(t (r - 1)) of each token [R], t by the sign of its advantage (SAPO, arXiv 2511.20347,
+    equations 5 and 6): near r = 1 it has the gradient of r, which fades on both sides."""
+    temperature_R = torch.full_like(advantages_R, temperature_negative)
+    temperature_R[advantages_R > 0] = temperature_positive
+    return torch.sigmoid(temperature_R * (ratio_R - 1)) * 4 / temperature_R
+
+
+def binary_divergence(
+    logprobs_R: torch.Tensor, rollout_logprobs_R: torch.Tensor, divergence: Literal["tv", "kl"]
+) -> torch.Tensor:
+    """Return the divergence of each token's distribution, reduced to the chosen token p and all others [R], without
+    gradient (DPPO, arXiv 2602.04879, section 4.2).
+
+    `tv`: |q - p|. `kl`: KL(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). p is of the engine's log-probs.
+    """
+    log_q_R, log_p_R = logprobs_R.detach(), rollout_logprobs_R
+    if divergence == "tv":
+        return (log_q_R.exp() - log_p_R.exp()).abs()
+    rest_q_R, rest_p_R = -torch.expm1(log_q_R), -torch.expm1(log_p_R)
+    tiny = torch.finfo(log_q_R.dtype).tiny
+    rest_R = torch.special.xlogy(rest_p_R, rest_p_R.clamp(min=tiny) / rest_q_R.clamp(min=tiny))
+    return log_p_R.exp() * (log_p_R - log_q_R) + rest_R
+
+
 def old_logprobs(batch: TokenBatch) -> torch.Tensor:
     """Return the log-probs of the policy that sampled [R], as the trainer computes them, without gradient.
 
@@ -108,6 +163,25 @@ def kl_penalty(
     return penalty_R if cap is None else penalty_R.clamp(-cap, cap)
 
 
+def score_term(
+    logprobs_R: torch.Tensor,
+    reference_logprobs_R: torch.Tensor,
+    rollout_R: torch.Tensor,
+    estimator: KlEstimator,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """Return what `kl_penalty` leaves out of the gradient of the KL divergence of whole completions, as a term of the
+    loss [R] whose value is 0.
+
+    It is (sum of unbiased estimates over the tokens that follow) * grad log q: those of k3 for k3, else those of k1. k3
+    lacks the term of the token itself too, which the gradients of k1 and k2 have.
+    """
+    values_R = kl_penalty(logprobs_R.detach(), reference_logprobs_R, "k3" if estimator == "k3" else "k1", cap)
+    to_go_R = sums_to_go(values_R, rollout_R)
+    factor_R = to_go_R if estimator == "k3" else to_go_R - values_R
+    return factor_R * (logprobs_R - logprobs_R.detach())
+
+
 def _uncapped_penalty(
     logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, estimator: KlEstimator
 ) -> torch.Tensor:
@@ -121,36 +195,3 @@ def _uncapped_penalty(
         case "k3":
             return k3(log_ratio_R)
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
-
-
-def importance_weights(
-    old_logprobs_R: torch.Tensor, rollout_logprobs_R: torch.Tensor, correction: ImportanceCorrection, cap: float
-) -> torch.Tensor:
-    """Return the weight of each token [R], without gradient, from the trainer's and the engine's log-probs.
-
-    - `off`: 1.
-    - `truncated`: min(w, cap). Truncated importance sampling (Ionides 2008); for engines and trainers of RL:
-      Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
-    - `masked`: w inside [1 / cap, cap], else 0, so that a token the two disagree on does not count at all (IcePop, in
-      "Every step evolves", arXiv 2510.18855).
-    """
-    log_ratio_R = (old_logprobs_R - rollout_logprobs_R).detach()
-    weights_R = log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    match correction:
-        case "off":
-            return torch.ones_like(weights_R)
-        case "truncated":
-            return weights_R.clamp(max=cap)
-        case "masked":
-            return torch.where((weights_R >= 1 / cap) & (weights_R <= cap), weights_R, 0.0)
-    raise ValueError(f"unknown importance correction {correction!r}: off, truncated or masked")
-
-
-def is_limited(weights_R: torch.Tensor, correction: ImportanceCorrection, cap: float) -> torch.Tensor:
-    """Return which tokens the correction truncates or masks, bool [R], from their weights."""
-    match correction:
-        case "truncated":
-            return weights_R >= cap
-        case "masked":
-            return weights_R == 0
-    return torch.zeros_like(weights_R, dtype=torch.bool)

@@ -24,7 +24,8 @@ class PromptStream:
 
     def __init__(self, source: PromptSource, encoder: PromptEncoder, config: RlctlConfig) -> None:
         self.source, self.encoder = source, encoder
-        self._planned = config.batch.prompts * config.run.steps
+        rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
+        self._planned = config.batch.prompts * config.run.steps * rounds  # at most
         self._order = PromptOrder(len(source), config.run.seed, config.data.shuffle)
         self.limit: int | None = None
         """Most tokens of a prompt; set once the plan is known."""

@@ -1,8 +1,13 @@
-"""Rollouts that are made when they are asked for: the policy waits while engines sample and scorers score."""
+"""Rollouts that are made when they are asked for: the policy waits while engines sample and scorers score.
+
+With `filter.groups=replace` a batch is made in rounds: each samples as many new prompts as groups are missing of those
+that the algorithm trains on. The batch holds all groups that were sampled, those that the loop will drop too, so that
+its rewards are those of the prompts and not of a choice among them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlctl.backends.clients import EngineClient
@@ -25,7 +30,8 @@ MARGIN_S = 30.0
 
 
 class SynchronousSource:
-    """Samples and scores `batch.prompts` groups of `batch.generations` rollouts in each call of `next`."""
+    """Samples and scores `batch.prompts` groups of `batch.generations` rollouts in each call of `next`, or more with
+    `filter.groups=replace`."""
 
     def __init__(
         self,
@@ -35,17 +41,40 @@ class SynchronousSource:
         rewards: WorkerGroup[RewardWorker],
         sync: WeightSync,
         timer: StepTimer,
+        trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
     ) -> None:
+        """`trains_on` says which groups fill the batch, where others are replaced."""
         self._config, self._prompts, self._timer = config, prompts, timer
         self._engines, self._rewards, self._sync = engines, rewards, sync
         self._sampling = Sampling.from_config(
             config.generation, stop=prompts.encoder.stop, stop_token_ids=prompts.encoder.stop_token_ids
         )
         self._ledger = Ledger()
+        self._trains_on = trains_on
 
     def next(self, version: int) -> RolloutBatch:
         """Return the groups of the next positions; they are the same for any number of engines."""
-        positions = self._ledger.take(self._config.batch.prompts)
+        config = self._config
+        replaces = config.filter.groups == "replace"
+        groups: list[RolloutGroup] = []
+        measured = {"scorer_failures": 0, "offloaded_bytes": 0}
+        missing, rounds = config.batch.prompts, 0
+        while missing and rounds < (config.filter.max_rounds if replaces else 1):
+            found, failures, freed_bytes = self._round(missing, version)
+            groups += found
+            measured["scorer_failures"] += failures
+            measured["offloaded_bytes"] = max(measured["offloaded_bytes"], freed_bytes)
+            missing -= sum(self._trains_on(group) for group in found) if replaces else len(found)
+            rounds += 1
+        if replaces:
+            measured |= {"sampling_rounds": rounds, "missing_groups": missing}
+        self._ledger.hand_over(group.position for group in groups)
+        return RolloutBatch(tuple(groups), measured)
+
+    def _round(self, prompts: int, version: int) -> tuple[list[RolloutGroup], int, int]:
+        """Sample and score the groups of the next `prompts` positions; return them, the number of completions on which
+        a scorer failed, and the bytes that the policy made free for the engines."""
+        positions = self._ledger.take(prompts)
         rows = {position: self._prompts.prompt_at(position) for position in positions}
         requests = [self._request(position) for position in positions]
         with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
@@ -59,8 +88,7 @@ class SynchronousSource:
         with self._timer(Phase.REWARD):
             groups, failures = _scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
         self._ledger.finish(positions)
-        self._ledger.hand_over(positions)
-        return RolloutBatch(tuple(groups), {"scorer_failures": failures, "offloaded_bytes": freed_bytes})
+        return groups, failures, freed_bytes
 
     def _request(self, position: int) -> GroupRequest:
         seeds = (

@@ -1,6 +1,6 @@
 """The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `available.py`.
 
-An algorithm reads the sections `advantage` and `loss` of the configuration, and nobody else does. Its object lives in
+An algorithm reads the sections `advantage`, `loss` and `filter` of the configuration. Its object lives in
 the driver, where torch is not imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a
 file of an algorithm imports torch inside of those two only. Suffixes: G the rollouts of a group, N those of an
 optimizer mini-batch, R response tokens.
@@ -20,7 +20,8 @@ import numpy as np
 
 from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
 from rlctl.config.schema import RlctlConfig
-from rlctl.rl.advantages import token_weights
+from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
 from rlctl.telemetry.metrics import Metric, nested
 
 if TYPE_CHECKING:
@@ -58,17 +59,65 @@ class Algorithm(ABC):
         """Log-probs that are computed before training, and that the planner counts."""
         return self.config.logprobs_needed
 
-    def keeps(self, rewards_G: np.ndarray) -> bool:
-        """Return whether a group with these rewards is trained on."""
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether a rollout with advantage 0 has a gradient; if not, its tokens need not be computed."""
         return True
+
+    def keeps(self, rewards_G: np.ndarray) -> bool:
+        """Return whether a group with these rewards is trained on. `filter.groups` says what becomes of one that is
+        not, and with `keep` an algorithm that does not decide for itself trains on all."""
+        return self.config.filter.groups == "keep" or np.ptp(rewards_G) > 0
+
+    def trains_on(self, group: RolloutGroup) -> bool:
+        """Return whether the algorithm keeps a group for any of what it compares the rollouts by."""
+        return any(self.keeps(rewards_G) for _, rewards_G in self.compared(group))
 
     @abstractmethod
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         """Return the advantage of each rollout of a group; float64 [G]."""
 
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        """Return the advantages [G] of each group of a step's batch. An algorithm that compares rollouts of several
+        prompts replaces this; here it is `advantages` of each group, and what the section `advantage` says of terms
+        and of the batch."""
+        found = [sum(weight * self.advantages(r_G) for weight, r_G in self.compared(group)) for group in groups]
+        if not self.config.advantage.whiten or not groups:
+            return found
+        tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
+        ends = np.cumsum([len(group.rollouts) for group in groups])[:-1]
+        return np.split(whitened(np.concatenate(found), tokens_N), ends)
+
+    def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
+        """Return what the rollouts of a group are compared by, as (weight, values [G]): their rewards with the cost of
+        their lengths, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO, arXiv
+        2601.05242, equations 4 to 6)."""
+        penalties_G = self.length_penalties(group)
+        if not self.config.advantage.per_term:
+            return [(1.0, group.rewards_G + penalties_G)]
+        weights = {term.name: term.weight for term in self.config.reward.terms}
+        found = [
+            (weights.get(name, 1.0), np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64))
+            for name in group.rollouts[0].terms
+        ]
+        return [*found, (1.0, penalties_G)] if penalties_G.any() else found
+
+    def length_penalties(self, group: RolloutGroup) -> np.ndarray:
+        """Return what the length of each rollout costs, float64 [G], at most 0."""
+        tokens_G, options = np.array([rollout.response_tokens for rollout in group.rollouts]), self.config.reward
+        limit = self.config.generation.max_new_tokens
+        return overlong_penalty(tokens_G, limit, options.overlong_buffer, options.overlong_factor)
+
+    def learned_tokens(self, rollout: Rollout) -> int:
+        """Return the number of response tokens that a rollout is learned from."""
+        masked = rollout.truncated and self.config.filter.truncated == "mask"
+        return 0 if masked else rollout.response_tokens
+
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         """Return the weight of each response token of a rollout; float64 [N]. All normalisation is in them."""
-        return token_weights(response_tokens_N, self.config.loss.level)
+        options = self.config.loss
+        divisor = options.length_divisor or self.config.generation.max_new_tokens
+        return token_weights(response_tokens_N, options.level, divisor)
 
     @abstractmethod
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
@@ -134,8 +183,10 @@ class RunLoss:
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
     def metrics(self, results: Sequence[MinibatchResult]) -> dict[str, Any]:
-        """Return the metrics over all optimizer steps of a batch; means over no tokens are 0."""
-        tokens = max(sum(result.sums[TOKENS] for result in results), 1.0)
+        """Return the metrics over all optimizer steps of a batch; none where no token was computed."""
+        tokens = sum(result.sums.get(TOKENS, 0.0) for result in results)
+        if not tokens:
+            return {}
         found = {}
         for metric in declared(self.algorithm):
             if metric.reduce == "max":

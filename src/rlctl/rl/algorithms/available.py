@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.names import suggest
+from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.user_function import UserCode, is_reference
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.rl.algorithms.algorithm import Algorithm
@@ -29,7 +31,20 @@ if TYPE_CHECKING:
 
 Factory = Callable[[RlctlConfig], Algorithm]
 
-BUILT_IN = {"grpo": "rlctl.rl.algorithms.grpo:Grpo"}
+GRPO = "rlctl.rl.algorithms.grpo:Grpo"
+BUILT_IN = {
+    "grpo": GRPO,
+    "dr-grpo": GRPO,
+    "dapo": GRPO,
+    "rloo": GRPO,
+    "reinforce++": GRPO,
+    "reinforce++-baseline": GRPO,
+    "gspo": "rlctl.rl.algorithms.gspo:Gspo",
+    "cispo": "rlctl.rl.algorithms.cispo:Cispo",
+    "dppo": "rlctl.rl.algorithms.dppo:Dppo",
+    "sapo": "rlctl.rl.algorithms.sapo:Sapo",
+}
+"""Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
 _registered: dict[str, Factory] = {}
 
 FORM = "Its form is `def loss(batch)` or `def loss(batch, options)`: see docs/training.md."
@@ -51,6 +66,11 @@ def register(name: str, factory: Factory) -> None:
     if name in BUILT_IN or _registered.get(name, factory) is not factory:
         raise ValueError(f"there is an algorithm {name!r} already")
     _registered[name] = factory
+
+
+def require_algorithm(config: RlctlConfig) -> None:
+    """Raise InputError or ConfigError where `run.algorithm` names none; nothing of it is made."""
+    _factory(config.run.algorithm)
 
 
 def algorithm_from_config(config: RlctlConfig) -> Algorithm:
@@ -82,8 +102,19 @@ def _factory(name: str) -> Factory:
     known = (*BUILT_IN, *_registered)
     raise ConfigError(
         f"Unknown algorithm {name!r} (run.algorithm).",
-        suggest(name, known) or f"Algorithms are {', '.join(known)} and path/to/file.py:Class.",
+        _meant(name, known) or f"Algorithms are {', '.join(known)} and path/to/file.py:Class.",
     )
+
+
+def _meant(name: str, known: Sequence[str]) -> str | None:
+    """Return a suggestion for a name that is spelled in another way, such as `dr_grpo` or `reinforce_plus_plus`."""
+
+    def spelled(text: str) -> str:
+        letters = re.sub(r"[^a-z+]", "", text.lower())
+        return re.sub("^(reinforceplusplus|reinforcepp|rpp)", "reinforce++", letters)
+
+    same = [one for one in known if spelled(one) == spelled(name)]
+    return f"Did you mean {same[0]!r}?" if same else suggest(name, known)
 
 
 @dataclass(frozen=True)
@@ -125,8 +156,17 @@ class UserLoss(Algorithm):
     def keeps(self, rewards_G: np.ndarray) -> bool:
         return self.inner.keeps(rewards_G)
 
+    def trains_on(self, group: RolloutGroup) -> bool:
+        return self.inner.trains_on(group)
+
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
         return self.inner.advantages(rewards_G)
+
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        return self.inner.batch_advantages(groups)
+
+    def learned_tokens(self, rollout: Rollout) -> int:
+        return self.inner.learned_tokens(rollout)
 
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         return self.inner.token_weights(response_tokens_N)

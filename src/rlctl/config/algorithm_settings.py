@@ -1,0 +1,55 @@
+"""The values that each algorithm sets, by the name that `--algorithm` takes.
+
+They are a source of the configuration: stronger than the defaults of the schema and weaker than everything that a user
+gives. A new algorithm that sets something has a line here, and one that sets nothing needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "dr-grpo": {"advantage.normalize_std": False, "loss.level": "constant"},
+    "dapo": {
+        "loss.clip_low": 0.2,
+        "loss.clip_high": 0.28,
+        "loss.level": "token",
+        "filter.groups": "replace",
+        # 4,096 of 20,480 tokens in section 4.1 of the paper.
+        "reward.overlong_buffer": 0.2,
+        "reward.overlong_factor": 1.0,
+    },
+    "rloo": {
+        "advantage.baseline": "leave-one-out",
+        "advantage.normalize_std": False,
+        "loss.level": "constant",
+        "loss.length_divisor": 1,
+    },
+    "reinforce++": {
+        "advantage.baseline": "none",
+        "advantage.normalize_std": False,
+        "advantage.whiten": True,
+        "loss.kl_in": "reward",
+        "loss.kl_estimator": "k1",
+    },
+    "reinforce++-baseline": {
+        "advantage.normalize_std": False,
+        "advantage.whiten": True,
+        "loss.kl_in": "loss",
+        "loss.kl_estimator": "k2",
+    },
+    "gspo": {"loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.level": "sequence"},
+    "cispo": {"loss.clip_low": 1.0, "loss.clip_high": 4.0},
+    "dppo": {
+        "loss.clip_low": 0.15,
+        "loss.clip_high": 0.15,
+        "loss.divergence": "tv",
+        "loss.importance_correction": "untruncated",
+    },
+    "sapo": {
+        "loss.sapo_temperature_positive": 1.0,
+        "loss.sapo_temperature_negative": 1.05,
+        "loss.level": "sequence",
+    },
+}

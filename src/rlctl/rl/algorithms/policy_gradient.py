@@ -1,0 +1,134 @@
+"""What the built-in algorithms share; each of them gives a surrogate of its own.
+
+    loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
+
+A is the advantage of the token's rollout, w corrects for the engine's distribution (`rl/corrections.py`), and the ratio
+is that of the policy to the one that sampled. With `loss.kl_in=reward` the KL divergence is in A instead: each token
+loses the penalties of itself and of the tokens that follow. Neither penalty nor entropy bonus is weighted by w: they
+are to hold the policy also on tokens that a correction masks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.rl.advantages import group_advantages
+from rlctl.rl.algorithms.algorithm import Algorithm
+from rlctl.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PolicyGradient(Algorithm):
+    """An algorithm with the options of the sections `advantage` and `loss`; a subclass gives `surrogate` and
+    `is_bounded`."""
+
+    metrics = (
+        Metric("kl", "mean", curve="KL", column="kl", form=".2e"),
+        Metric("clip_fraction", "mean", column="clip"),
+        Metric("ratio/mean", "mean"),
+        Metric("ratio/max", "max"),
+        Metric("importance_weight", "mean"),
+        Metric("importance_limited", "mean"),
+    )
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """Whether there is a term next to the surrogate, which is 0 where the advantage is."""
+        own = type(self).token_loss is not PolicyGradient.token_loss
+        return own or self.config.loss.kl_coefficient > 0 or self.config.loss.entropy_coefficient > 0
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
+        """Return the rewards compared with those of the group."""
+        options = self.config.advantage
+        return group_advantages(rewards_G, options.baseline, options.normalize_std)
+
+    def ratio(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the ratio of the policy to the one that sampled, of each token [R], with gradient."""
+        from rlctl.rl.losses import old_logprobs, policy_ratio
+
+        return policy_ratio(batch.logprobs_R, old_logprobs(batch))
+
+    @abstractmethod
+    def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """Return the policy loss of each token [R], which is 0 and has no gradient where the advantage is 0."""
+
+    @abstractmethod
+    def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        """Return the tokens on which a bound of the surrogate acts, bool [R]; their share is `clip_fraction`."""
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the corrected surrogate with the KL penalty and the entropy bonus."""
+        from rlctl.rl.corrections import correction
+
+        o, batch = self.config.loss, self._with_penalised_advantages(batch)
+        loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio(batch), batch)
+        if o.kl_coefficient and o.kl_in == "loss":
+            loss_R = loss_R + o.kl_coefficient * self._penalty(batch)
+        if o.entropy_coefficient:
+            loss_R = loss_R - o.entropy_coefficient * batch.entropy_R
+        return loss_R
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        """Return how far the policy is from the one that sampled, and what the bounds of the loss held back.
+
+        `kl` estimates KL(policy || reference) by the penalty's estimator, and without a reference KL(engine || policy)
+        by k3.
+        """
+        from rlctl.rl.corrections import correction
+        from rlctl.rl.losses import k3, kl_penalty
+
+        o, batch = self.config.loss, self._with_penalised_advantages(batch)
+        ratio_R, corrected = self.ratio(batch), correction(batch, o)
+        if batch.reference_logprobs_R is not None:
+            kl_R = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator)
+        else:
+            kl_R = k3(batch.logprobs_R - batch.rollout_logprobs_R)
+        return {
+            "kl": kl_R,
+            "clip_fraction": self.is_bounded(ratio_R, batch),
+            "ratio/mean": ratio_R,
+            "ratio/max": ratio_R,
+            "importance_weight": corrected.weights_R,
+            "importance_limited": corrected.limited_R,
+        }
+
+    def _penalty(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the KL penalty of each token [R], with the gradient that the configuration asks for."""
+        import torch
+
+        from rlctl.rl.losses import kl_penalty, score_term
+
+        o = self.config.loss
+        penalty_R = kl_penalty(batch.logprobs_R, _reference(batch), o.kl_estimator, o.kl_cap)
+        if not o.kl_score_term:
+            return penalty_R
+        # A sum over the tokens that follow passes on what is in tokens that are left out.
+        reference_R = torch.where(batch.counted_R, _reference(batch), batch.logprobs_R.detach())
+        return penalty_R + score_term(batch.logprobs_R, reference_R, batch.rollout_R, o.kl_estimator, o.kl_cap)
+
+    def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch with the KL divergence of the policy that sampled in its advantages, where it is there."""
+        import torch
+
+        from rlctl.rl.losses import kl_penalty, old_logprobs, sums_to_go
+
+        o = self.config.loss
+        if not o.kl_coefficient or o.kl_in == "loss":
+            return batch
+        penalty_R = kl_penalty(old_logprobs(batch), _reference(batch), o.kl_estimator, o.kl_cap)
+        to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)
+        return replace(batch, advantages_R=batch.advantages_R - o.kl_coefficient * to_go_R)
+
+
+def _reference(batch: TokenBatch) -> torch.Tensor:
+    if batch.reference_logprobs_R is None:
+        raise ValueError("loss.kl_coefficient needs the reference policy's log-probs, and the batch has none")
+    return batch.reference_logprobs_R
