@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import known_keys, nearest
 from rlctl.config.load import from_sources, resolve, stored_values
 from rlctl.config.presets import preset_names, presets_directory, read_preset
@@ -36,6 +37,48 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
     assert origin["batch.generations"] == "flag --generations"
     assert origin["batch.optimizer_steps"] == "--set"
     assert origin["optimizer.beta1"] == "default"
+
+
+def test_an_algorithm_sets_values_that_every_other_source_replaces(tmp_path: Path) -> None:
+    resolved = resolve("laptop", flags={"run.algorithm": Flag("--algorithm", "dapo")}, environment={})
+    assert (resolved.config.loss.clip_high, resolved.origin["loss.clip_high"]) == (0.28, "algorithm dapo")
+    assert (resolved.config.filter.groups, resolved.origin["filter.groups"]) == ("replace", "algorithm dapo")
+    assert resolved.origin["loss.kl_estimator"] == "default"
+    assert resolved.origin["run.algorithm"] == "flag --algorithm"
+    weaker = {"preset": write(tmp_path / "p.yaml", "extends: laptop\nloss: {clip_high: 0.3}\n")}
+    for source, origin in (
+        ({"preset": str(weaker["preset"])}, "preset "),
+        ({"files": [write(tmp_path / "c.yaml", "loss: {clip_high: 0.3}\n")]}, "file "),
+        ({"environment": {"RLCTL_LOSS__CLIP_HIGH": "0.3"}}, "environment "),
+        ({"sets": ["loss.clip_high=0.3"]}, "--set"),
+    ):
+        given: dict[str, Any] = {"environment": {}, "flags": {"run.algorithm": "dapo"}} | source
+        found = resolve(**given)
+        assert found.config.loss.clip_high == 0.3
+        assert found.origin["loss.clip_high"].startswith(origin)
+        assert found.origin["filter.groups"] == "algorithm dapo"
+
+
+def test_an_algorithm_is_named_by_any_source_and_by_the_strongest_of_them(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "run: {algorithm: gspo}\n")
+    assert resolve(files=[file], environment={}).origin["loss.level"] == "algorithm gspo"
+    both = resolve(files=[file], sets=["run.algorithm=rloo"], environment={})
+    assert both.config.loss.level == "constant"
+    assert "algorithm gspo" not in both.origin.values()
+
+
+def test_grpo_sets_nothing() -> None:
+    named, plain = resolve(flags={"run.algorithm": "grpo"}, environment={}), resolve(environment={})
+    assert named.config == plain.config
+
+
+@pytest.mark.parametrize("name", ALGORITHM_SETTINGS)
+def test_what_an_algorithm_sets_is_valid_and_kept_by_a_manifest(name: str) -> None:
+    resolved = resolve(flags={"run.algorithm": name}, environment={}).with_values({"training.tp": 2})
+    assert {key for key, origin in resolved.origin.items() if origin.startswith("algorithm ")} == set(
+        ALGORITHM_SETTINGS[name]
+    )
+    assert from_sources([Source(stored_values(resolved.to_json()))]) == resolved
 
 
 def test_every_key_has_an_origin() -> None:

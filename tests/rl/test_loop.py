@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
-from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
+from rlctl.config.schema import ChecksConfig, FilterConfig, GenerationConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
 from rlctl.rl.health import Health
-from rlctl.rl.loop import Loop, Parts
+from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
 from rlctl.telemetry.phases import StepTimer
@@ -215,3 +215,36 @@ def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
     told = [text for text in recorder.said if "nothing to learn from" in text]
     assert len(told) == 1
     assert "step 4: for 3 step(s) in a row" in told[0]
+
+
+def test_rollouts_that_are_not_computed_are_counted() -> None:
+    class Surrogate(Plain):
+        learns_without_advantage = False
+
+    recorder = Recorder([[1.0, 0.0], [1.0, 1.0]])
+    parts = loop(recorder, 2).parts
+    config = RlctlConfig.model_validate({"run": {"steps": 2}})
+    stop: Any = Stop()
+    Loop(config, replace(parts, algorithm=Surrogate(config))).run(stop)
+    assert [line["skipped_rollouts"] for line in recorder.logged] == [1, 0]
+    assert [line["skipped_fraction"] for line in recorder.logged] == [pytest.approx(10 / 18), 0]
+    assert recorder.asked[2] == ("load", [100])
+
+
+def test_what_a_filter_did_is_told_and_shown(tmp_path: Any) -> None:
+    class Replacing(Recorder):
+        def next(self, version: int) -> RolloutBatch:
+            batch = super().next(version)
+            return replace(batch, metrics={"sampling_rounds": 4, "missing_groups": 1})
+
+    recorder = Replacing([[0.0, 0.0]])
+    run(recorder, 1, filter={"groups": "replace"}, reward={"overlong_buffer": 0.5}, generation={"max_new_tokens": 4})
+    assert any(
+        "after 4 round(s) of sampling (filter.max_rounds) 1 group(s) are still missing" in said
+        for said in recorder.said
+    )
+    (line,) = recorder.logged
+    assert line["length_penalty"] == -0.75  # of 3 and 5 tokens, 2 of them free
+    shown = step_line(0, 1, line, filtered(FilterConfig(groups="replace")), plain=True)
+    assert "dropped 1 rounds 4" in shown
+    assert filtered(FilterConfig()) == ()

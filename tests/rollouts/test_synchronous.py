@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlctl.backends.messages import GroupRequest, GroupResult
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.envs.reward_worker import GroupScores, ScoreRequest
@@ -128,6 +128,53 @@ def test_a_source_that_takes_over_asks_for_what_the_first_would_have(asked: list
     whole = list(requests_of(5, source(), -1, asked))
     assert [request.group for request in whole] == list(range(15))
     assert requests_of(5, source(), 2, asked) == whole
+
+
+REPLACES = CONFIG.model_copy(update={"filter": FilterConfig(groups="replace", max_rounds=3)})
+
+
+def fussy(config: RlctlConfig = REPLACES, turns: Turns | None = None) -> SynchronousSource:
+    """A source whose algorithm trains on the groups at every third position."""
+    prompts: Any = Prompts()
+    workers: Any = Scorer()
+    engines: Any = SimpleNamespace()
+    sync: Any = turns or Turns()
+    return SynchronousSource(config, prompts, engines, workers, sync, StepTimer(), lambda one: one.position % 3 == 0)
+
+
+def test_groups_are_replaced_until_the_batch_is_full_or_the_rounds_are_used_up(asked: list[GroupRequest]) -> None:
+    made = fussy()
+    first = made.next(VERSION)
+    assert [one.position for one in first.groups] == [0, 1, 2, 3, 4, 5, 6]  # 1 of 3, 1 of 2, 1 of 1 or 2
+    assert first.metrics == {
+        "scorer_failures": 7, "offloaded_bytes": 17, "sampling_rounds": 3, "missing_groups": 0,
+    }  # fmt: skip
+    second = made.next(VERSION)  # 9 of 7, 8, 9; 12 of 10, 11; none of 12
+    assert [one.position for one in second.groups] == list(range(7, 13))
+    assert (second.metrics["sampling_rounds"], second.metrics["missing_groups"]) == (3, 0)
+    short = fussy(REPLACES.model_copy(update={"filter": FilterConfig(groups="replace", max_rounds=1)})).next(VERSION)
+    assert [one.position for one in short.groups] == [0, 1, 2]
+    assert (short.metrics["sampling_rounds"], short.metrics["missing_groups"]) == (1, 2)
+
+
+@pytest.mark.parametrize("groups", ["keep", "drop"])
+def test_groups_that_are_not_replaced_are_sampled_in_one_round(asked: list[GroupRequest], groups: Any) -> None:
+    batch = fussy(CONFIG.model_copy(update={"filter": FilterConfig(groups=groups)})).next(VERSION)
+    assert [one.position for one in batch.groups] == [0, 1, 2]
+    assert batch.metrics == {"scorer_failures": 3, "offloaded_bytes": 17}
+
+
+def test_a_resumed_source_replaces_groups_as_the_first_would_have(asked: list[GroupRequest]) -> None:
+    whole, cut = fussy(), fussy()
+    positions = [[one.position for one in whole.next(VERSION).groups] for _ in range(4)]
+    found = [[one.position for one in cut.next(VERSION).groups] for _ in range(2)]
+    state = json.loads(json.dumps(cut.state()))
+    assert state == {"trained": [[0, found[1][-1]]], "finished": [], "under_way": []}
+    cut.next(VERSION)  # of a step that is killed before it is saved
+    again = fussy()
+    again.restore(state)
+    found += [[one.position for one in again.next(VERSION).groups] for _ in range(2)]
+    assert found == positions
 
 
 def test_a_state_that_is_no_ledger_is_refused(asked: list[GroupRequest]) -> None:

@@ -16,7 +16,7 @@ from rlctl.apps.run import RunSummary, run_training
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
 from rlctl.config.parallel import SIZES
-from rlctl.config.sources import Source
+from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.runs.directory import RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
@@ -148,8 +148,10 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
     """Return the stored configuration with what `resolved` newly sets, and what of that a resumed run should not
     change. Where the layout changes, the planner decides its values again; what the user has set stays."""
     then, values = stored["config"], stored_values(stored["config"])
-    given = resolved.given()
+    given = [value for value in resolved.given() if not _overruled(value, then)]
     changed = [value for value in given if value.key not in then or then[value.key]["value"] != value.value]
+    if any(value.key == "run.algorithm" for value in changed):
+        values = [value for value in values if not value.origin.startswith(ALGORITHM)]
     if any(value.key in LAYOUT for value in changed):
         values = [value for value in values if value.origin != PLANNER]
     changes = []
@@ -160,6 +162,12 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
             changes.append(f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}")
     undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
     return from_sources([Source(values), Source([*undecided, *changed])]), changes
+
+
+def _overruled(value: Value, stored: dict[str, Any]) -> bool:
+    """Return whether an algorithm sets a value that the user has set when the run began."""
+    before = stored.get(value.key, {"origin": DEFAULT})["origin"]
+    return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))
 
 
 def _name(job: Job) -> str:

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from rlctl.commands import options
+from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
 from rlctl.rl.algorithms import available
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
-from rlctl.rl.algorithms.available import algorithm_from_config, register
+from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config, register, require_algorithm
 from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.rl.algorithms.policy_gradient import PolicyGradient
 from support.token_batches import token_batch
 
 LOSS = """
@@ -87,6 +90,34 @@ def test_grpo_is_the_default_and_an_unknown_name_is_told_the_known_ones() -> Non
     with pytest.raises(ConfigError) as error:
         configured(run={"algorithm": "nothing-like-it"})
     assert "path/to/file.py:Class" in str(error.value.hint)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name: str) -> None:
+    algorithm = configured(run={"algorithm": name})
+    assert isinstance(algorithm, PolicyGradient)
+    assert type(pickle.loads(pickle.dumps(algorithm))) is type(algorithm)
+    assert algorithm.manifest() == {"name": name}
+
+
+def test_what_sets_values_is_an_algorithm_and_the_flag_lists_them_all() -> None:
+    assert ALGORITHM_SETTINGS.keys() <= BUILT_IN.keys()
+    option = options.Algorithm.__metadata__[0]  # type: ignore[attr-defined]
+    assert option.help.split(", or ")[0].split(", ") == list(BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("drgrpo", "dr-grpo"), ("dr_grpo", "dr-grpo"), ("Dr.GRPO", "dr-grpo"), ("GRPO", "grpo"),
+        ("reinforce_plus_plus", "reinforce++"), ("reinforce-pp", "reinforce++"), ("rpp", "reinforce++"),
+        ("reinforce_plus_plus_baseline", "reinforce++-baseline"), ("gpso", "gspo"), ("rlo", "rloo"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_spelled_in_another_way_is_understood_and_told(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        require_algorithm(RlctlConfig.model_validate({"run": {"algorithm": typed}}))
+    assert f"Did you mean {meant}" in str(error.value.hint)
 
 
 class FromOutside(Grpo):

@@ -114,7 +114,7 @@ def _meant(name: str, known: Sequence[str]) -> str | None:
         return re.sub("^(reinforceplusplus|reinforcepp|rpp)", "reinforce++", letters)
 
     same = [one for one in known if spelled(one) == spelled(name)]
-    return f"Did you mean {same[0]!r}?" if same else suggest(name, known)
+    return f"Did you mean {same[0]}?" if same else suggest(name, known)
 
 
 @dataclass(frozen=True)
