@@ -39,6 +39,7 @@ def test_every_rollout_once_in_rows_that_fit(
     minibatches = [
         [row for g, (prompt, completions) in enumerate(shape) for row in group_rows(g, prompt, completions)],
         group_rows(99, 3, [5]),
+        [],  # none of its rollouts has a gradient
     ]
     columns = {group: f"handle {group}" for group in [*range(len(shape)), 99]}
     plan = plan_batch(

@@ -120,8 +120,8 @@ class Expected:
                 self.logprobs = {key: value[0].detach() for key, value in logprobs.items()}
                 self.merged = {name: value.detach() for name, value in merge(base, lora).items()}
             loss = sum(
-                token_loss(ours, engine, torch.tensor(advantage(*key)), torch.tensor(WEIGHT))
-                for key, (ours, engine) in logprobs.items()
+                token_loss(*columns, torch.tensor(advantage(*key)), torch.tensor(WEIGHT))
+                for key, columns in logprobs.items()
             )
             loss.backward()
             self.losses.append(float(loss.detach()))

@@ -24,6 +24,7 @@ from support.parallel_cases import (
     run_logprobs,
     run_reference_policy,
     run_tree_limits,
+    run_without,
 )
 from support.pool import Pool
 from support.reference import Optim, facts, hf_model, make_batch, megatron_weights
@@ -69,6 +70,32 @@ def test_shared_prompts_save_tokens_and_change_nothing_else(pools: Pools) -> Non
     for (name, value, *_), (_, other, *_) in zip(shared.grads, alone.grads, strict=True):
         assert torch.allclose(value, other, rtol=0, atol=1e-7), name
     assert shared.results[0].tokens == alone.results[0].tokens - saved
+
+
+@pytest.mark.parametrize(
+    ("parallel", "advantages"),
+    [
+        (ParallelSpec(), {0: 0.0, 1: 1.0, 2: 0.0, 3: -0.5}),
+        (ParallelSpec(), dict.fromkeys(range(4), 0.0)),
+        (ParallelSpec(dp=2), {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0}),
+    ],
+    ids=["some", "none", "fewer-than-ranks"],
+)
+def test_rollouts_without_an_advantage_change_nothing_by_being_computed(
+    pools: Pools, parallel: ParallelSpec, advantages: dict[int, float]
+) -> None:
+    case = Case(parallel=parallel, packing=False)
+    ranks = pools(parallel.world_size).run(run_without, case, weights_of("llama"), make_batch(), advantages)
+    for whole, part in ranks:
+        for kind in ("grads", "params"):
+            for (name, value, *_), (_, other, *_) in zip(getattr(whole, kind), getattr(part, kind), strict=True):
+                assert torch.equal(value, other), (kind, name)
+        for one, other in zip(whole.results, part.results, strict=True):
+            if one is not None and other is not None:
+                assert (one.loss, one.grad_norm, one.skipped) == (other.loss, other.grad_norm, False)
+                assert other.tokens < one.tokens
+    if not any(advantages.values()):
+        assert not any(value.any() for _, value, *_ in ranks[0][0].grads)
 
 
 def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:

@@ -238,13 +238,11 @@ def test_what_a_filter_did_is_told_and_shown(tmp_path: Any) -> None:
             return replace(batch, metrics={"sampling_rounds": 4, "missing_groups": 1})
 
     recorder = Replacing([[0.0, 0.0]])
-    run(recorder, 1, filter={"groups": "replace"}, reward={"overlong_buffer": 0.5}, generation={"max_new_tokens": 4})
-    assert any(
-        "after 4 round(s) of sampling (filter.max_rounds) 1 group(s) are still missing" in said
-        for said in recorder.said
-    )
+    run(recorder, 1, filter={"groups": "replace"}, reward={"overlong_buffer": 0.5}, generation={"max_new_tokens": 5})
+    said = "step 1: after 4 round(s) of sampling (filter.max_rounds) 1 group(s) are still missing"
+    assert any(text.startswith(said) for text in recorder.said)
     (line,) = recorder.logged
-    assert line["length_penalty"] == -0.75  # of 3 and 5 tokens, 2 of them free
+    assert line["length_penalty"] == pytest.approx(-0.6)  # of 3 and 5 tokens, 2.5 of them free
     shown = step_line(0, 1, line, filtered(FilterConfig(groups="replace")), plain=True)
-    assert "dropped 1 rounds 4" in shown
+    assert "dropped 0 rounds 4" in shown
     assert filtered(FilterConfig()) == ()

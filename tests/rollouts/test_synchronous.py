@@ -145,13 +145,13 @@ def fussy(config: RlctlConfig = REPLACES, turns: Turns | None = None) -> Synchro
 def test_groups_are_replaced_until_the_batch_is_full_or_the_rounds_are_used_up(asked: list[GroupRequest]) -> None:
     made = fussy()
     first = made.next(VERSION)
-    assert [one.position for one in first.groups] == [0, 1, 2, 3, 4, 5, 6]  # 1 of 3, 1 of 2, 1 of 1 or 2
-    assert first.metrics == {
-        "scorer_failures": 7, "offloaded_bytes": 17, "sampling_rounds": 3, "missing_groups": 0,
-    }  # fmt: skip
-    second = made.next(VERSION)  # 9 of 7, 8, 9; 12 of 10, 11; none of 12
-    assert [one.position for one in second.groups] == list(range(7, 13))
-    assert (second.metrics["sampling_rounds"], second.metrics["missing_groups"]) == (3, 0)
+    assert [one.position for one in first.groups] == [0, 1, 2, 3, 4, 5]  # 0 of three, 3 of two, none of one
+    assert first.metrics == {"scorer_failures": 6, "offloaded_bytes": 17, "sampling_rounds": 3, "missing_groups": 1}
+    patient = fussy(REPLACES.model_copy(update={"filter": FilterConfig(groups="replace", max_rounds=9)}))
+    full = patient.next(VERSION)
+    assert [one.position for one in full.groups] == [0, 1, 2, 3, 4, 5, 6]
+    assert (full.metrics["sampling_rounds"], full.metrics["missing_groups"]) == (4, 0)
+    assert patient.next(VERSION).groups[0].position == 7
     short = fussy(REPLACES.model_copy(update={"filter": FilterConfig(groups="replace", max_rounds=1)})).next(VERSION)
     assert [one.position for one in short.groups] == [0, 1, 2]
     assert (short.metrics["sampling_rounds"], short.metrics["missing_groups"]) == (1, 2)

@@ -4,7 +4,7 @@ pieces back."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ from rlctl.backends.batch import LogprobColumn, LogprobStats, LossOutput, Miniba
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig, OptimizerConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig, RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
+from rlctl.rl.algorithms.algorithm import RunLoss
+from rlctl.rl.algorithms.grpo import Grpo
 from support.reference import Optim, advantage, facts, prompt_tokens, token_loss
 
 WEIGHT = 0.01
@@ -60,7 +62,9 @@ class Loss:
     """`reference.token_loss` behind the seam."""
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        loss = token_loss(batch.logprobs_R, batch.rollout_logprobs_R, batch.advantages_R, batch.token_weights_R)
+        loss = token_loss(
+            batch.logprobs_R, batch.entropy_R, batch.rollout_logprobs_R, batch.advantages_R, batch.token_weights_R
+        )
         sums = {"tokens": torch.tensor(float(len(batch.logprobs_R))), "entropy": batch.entropy_R.sum()}
         return LossOutput(loss, sums, {"top": batch.logprobs_R.abs().max()})
 
@@ -88,14 +92,18 @@ def spec_of(case: Case) -> PolicySpec:
     )
 
 
-def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
-    rows = [
+def rows_of(batch: dict[int, RolloutColumns]) -> list[RolloutRow]:
+    return [
         RolloutRow(group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT)
         for group, c in batch.items()
         for row in range(c.rollouts)
     ]
+
+
+def plan_of(case: Case, batch: dict[int, RolloutColumns], rows: list[RolloutRow] | None = None) -> BatchPlan:
+    """The plan of `rows`, or of all rollouts of the batch."""
     return plan_batch(
-        [rows],
+        [rows_of(batch) if rows is None else rows],
         batch,
         dp=case.parallel.dp,
         micro_batch_tokens=case.micro_batch_tokens,
@@ -129,6 +137,25 @@ def run_case(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int,
             gather_gradients(worker)
             grads = list(pieces(worker, "grad"))
     return Piece(results, logprobs, grads, list(pieces(worker, "data")))
+
+
+def run_without(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], advantages: dict[int, float]
+) -> list[Piece]:
+    """Two steps under GRPO's loss on rollouts with the advantages of their groups: on all of them, and on those whose
+    advantage is not 0."""
+    loss = RunLoss(Grpo(RlctlConfig()))
+    rows = [replace(row, advantage=advantages[row.position]) for row in rows_of(batch)]
+    found = []
+    for own in (rows, [row for row in rows if row.advantage]):
+        worker = make_worker(rank, case, weights)
+        worker.load_batch(plan_of(case, batch, own).shards[case.parallel.data_rank(rank)], list)
+        results = [worker.train_minibatch(0, loss, Optim().lr)]
+        gather_gradients(worker)
+        grads = list(pieces(worker, "grad"))
+        results.append(worker.train_minibatch(0, loss, Optim().lr))
+        found.append(Piece(results, {}, grads, list(pieces(worker, "data"))))
+    return found
 
 
 def gather_gradients(worker: MegatronWorker) -> None:

@@ -258,9 +258,12 @@ def prompt_tokens(columns: RolloutColumns) -> int:
     return int(np.argmax(columns.loss_mask_T))
 
 
-def token_loss(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
-    """A policy-gradient loss with a term that is not linear in the log-prob."""
-    return (weights * (-advantages * logprobs + 0.05 * (logprobs - rollout_logprobs) ** 2)).sum()
+def token_loss(
+    logprobs: Tensor, entropy: Tensor, rollout_logprobs: Tensor, advantages: Tensor, weights: Tensor
+) -> Tensor:
+    """A policy-gradient loss with a term that is not linear in the log-prob, and an entropy bonus."""
+    distance = (logprobs - rollout_logprobs) ** 2
+    return (weights * (-advantages * logprobs + 0.05 * distance - 0.3 * entropy)).sum()
 
 
 def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, temperature: float = 1.0) -> Reference:
@@ -279,7 +282,7 @@ def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, te
                 if step == 0:
                     out.logprobs[group, row], out.entropy[group, row] = logprobs.detach(), entropy.detach()
                 loss = token_loss(
-                    logprobs, _engine(columns, row), torch.tensor(advantage(group, row)), torch.tensor(weight)
+                    logprobs, entropy, _engine(columns, row), torch.tensor(advantage(group, row)), torch.tensor(weight)
                 )
                 loss.backward()
                 total += float(loss)
@@ -294,14 +297,15 @@ def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, te
 
 def reference_logprobs(
     model: Any, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]
-) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """(log-probs, the engine's) of each rollout's chosen tokens under `weights` in place of the model's own."""
+) -> dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]]:
+    """(log-probs, entropies, the engine's log-probs) of each rollout's chosen tokens under `weights` in place of the
+    model's own."""
 
     def call(tokens: Tensor) -> Any:
         return torch.func.functional_call(model, weights, (tokens,))
 
     return {
-        (group, row): (_chosen(call, columns, row, 1.0)[0], _engine(columns, row))
+        (group, row): (*_chosen(call, columns, row, 1.0), _engine(columns, row))
         for group, columns in batch.items()
         for row in range(columns.rollouts)
     }

@@ -154,7 +154,7 @@ def _packed(units: list[PackingUnit], step: int, limit: int) -> list[list[Packin
 
 def _single(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
     """A bin for each unit, and empty ones to a multiple of `step`."""
-    return [*([unit] for unit in units), *([] for _ in range(-len(units) % step))]
+    return _filled_up([[unit] for unit in units], step)
 
 
 def _rectangles(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
@@ -169,7 +169,13 @@ def _rectangles(units: list[PackingUnit], step: int, limit: int) -> list[list[Pa
         half = len(largest) // 2
         bins += [largest[:half], largest[half:]]
         bins.remove(largest)
-    return [*bins, *([] for _ in range(-len(bins) % step))]
+    return _filled_up(bins, step)
+
+
+def _filled_up(bins: list[list[PackingUnit]], step: int) -> list[list[PackingUnit]]:
+    """Bins and empty ones to a multiple of `step`, one at least: the ranks take a step without rollouts together."""
+    missing = -len(bins) % step if bins else step
+    return [*bins, *([] for _ in range(missing))]
 
 
 def _fill(order: list[PackingUnit], count: int, limit: int) -> list[list[PackingUnit]] | None:
