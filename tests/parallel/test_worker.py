@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from rlctl.backends.base import PolicySpec
+from rlctl.backends.clients import only_result
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig
+from rlctl.config.schema import LoraConfig, RlctlConfig
 from rlctl.errors import InputError
+from rlctl.rl.algorithms.algorithm import RunLoss
+from rlctl.rl.algorithms.gspo import Gspo
 from support.parallel_cases import (
     Case,
     plan_of,
@@ -96,6 +99,24 @@ def test_rollouts_without_an_advantage_change_nothing_by_being_computed(
                 assert other.tokens < one.tokens
     if not any(advantages.values()):
         assert not any(value.any() for _, value, *_ in ranks[0][0].grads)
+
+
+@pytest.mark.parametrize("parallel", [ParallelSpec(cp=2), ParallelSpec(dp=2)], ids=["cp2", "dp2"])
+def test_sums_over_a_rollout_are_whole_under_any_layout(pools: Pools, parallel: ParallelSpec) -> None:
+    """GSPO's ratio and the corrections of sequences, in a second step, where the policy is not the old one any more."""
+    options = {"importance_level": "sequence", "importance_cap": 3.0, "kl_coefficient": 0.0, "level": "sequence"}
+    loss = RunLoss(Gspo(RlctlConfig.model_validate({"loss": options | {"sequence_mask": [0.8, 1.2]}})))
+    weights, batch = weights_of("llama"), make_batch()
+    (alone,) = pools(1).run(run_case, Case(), weights, batch, loss)
+    ranks = pools(2).run(run_case, Case(parallel=parallel), weights, batch, loss)
+    for step in range(2):
+        expected, found = alone.results[step], only_result([rank.results[step] for rank in ranks])
+        assert expected is not None
+        assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, abs=1e-6)
+        assert found.sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-4)
+    assert expected.sums["ratio/mean"] != expected.sums["tokens"]
+    assert 0 < expected.sums["importance_limited"] < expected.sums["tokens"]
 
 
 def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import LogprobColumn, LogprobStats, LossOutput, MinibatchResult, RolloutRow, TokenBatch
+from rlctl.backends.batch import (
+    LogprobColumn,
+    LogprobStats,
+    LossOutput,
+    MinibatchResult,
+    RolloutRow,
+    TokenBatch,
+    TokenLoss,
+)
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
@@ -124,7 +132,14 @@ def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> Meg
     return worker
 
 
-def run_case(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> Piece:
+def run_case(
+    rank: int,
+    case: Case,
+    weights: dict[str, Tensor],
+    batch: dict[int, RolloutColumns],
+    loss: TokenLoss | None = None,
+) -> Piece:
+    loss = loss or Loss()
     worker = make_worker(rank, case, weights)
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
@@ -132,7 +147,7 @@ def run_case(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int,
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     results, grads = [], []
     for step in range(2):
-        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        results.append(worker.train_minibatch(0, loss, Optim().lr))
         if step == 0:
             gather_gradients(worker)
             grads = list(pieces(worker, "grad"))

@@ -242,6 +242,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
         "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
         "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
+        "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
         "weight_version": min(rollout.first_version for rollout in rollouts),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from rlctl.commands import options
 from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
+from rlctl.config.keys import field, known_keys
+from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, InputError
 from rlctl.rl.algorithms import available
@@ -118,6 +121,38 @@ def test_a_name_that_is_spelled_in_another_way_is_understood_and_told(typed: str
     with pytest.raises(ConfigError) as error:
         require_algorithm(RlctlConfig.model_validate({"run": {"algorithm": typed}}))
     assert f"Did you mean {meant}" in str(error.value.hint)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+
+
+def test_the_table_of_the_documentation_has_every_algorithm_and_what_it_sets() -> None:
+    rows = {
+        cells[1].strip(" `"): cells[4] for cells in (line.split("|") for line in PAGE.splitlines()) if len(cells) == 9
+    }
+    assert set(rows) - {"name", "---"} == set(BUILT_IN)
+    for name in BUILT_IN:
+        sets = [text.partition("=") for text in re.findall("`([^`]+)`", rows[name])]
+        found = resolve(sets=[f"{key}={value}" for key, _, value in sets], environment={})
+        settings = ALGORITHM_SETTINGS.get(name, {})
+        assert {key for key, _, _ in sets} == settings.keys(), name
+        assert (
+            found.config == resolve(sets=[f"{key}={value}" for key, value in settings.items()], environment={}).config
+        )
+
+
+def test_every_key_that_the_documentation_names_exists() -> None:
+    sections = {key.partition(".")[0] for key in known_keys()}
+    written = re.findall(r"\b([a-z]+\.[a-z_]+)\b", " ".join(re.findall("`([^`]+)`", PAGE)))
+    named = {key for key in written if key.partition(".")[0] in sections}
+    assert len(named) > 25
+    assert {key for key in named if field(key) is None} == set()
+
+
+def test_every_key_of_the_algorithms_is_in_the_documentation() -> None:
+    keys = [key for key in known_keys() if key.startswith(("advantage.", "filter."))]
+    keys += [key for key in known_keys() if key.startswith("loss.") and key not in ("loss.function", "loss.needs")]
+    assert {key for key in keys if key not in PAGE} <= {"loss.dual_clip"}
 
 
 class FromOutside(Grpo):
