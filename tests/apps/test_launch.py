@@ -245,6 +245,19 @@ def test_a_size_that_the_planner_chose_becomes_the_users_when_it_is_set():
     assert not changes
 
 
+def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():
+    begun_with = resolve(flags={"run.algorithm": "dapo"}, sets=["loss.clip_low=0.1"], environment={})
+    stored = {"config": begun_with.to_json()}
+    merged, changes = continued(stored, resolve(sets=["run.steps=7"], environment={}))
+    assert (merged.config.loss.clip_high, merged.origin["loss.clip_high"]) == (0.28, "algorithm dapo")
+    assert not changes
+    merged, changes = continued(stored, resolve(flags={"run.algorithm": "gspo"}, environment={}))
+    assert "`run.algorithm` = 'gspo'" in " ".join(changes)
+    assert (merged.config.loss.clip_high, merged.origin["loss.clip_high"]) == (4e-4, "algorithm gspo")
+    assert (merged.config.loss.clip_low, merged.origin["loss.clip_low"]) == (0.1, "--set")
+    assert (merged.config.filter.groups, merged.origin["filter.groups"]) == ("keep", "default")
+
+
 def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied):
     begun(train(tiny_llama), files / "run")
     job, said = go_on(files / "run", allow_changes=True, model=str(tiny_llama_tied), prompts=4)
