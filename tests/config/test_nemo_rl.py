@@ -215,7 +215,7 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
         ("loss_fn__use_on_policy_kl_approximation", True),
         ("policy__train_global_batch_size", 500),
         ("policy__hf_config_overrides__rope_scaling__factor", 4.0),
-        ("loss_fn__ratio_clip_min", 1.0),
+        ("loss_fn__ratio_clip_min", 1.5),
         ("data__prompt_file", "absent.txt"),
         ("policy__generation__max_new_tokens", "many"),
         ("policy__generation__backend", ["vllm"]),

@@ -425,7 +425,7 @@ def correction(found: Found) -> None:
         found.set("loss.importance_cap", cap)
         found.map("loss.importance_correction", "truncated" if kind == "tis" else "masked")
     else:
-        why = f"weights are truncated (tis) or dropped outside of [1/cap, cap]; this is {kind}, {least} to {cap}"
+        why = f"{kind}, {least} to {cap}, is not imported yet; rlctl has loss.importance_floor and loss.sequence_mask"
         found.say("not yet", why, "loss.importance_correction")
 
 

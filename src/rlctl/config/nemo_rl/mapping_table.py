@@ -66,23 +66,25 @@ _GRPO: dict[str, Rule] = {
     "grpo.malformed_thinking_advantage": only(None, why="advantages follow from rewards alone"),
     "grpo.advantage_clip_low": only(None, why="advantages are not clipped"),
     "grpo.advantage_clip_high": only(None, why="advantages are not clipped"),
-    "grpo.zero_variance_prompt_filtering": only(None, False, why="groups of equal rewards stay in the batch"),
+    "grpo.zero_variance_prompt_filtering": only(
+        None, False, why="it is not imported yet; rlctl has filter.groups=drop"
+    ),
     "grpo.async_grpo": only(None, why=NOT_SYNC),
-    "grpo.overlong_filtering": only(None, False, why="truncated rollouts count"),
+    "grpo.overlong_filtering": only(None, False, why="it is not imported yet; rlctl has filter.truncated=mask"),
     "grpo.seed": to("run.seed"),
     "grpo.async_grpo.enabled": only(None, False, why=NOT_SYNC),
     "grpo.async_grpo.*": without("grpo.async_grpo is off, or refused above"),
-    "grpo.use_dynamic_sampling": only(None, False, why="there is no dynamic sampling (DAPO) yet"),
+    "grpo.use_dynamic_sampling": only(None, False, why="it is not imported yet; rlctl has filter.groups=replace"),
     "grpo.dynamic_sampling_max_gen_batches": without("for dynamic sampling"),
     "grpo.batch_multiplier": only(None, 1, 1.0, why="for dynamic sampling"),
-    "grpo.reward_shaping.enabled": only(None, False, why="there is no reward shaping yet"),
+    "grpo.reward_shaping.enabled": only(None, False, why="it is not imported yet; rlctl has reward.overlong_buffer"),
     "grpo.reward_shaping.*": without("for reward shaping"),
     "grpo.reward_scaling.enabled": only(None, False, why="there is no reward scaling yet"),
     "grpo.reward_scaling.*": without("for reward scaling"),
     "grpo.calculate_advantages_on_gpu": KERNELS,
     "grpo.skip_reference_policy_logprobs_calculation": without("no reference is evaluated when the KL penalty is 0"),
     "grpo.seq_logprob_error_threshold": only(None, why="there is no such filter yet"),
-    "grpo.adv_estimator.name": only(None, "grpo", why="advantages are those of GRPO"),
+    "grpo.adv_estimator.name": only(None, "grpo", why="it is not imported yet; rlctl has --algorithm"),
     "grpo.adv_estimator.normalize_rewards": to("advantage.normalize_std"),
     "grpo.adv_estimator.use_leave_one_out_baseline": to("advantage.baseline", {True: "leave-one-out", False: "mean"}),
     "grpo.adv_estimator.*": without("for other estimators"),
@@ -99,15 +101,17 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.use_on_policy_kl_approximation": rules.penalised(
         only(None, False, why="the KL is the plain estimator, without weights")
     ),
-    "loss_fn.use_cispo": only(None, False, why="the loss is PPO's"),
+    "loss_fn.use_cispo": only(None, False, why="it is not imported yet; rlctl has --algorithm cispo"),
     "loss_fn.positive_example_nll_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
-    "loss_fn.sequence_level_importance_ratios": only(None, False, why="ratios are those of tokens"),
+    "loss_fn.sequence_level_importance_ratios": only(
+        None, False, why="it is not imported yet; rlctl has --algorithm gspo"
+    ),
     "loss_fn.kl_input_clamp_value": rules.penalised(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
     "loss_fn.kl_output_clamp_value": rules.penalised(to("loss.kl_cap")),
     "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
     "loss_fn.force_on_policy_ratio": rules.on_policy_ratio,
     "loss_fn.sum_weights_metric": LOGS,
-    "loss_fn.use_kl_in_reward": only(None, False, why="the KL penalty is in the loss"),
+    "loss_fn.use_kl_in_reward": only(None, False, why="it is not imported yet; rlctl has loss.kl_in=reward"),
     "loss_fn.positive_example_nll_loss_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
 }  # fmt: skip
 
