@@ -138,6 +138,27 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
     assert results(run_dir) == results(uninterrupted[0])
 
 
+@pytest.mark.slow
+def test_a_run_that_replaces_groups_resumes_to_bitwise_the_same_metrics(here, tiny_llama, tmp_path):
+    """More prompts were used than its steps have, and the next ones are taken behind all of them."""
+    more = ("--algorithm", "dapo", "--generations", "2", "--set", "reward.overlong_buffer=0.5")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir, steps in ((whole, STEPS), (cut, 2)):
+        done = here(command(tiny_llama, run_dir, *more, "--steps", str(steps)))
+        assert done.returncode == 0, done.stderr
+    done = here(resume(cut, "--steps", str(STEPS)))
+    assert done.returncode == 0, done.stderr
+    assert results(cut) == results(whole)
+    lines = read_metrics(cut / "metrics.jsonl")
+    assert max(line["sampling_rounds"] for line in lines) > 1
+    assert any(line["dropped_groups"] for line in lines)
+    assert all(line["skipped_rollouts"] == 0 for line in lines)
+    assert all(-1 <= line["length_penalty"] < 0 for line in lines)
+    config = json.loads((cut / "manifest.json").read_text())["config"]
+    assert config["filter.groups"] == {"value": "replace", "origin": "algorithm dapo"}
+    assert config["reward.overlong_buffer"] == {"value": 0.5, "origin": "--set"}
+
+
 def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
     """The terminal takes its output with it, and hangs up on every process that the run has started."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
