@@ -80,3 +80,12 @@ def test_a_cut_distribution_is_not_corrected_for(cut: dict, named: str) -> None:
         assert "loss.importance_correction=off" in refused.value.hint
     refuse_cut_sampling(RlctlConfig.model_validate({"generation": cut, "loss": {"importance_correction": "off"}}))
     refuse_cut_sampling(RlctlConfig())
+
+
+@pytest.mark.parametrize(("key", "value"), [("sequence_mask", [0.9, 1.1]), ("off_policy_mask", 0.1)])
+def test_nor_are_rollouts_of_a_cut_distribution_masked_for_it(key: str, value: object) -> None:
+    loss = {"importance_correction": "off", key: value}
+    config = RlctlConfig.model_validate({"generation": {"top_p": 0.9}, "loss": loss})
+    with pytest.raises(ConfigError, match=rf"loss\.{key} = ") as refused:
+        refuse_cut_sampling(config)
+    assert f"loss.{key}=null" in refused.value.hint

@@ -147,3 +147,11 @@ def test_an_algorithm_can_compare_rollouts_of_the_whole_batch():
         [group(0, [1.0, 1.0], [3, 5]), group(1, [0.0, 0.0], [3, 5])], Batch(RlctlConfig()), 1
     ).minibatches
     assert [row.advantage for row in part] == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_a_term_without_a_weight_is_no_signal():
+    terms = {"right": [1.0, 1.0], "form": [0.0, 1.0]}
+    reward = {"terms": [{"name": "right"}, {"name": "form", "weight": 0.0}]}
+    algorithm = grpo(reward=reward, advantage={"per_term": True}, filter={"groups": "drop"})
+    assert not algorithm.trains_on(with_terms(0, terms, [3, 3]))
+    assert grpo(advantage={"per_term": True}).trains_on(group(0, [1.0, 1.0], [3, 3]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from rlctl.rl.losses import clipped_surrogate, is_clipped
+from rlctl.rl.losses import binary_divergence, clipped_surrogate, is_clipped, sums_to_go
 
 RATIOS = [0.2, 0.75, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.29, 2.9, 3.1, 8.0]
 
@@ -42,3 +44,29 @@ def test_clipped_tokens_are_those_without_gradient(dual: float | None) -> None:
         clipped_R = is_clipped(ratio_R.detach(), advantages_R, 0.2, 0.28, dual)
         assert (clipped_R == (ratio_R.grad == 0)).all()
         assert clipped_R.any()
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_the_divergence_is_of_the_chosen_token_against_all_others(divergence: str) -> None:
+    """DPPO (2602.04879) section 4.2, with a token that the policy is nearly sure of."""
+    now, engine = [0.2, 0.9, 0.5, 1 - 1e-9, 1e-8], [0.3, 0.4, 0.5, 0.7, 0.6]
+    expected = {
+        "tv": [abs(q - p) for q, p in zip(now, engine, strict=True)],
+        "kl": [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) for q, p in zip(now, engine, strict=True)],
+    }[divergence]
+    got = binary_divergence(f64(now).log().requires_grad_(), f64(engine).log(), divergence)
+    torch.testing.assert_close(got, f64(expected), rtol=1e-6, atol=1e-12)
+    assert not got.requires_grad
+
+
+def test_a_token_that_engine_or_policy_is_sure_of_has_a_divergence() -> None:
+    sure = binary_divergence(f64([0.0, math.log(0.5)]), f64([math.log(0.5), 0.0]), "kl")
+    assert torch.isfinite(sure).all()
+    assert sure[0] > 100
+    assert math.isclose(sure[1], math.log(2))
+
+
+def test_sums_to_go_are_those_of_a_rollout_whatever_else_is_in_the_micro_batch() -> None:
+    values_R = torch.tensor([1e6, 1e6, 0.25, 0.5, 1.0, 3.0], dtype=torch.float32)
+    got = sums_to_go(values_R, torch.tensor([0, 0, 2, 2, 2, 3]))
+    assert got.tolist() == [2e6, 1e6, 1.75, 1.5, 1.0, 3.0]

@@ -71,7 +71,7 @@ class Algorithm(ABC):
 
     def trains_on(self, group: RolloutGroup) -> bool:
         """Return whether the algorithm keeps a group for any of what it compares the rollouts by."""
-        return any(self.keeps(rewards_G) for _, rewards_G in self.compared(group))
+        return any(weight and self.keeps(rewards_G) for weight, rewards_G in self.compared(group))
 
     @abstractmethod
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ class Algorithm(ABC):
         their lengths, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO, arXiv
         2601.05242, equations 4 to 6)."""
         penalties_G = self.length_penalties(group)
-        if not self.config.advantage.per_term:
+        if not (self.config.advantage.per_term and group.rollouts[0].terms):
             return [(1.0, group.rewards_G + penalties_G)]
         weights = {term.name: term.weight for term in self.config.reward.terms}
         found = [
@@ -121,7 +121,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the loss of each response token [R], without its weight; differentiable in `batch.logprobs_R`."""
+        """Return the loss of each response token [R], without its weight; differentiable in `batch.logprobs_R`, and
+        in `batch.entropy_R` where it depends on it."""
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
