@@ -48,7 +48,7 @@ def test_clipped_tokens_are_those_without_gradient(dual: float | None) -> None:
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
 def test_the_divergence_is_of_the_chosen_token_against_all_others(divergence: str) -> None:
-    """DPPO (2602.04879) section 4.2, with a token that the policy is nearly sure of."""
+    """DPPO (2602.04879), with a token that the policy is nearly sure of."""
     now, engine = [0.2, 0.9, 0.5, 1 - 1e-9, 1e-8], [0.3, 0.4, 0.5, 0.7, 0.6]
     expected = {
         "tv": [abs(q - p) for q, p in zip(now, engine, strict=True)],

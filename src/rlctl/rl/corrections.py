@@ -76,7 +76,7 @@ def in_sequence_bounds(old_logprobs_R: torch.Tensor, batch: TokenBatch, bounds: 
 
 def on_policy(batch: TokenBatch, limit: float) -> torch.Tensor:
     """Return False for the tokens of a rollout with a negative advantage whose mean of log(mu / pi) is above `limit`,
-    bool [R], with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+    bool [R], with the policy pi of now (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556)."""
     mean_N = rollout_means(_log_ratio(batch.rollout_logprobs_R, batch.logprobs_R), batch.rollout_R)
     return (batch.advantages_R >= 0) | (mean_N <= limit)[batch.rollout_R]
 

@@ -113,7 +113,7 @@ def dppo(rollout: Rollout) -> list[float]:
 
 
 def sapo(rollout: Rollout) -> list[float]:
-    """2511.20347 equations 5 and 6."""
+    """2511.20347."""
     t = 1.0 if rollout.A > 0 else 1.05
     gates = [4 / t / (1 + math.exp(-t * (ratio - 1))) for ratio in rollout.ratios]
     return [-weight * gate * rollout.A for weight, gate in zip(rollout.weights, gates, strict=True)]

@@ -81,7 +81,10 @@ class Algorithm(ABC):
         """Return the advantages [G] of each group of a step's batch. An algorithm that compares rollouts of several
         prompts replaces this; here it is `advantages` of each group, and what the section `advantage` says of terms
         and of the batch."""
-        found = [sum(weight * self.advantages(r_G) for weight, r_G in self.compared(group)) for group in groups]
+        found = [
+            np.sum([weight * self.advantages(rewards_G) for weight, rewards_G in self.compared(group)], axis=0)
+            for group in groups
+        ]
         if not self.config.advantage.whiten or not groups:
             return found
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
@@ -91,7 +94,7 @@ class Algorithm(ABC):
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
         """Return what the rollouts of a group are compared by, as (weight, values [G]): their rewards with the cost of
         their lengths, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO, arXiv
-        2601.05242, equations 4 to 6)."""
+        2601.05242)."""
         penalties_G = self.length_penalties(group)
         if not (self.config.advantage.per_term and group.rollouts[0].terms):
             return [(1.0, group.rewards_G + penalties_G)]
