@@ -19,8 +19,8 @@ p = q the same gradient to first order.
 
 All statements hold for tokens sampled from q itself, that is for the first optimizer step after sampling, and for the
 next token alone. The KL divergence of whole completions also changes because a token changes what follows it, which no
-estimator's own gradient knows of (arXiv 2506.09477): `score_term` adds it, to any of the three, and a
-penalty in the reward has it by construction.
+estimator's own gradient knows of (arXiv 2506.09477): `score_term` adds it, to any of the three, and a penalty in the
+reward has it by construction.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def sequence_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor, rollo
 def soft_gate(
     ratio_R: torch.Tensor, advantages_R: torch.Tensor, temperature_positive: float, temperature_negative: float
 ) -> torch.Tensor:
-    """Return 4 / t * sigmoid(t (r - 1)) of each token [R], t by the sign of its advantage (SAPO, arXiv 2511.20347): near
-    r = 1 it has the gradient of r, which fades on both sides."""
+    """Return 4 / t * sigmoid(t (r - 1)) of each token [R], t by the sign of its advantage (SAPO, arXiv 2511.20347).
+
+    Near r = 1 it has the gradient of r, which fades on both sides."""
     temperature_R = torch.full_like(advantages_R, temperature_negative)
     temperature_R[advantages_R > 0] = temperature_positive
     return torch.sigmoid(temperature_R * (ratio_R - 1)) * 4 / temperature_R
