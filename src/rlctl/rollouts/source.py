@@ -31,7 +31,11 @@ class RolloutBatch:
 
 
 class RolloutSource(Protocol):
-    """Makes the batches of a run, and remembers which positions they hold."""
+    """Makes the batches of a run, and remembers which positions they hold.
+
+    With `filter.groups=replace` a batch is full when it has `batch.prompts` groups that the algorithm trains on. It also
+    holds those that were sampled in vain, which the loop drops: their positions are handed over like all others.
+    """
 
     def next(self, version: int) -> RolloutBatch:
         """Return the next batch. `version` is that of the weights which the policy holds now."""
