@@ -21,7 +21,7 @@ from rlctl.telemetry.metrics import read_metrics
 
 def main() -> int:
     """Make the runs and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algorithms", nargs="+", default=["grpo", "dapo", "gspo", "rloo"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12)
