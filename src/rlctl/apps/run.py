@@ -119,13 +119,13 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         stack.callback(saver.close, display.say)
         timer = StepTimer()
         assert crew.reward is not None  # a run is started with its rewards
-        source = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
+        rollouts = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
-            source.restore(begun["source"])
+            rollouts.restore(begun["source"])
         parts = Parts(
-            source=source,
+            source=rollouts,
             algorithm=job.algorithm,
             policy=policy,
             sync=sync,

@@ -393,7 +393,7 @@ _REST: dict[str, Rule] = {
         without("the chat template decides"),
     ),
     "env": without("there is none"),
-    "env.math.num_workers": without("rewards are computed by the driver"),
+    "env.math.num_workers": without("rewards are computed in one process"),
     "env.math.math_verify_impl": rules.when_math(
         only(None, "hf_math_verify", why="answers are compared by math-verify", settled_by="reward.terms")
     ),
