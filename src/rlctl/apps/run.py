@@ -115,8 +115,8 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
         )  # fmt: skip
         stack.enter_context(sync)
-        saver = Saver(run, policy, job.config.run)
-        stack.callback(saver.close, display.say)
+        saver = Saver(run, policy, job.config.run, job.config.cluster.step_timeout_s, display.say)
+        stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
         assert crew.reward is not None  # a run is started with its rewards
         rollouts = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Fetch = Callable[[list[object]], list[RolloutColumns]]
-"""Turns handles of columns into the columns (`cluster.objects.fetch`, in a run)."""
+"""Turns handles of columns into the columns (by `fetch` of `cluster/objects.py`, in a run)."""
 
 
 @dataclass(frozen=True)
