@@ -159,6 +159,8 @@ def test_a_run_that_replaces_groups_resumes_to_bitwise_the_same_metrics(here, ti
     assert config["reward.overlong_buffer"] == {"value": 0.5, "origin": "--set"}
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
     """The terminal takes its output with it, and hangs up on every process that the run has started."""
     run_dir, log = tmp_path / "run", tmp_path / "log"

@@ -16,10 +16,10 @@ from rlctl.backends.batch import (
     LogprobColumn,
     LogprobStats,
     LossOutput,
+    MicroBatchLoss,
     MinibatchResult,
-    RolloutRow,
     TokenBatch,
-    TokenLoss,
+    WeightedRollout,
 )
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
@@ -100,15 +100,17 @@ def spec_of(case: Case) -> PolicySpec:
     )
 
 
-def rows_of(batch: dict[int, RolloutColumns]) -> list[RolloutRow]:
+def rows_of(batch: dict[int, RolloutColumns]) -> list[WeightedRollout]:
     return [
-        RolloutRow(group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT)
+        WeightedRollout(
+            group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT
+        )
         for group, c in batch.items()
         for row in range(c.rollouts)
     ]
 
 
-def plan_of(case: Case, batch: dict[int, RolloutColumns], rows: list[RolloutRow] | None = None) -> BatchPlan:
+def plan_of(case: Case, batch: dict[int, RolloutColumns], rows: list[WeightedRollout] | None = None) -> BatchPlan:
     """The plan of `rows`, or of all rollouts of the batch."""
     return plan_batch(
         [rows_of(batch) if rows is None else rows],
@@ -137,7 +139,7 @@ def run_case(
     case: Case,
     weights: dict[str, Tensor],
     batch: dict[int, RolloutColumns],
-    loss: TokenLoss | None = None,
+    loss: MicroBatchLoss | None = None,
 ) -> Piece:
     loss = loss or Loss()
     worker = make_worker(rank, case, weights)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlctl.backends.batch import MinibatchResult, RolloutRow, TrainBatch
+from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout
 from rlctl.backends.clients import PolicyClient
 from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
@@ -189,7 +189,7 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     parts = np.array_split(np.arange(len(pairs)), optimizer_steps)
     minibatches = [_minibatch([pairs[i] for i in part], algorithm) for part in parts if len(part)]
 
-    def skips(row: RolloutRow) -> bool:
+    def skips(row: WeightedRollout) -> bool:
         without = row.advantage == 0 and not algorithm.learns_without_advantage
         return algorithm.config.filter.skip and (without or row.token_weight == 0)
 
@@ -200,10 +200,10 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     )
 
 
-def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[RolloutRow, ...]:
+def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
     weights_N = algorithm.token_weights(np.array([algorithm.learned_tokens(rollout) for rollout, _ in pairs]))
     return tuple(
-        RolloutRow(r.position, r.sample, r.prompt_tokens, r.tokens, advantage, float(weight))
+        WeightedRollout(r.position, r.sample, r.prompt_tokens, r.tokens, advantage, float(weight))
         for (r, advantage), weight in zip(pairs, weights_N, strict=True)
     )
 
