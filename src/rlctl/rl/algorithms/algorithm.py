@@ -2,10 +2,10 @@
 
 Its options are the sections `advantage`, `loss` and `filter` of the configuration. Others read of them only what is
 not its own: which log-probs are computed (`RlctlConfig.logprobs_needed`, also for the planner), whether sampling that
-cuts the distribution can be trained on (`rl/agreement.py`), and whether groups are replaced (`rollouts/`). An algorithm's object lives in the driver, where torch is not
-imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a file of an algorithm imports
-torch inside of those two only. Suffixes: G the rollouts of a group, N those of an optimizer mini-batch, R response
-tokens.
+cuts the distribution can be trained on (`rl/agreement.py`), and whether groups are replaced (`rollouts/`). An
+algorithm's object lives in the driver, where torch is not imported, and is pickled to the policy's ranks, where
+`token_loss` and `measure` run: a file of an algorithm imports torch inside of those two only. Suffixes: G the rollouts
+of a group, N those of an optimizer mini-batch, R response tokens.
 
 `RunLoss` makes of it what a policy trains on, and metrics of the ranks' sums. It measures what every algorithm has: the
 entropy of the policy, and how far the engine's log-probs are from the trainer's.
