@@ -29,9 +29,9 @@ class Rank:
 
     def open_store(self) -> int:
         from rlctl.cluster.placement import node_address
-        from rlctl.transport.collective import serve_store
+        from rlctl.transport.collective import ServedStore
 
-        self.store = serve_store(str(node_address()), 60)
+        self.store = ServedStore(str(node_address()), 60)
         return self.store.port
 
     def join(self, port: int) -> int:

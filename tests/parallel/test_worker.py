@@ -22,6 +22,7 @@ from support.parallel_cases import (
     run_broken,
     run_case,
     run_logprobs,
+    run_meeting,
     run_reference_policy,
     run_tree_limits,
 )
@@ -98,6 +99,10 @@ def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, paralle
             assert held.abs_max <= held.abs_sum
         else:
             assert held is None
+
+
+def test_strangers_cannot_reach_the_store_of_ranks_that_have_met(pools: Pools) -> None:
+    assert pools(1).run(run_meeting, Case()) == [(True, False)]
 
 
 def test_sizes_must_fit_the_processes() -> None:
