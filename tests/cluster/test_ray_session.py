@@ -14,6 +14,7 @@ import psutil
 import pytest
 from ray import cloudpickle
 
+from rlctl.cluster.ray_session import asks_for_token
 from rlctl.cluster.session_files import abandoned, lasting_folder
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from support.processes import beyond_loopback, family_of, listening
@@ -72,6 +73,12 @@ def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> N
     assert session.parents[1].name.startswith("rlctl-")
     assert session.parents[1].stat().st_mode & 0o077 == 0
     assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
+
+
+def test_a_session_turns_away_who_has_no_token(ranks: WorkerGroup[Rank]) -> None:
+    import ray
+
+    assert asks_for_token(ray.get_runtime_context().gcs_address)
 
 
 def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session(tmp_path: Path) -> None:
