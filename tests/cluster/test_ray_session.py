@@ -14,9 +14,11 @@ import psutil
 import pytest
 from ray import cloudpickle
 
+from rlctl.cluster import ray_session
 from rlctl.cluster.ray_session import asks_for_token
 from rlctl.cluster.session_files import abandoned, lasting_folder
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.errors import MachineError
 from support.processes import beyond_loopback, family_of, listening
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -79,6 +81,17 @@ def test_a_session_turns_away_who_has_no_token(ranks: WorkerGroup[Rank]) -> None
     import ray
 
     assert asks_for_token(ray.get_runtime_context().gcs_address)
+
+
+def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(ranks, monkeypatch) -> None:
+    """Ray would abort the process."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    ray_session._require_membership(address)
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    with pytest.raises(MachineError, match=rf"no node of the Ray cluster at {address} \(those are 127\.0\.0\.1\)"):
+        ray_session._require_membership(address)
 
 
 def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session(tmp_path: Path) -> None:

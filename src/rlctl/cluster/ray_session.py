@@ -80,9 +80,11 @@ def ray_session(
 @contextlib.contextmanager
 def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) -> Iterator[None]:
     import ray
+    from ray.exceptions import RayError
 
     try:
         _require_answer(address)
+        _require_membership(address)
         with _protected_token():
             ray.init(
                 address=address,
@@ -91,7 +93,9 @@ def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) ->
                 logging_level=logging.ERROR,
                 namespace=namespace,
             )
-    except RAY_FAILURES as error:
+    except (*RAY_FAILURES, RayError) as error:
+        if isinstance(error, MachineError):
+            raise
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     _keep_stdout_clean()
     try:
@@ -284,6 +288,22 @@ def _require_answer(address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:  # else `auto`, which Ray resolves
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+
+
+def _require_membership(address: str) -> None:
+    """Raise MachineError where this machine is no node of the cluster: Ray would abort this process. Raises RayError
+    where the cluster turns us away."""
+    from ray._raylet import GcsClient
+
+    if address.startswith("ray://") or ":" not in address:  # through its own proxy, or this machine's
+        return
+    nodes = GcsClient(address=address).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
+    alive = {node.node_manager_address for node in nodes if node.state == 0}
+    if not alive & {one.address for of_interface in psutil.net_if_addrs().values() for one in of_interface}:
+        raise MachineError(
+            f"This machine is no node of the Ray cluster at {address} (those are {', '.join(sorted(alive))}).",
+            f"Run rlctl on one of them, or add this machine: `ray start --address {address}`.",
+        )
 
 
 def _object_store_bytes() -> int:
