@@ -14,8 +14,11 @@ import psutil
 import pytest
 from ray import cloudpickle
 
+from rlctl.cluster import ray_session
+from rlctl.cluster.ray_session import asks_for_token
 from rlctl.cluster.session_files import abandoned, lasting_folder
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.errors import MachineError
 from support.processes import beyond_loopback, family_of, listening
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -29,9 +32,9 @@ class Rank:
 
     def open_store(self) -> int:
         from rlctl.cluster.placement import node_address
-        from rlctl.transport.collective import serve_store
+        from rlctl.transport.collective import ServedStore
 
-        self.store = serve_store(str(node_address()), 60)
+        self.store = ServedStore(str(node_address()), 60)
         return self.store.port
 
     def join(self, port: int) -> int:
@@ -72,6 +75,23 @@ def test_files_of_a_session_are_their_users_alone(ranks: WorkerGroup[Rank]) -> N
     assert session.parents[1].name.startswith("rlctl-")
     assert session.parents[1].stat().st_mode & 0o077 == 0
     assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
+
+
+def test_a_session_turns_away_who_has_no_token(ranks: WorkerGroup[Rank]) -> None:
+    import ray
+
+    assert asks_for_token(ray.get_runtime_context().gcs_address)
+
+
+def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(ranks, monkeypatch) -> None:
+    """Ray would abort the process."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    ray_session._require_membership(address)
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    with pytest.raises(MachineError, match=rf"no node of the Ray cluster at {address} \(those are 127\.0\.0\.1\)"):
+        ray_session._require_membership(address)
 
 
 def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -327,6 +328,26 @@ def test_processes_that_listen_to_the_network_are_named() -> None:
     expect(network.check_loopback("no-such-host.invalid"), "fail", "/etc/hosts")
 
 
+def test_files_of_ray_that_others_can_read_are_named() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # where others come to, unlike the folders of tests
+        own = Path(folder)
+        session, token, raylet = (own / name for name in ("session_1", "auth_token", "raylet"))
+        session.mkdir()
+        token.touch()
+        raylet.symlink_to("/bin/sh")
+        command = [str(raylet), "-c", "read line", "sh", f"--session_dir={session}"]
+        with psutil.Popen(command, stdin=subprocess.PIPE) as process:
+            expect(network.check_ray_files([process], token), "ok")
+            own.chmod(0o755)
+            token.chmod(0o644)
+            session.chmod(0o755)
+            expect(network.check_ray_files([process], token), "warn", str(token), "chmod 600", str(session), "mkdir -m")
+            token.chmod(0o600)
+            session.chmod(0o700)
+            expect(network.check_ray_files([process], token), "ok")
+            process.stdin.close()
+
+
 @pytest.fixture
 def web_server() -> Iterator[str]:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
@@ -374,7 +395,8 @@ def test_nodes_are_asked_through_ray(tmp_path: Path) -> None:
 
     with ray_session():
         checks = network.check_nodes("auto", tmp_path)
-        assert [check.name for check in checks] == ["nodes", "node-versions", "node-clocks", "node-resources"]
+        names = ["ray-token", "nodes", "node-versions", "node-clocks", "node-resources"]
+        assert [check.name for check in checks] == names
         for check in checks:
             expect(check, "ok")
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ import subprocess
 from multiprocessing import Pipe
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl.config.files import TEXT_LIMIT_BYTES
@@ -292,6 +293,27 @@ def test_a_completion_that_a_parser_gets_lost_in_counts_as_wrong(
     assert scores.accuracies == (1, 0, 1)
     assert scores.failures == 1
     assert "scorer task failed on a completion of reasoning-gym:countdown, question 0" in caplog.text
+
+
+def test_a_scoring_process_that_something_kills_costs_no_reward() -> None:
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    process = scoring_process.ScoringProcess(prepare_rewards(RewardConfig(), source))
+    process.start()
+    for child in psutil.Process(process._process.pid).children(recursive=True):
+        child.kill()  # as the kernel does where memory is short
+    scores = process.score([scoring_process.Work(0, str(source[0].answer), source[0])] * 2)
+    process.close()
+    assert scores == [scoring_process.Score(1.0)] * 2
+
+
+def test_a_completion_on_which_the_process_dies_twice_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = "; from rlctl.envs import scoring_process as s; score = s._score"
+    ends += "; s._score = lambda n, f, w: __import__('os')._exit(9) if w.completion == 'end' else score(n, f, w)"
+    monkeypatch.setattr(scoring_process, "CHILD", scoring_process.CHILD.replace("; main()", f"{ends}; main()"))
+    source = gym("chain_sum", max_terms=2, max_digits=1)
+    scores = score(prepare_rewards(RewardConfig(), source), source, str(source[0].answer), "end", str(source[0].answer))
+    assert scores.rewards == (1, 0, 1)
+    assert scores.failures == 1
 
 
 def test_close_leaves_no_process_behind() -> None:

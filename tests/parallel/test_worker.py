@@ -25,6 +25,7 @@ from support.parallel_cases import (
     run_broken,
     run_case,
     run_logprobs,
+    run_meeting,
     run_reference_policy,
     run_tree_limits,
     run_without,
@@ -145,6 +146,10 @@ def test_rollouts_without_an_advantage_change_nothing_by_being_computed(
                 assert other.tokens < one.tokens
     if not any(advantages.values()):
         assert not any(value.any() for _, value, *_ in ranks[0][0].grads)
+
+
+def test_strangers_cannot_reach_the_store_of_ranks_that_have_met(pools: Pools) -> None:
+    assert pools(1).run(run_meeting, Case()) == [(True, False)]
 
 
 def test_sizes_must_fit_the_processes() -> None:

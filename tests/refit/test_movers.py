@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from rlctl.errors import ConfigError, VerificationError, WaitTimeoutError, Worke
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
 from rlctl.refit.session import RefitSession
 from rlctl.refit.weight_sender import WeightSender
-from rlctl.transport.collective import serve_store
+from rlctl.transport.collective import ServedStore
 from rlctl.weights.vllm import VllmParallel
 from support import refit_workers
 
@@ -194,6 +195,10 @@ def test_engines_on_other_nodes_get_the_collective_mover(stage: Stage) -> None:
         open_session(policy, engines, facts, mover="shared-memory")
     session = open_session(policy, engines, facts, members=2)
     assert session.mover == "collective"
+    met = session.setup.channels[0].connection.group
+    assert met is not None
+    with pytest.raises(ConnectionRefusedError):  # all members have met, and no one else can join
+        socket.create_connection((met.host, met.port), 5)
     refit_twice(session)
     session.close()
 
@@ -202,7 +207,7 @@ def test_boxes_of_other_nodes_are_exchanged_between_policy_ranks(stage: Stage) -
     """Each node's staging memory is opened by its own processes alone; a segment of another node would be refused."""
     facts, parallel, target = replace(FAMILIES["qwen3_moe"], vocab=20_000), ParallelSpec(tp=2), VllmParallel(tp=2)
     policy = stage.policy(facts, parallel, {0: "one", 1: "two"})
-    store = serve_store("127.0.0.1", 60.0)
+    store = ServedStore("127.0.0.1", 60.0)
     policy.call_each(refit_workers.Slot.meet, [(rank, 2, store.port) for rank in range(2)])
     engines = stage.engines(facts, target, {0: "two", 1: "one"})
     session = open_session(policy, engines, facts, members=2)

@@ -3,6 +3,8 @@ pieces back."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,6 +134,23 @@ def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> Meg
     if weights is not None:
         fill(worker, weights)
     return worker
+
+
+def run_meeting(rank: int, case: Case) -> tuple[bool, bool]:
+    """Whether strangers reach the store at which the ranks meet, before and after the worker of a run has started."""
+    torch.distributed.destroy_process_group()
+    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", spec_of(case))
+    port = worker.open_store()
+    before = answers(port)
+    worker.setup(port)
+    return before, answers(port)
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        return True
+    return False
 
 
 def run_case(

@@ -102,7 +102,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
-        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs))
+        stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         display.doing("starting policy and engines")

@@ -14,9 +14,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,27 @@ RAYLET = "raylet"
 PROCESSES = {RAYLET: "The raylet of this node", "gcs_server": "Ray's control process (gcs_server)"}
 # What is kept of Ray's logs when a run failed.
 TELLING_LOGS = ("gcs_server.*", "raylet.*", "worker-*.err", "python-core-*")
+ASK = """import sys; from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_get(b"rlctl", None, timeout=10)"""
+TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @contextlib.contextmanager
 def ray_session(
-    address: str | None = None, *, gpus: int | None = None, namespace: str = "rlctl", logs: Path | None = None
+    address: str | None = None,
+    *,
+    gpus: int | None = None,
+    namespace: str = "rlctl",
+    logs: Path | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Connect to Ray for the duration of the block.
 
     `address` None starts Ray on this machine and stops it at the end, with all its workers; otherwise the cluster
     at `address` is joined and left running. `gpus` limits the GPUs offered by a session started here (0: none). When
-    the block fails, what such a session logged is copied to `logs`.
+    the block fails, what such a session logged is copied to `logs`. `tell` is given a warning where the cluster that is
+    joined asks nobody for a token.
 
     Raises MachineError when Ray cannot be started or the address does not answer.
     """
@@ -63,30 +73,45 @@ def ray_session(
     # We choose devices ourselves: two engines share each GPU, which Ray's own masking cannot express.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
-    with _started(gpus, namespace, logs) if address is None else _joined(address, namespace):
+    with _started(gpus, namespace, logs) if address is None else _joined(address, namespace, tell):
         yield
 
 
 @contextlib.contextmanager
-def _joined(address: str, namespace: str) -> Iterator[None]:
+def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) -> Iterator[None]:
     import ray
+    from ray.exceptions import RayError
 
     try:
         _require_answer(address)
-        ray.init(
-            address=address,
-            job_config=_job(),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=namespace,
-        )
-    except RAY_FAILURES as error:
+        _require_membership(address)
+        with _protected_token():
+            ray.init(
+                address=address,
+                job_config=_job(),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=namespace,
+            )
+    except (*RAY_FAILURES, RayError) as error:
+        if isinstance(error, MachineError):
+            raise
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     _keep_stdout_clean()
     try:
+        if tell is not None and not asks_for_token(found := ray.get_runtime_context().gcs_address):
+            reach = f"the Ray cluster at {found} asks for no token, so whoever reaches its ports runs programs on it"
+            tell(f"warning: {reach}. {TOKEN_ADVICE}")
         yield
     finally:
         ray.shutdown()
+
+
+def asks_for_token(address: str) -> bool:
+    """Whether the Ray cluster at `address` (HOST:PORT) turns away who has no token.."""
+    without = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    asked = subprocess.run([sys.executable, "-P", "-c", ASK, address], env=without, capture_output=True, check=False)
+    return b"AuthenticationError" in asked.stderr
 
 
 @contextlib.contextmanager
@@ -249,7 +274,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _protected_token() -> Iterator[None]:
-    """Keep the token that Ray makes for this user from the others, who could read it."""
+    """Keep the token that Ray makes for this user from the others, who could read it. Ray itself does not."""
     token = Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):
         token.parent.mkdir(mode=0o700, exist_ok=True)
@@ -263,6 +288,22 @@ def _require_answer(address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:  # else `auto`, which Ray resolves
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+
+
+def _require_membership(address: str) -> None:
+    """Raise MachineError where this machine is no node of the cluster: Ray would abort this process. Raises RayError
+    where the cluster turns us away."""
+    from ray._raylet import GcsClient
+
+    if address.startswith("ray://") or ":" not in address:  # through its own proxy, or this machine's
+        return
+    nodes = GcsClient(address=address).get_all_node_info(timeout=CONNECT_TIMEOUT_S).values()
+    alive = {node.node_manager_address for node in nodes if node.state == 0}
+    if not alive & {one.address for of_interface in psutil.net_if_addrs().values() for one in of_interface}:
+        raise MachineError(
+            f"This machine is no node of the Ray cluster at {address} (those are {', '.join(sorted(alive))}).",
+            f"Run rlctl on one of them, or add this machine: `ray start --address {address}`.",
+        )
 
 
 def _object_store_bytes() -> int:

@@ -47,6 +47,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield from examine_host(wanted, len(found))
     yield network.check_ray(wanted.ray_address)
     yield network.check_open_ports()
+    yield network.check_ray_files()
     if wanted.ray_address:
         needed = wanted.parameters * directories.CONVERTED_BYTES_PER_PARAMETER
         yield from network.check_nodes(wanted.ray_address, converted_directory(), needed, wanted.gpus_per_node)

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+import stat
 import urllib.error
 import urllib.request
 import uuid
@@ -26,6 +27,7 @@ HUB = "https://huggingface.co"
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereForAI/", "bigcode/starcoder")
 WAIT_S = 5.0
 LARGEST_SKEW_S = 30.0
+SESSION = ("--session_dir=", "--session-dir=")
 RUN_PROCESS = re.compile(r"^ray::|^VLLM::|/ray/core/src/ray/|/ray/_private/|\brlctl\b")
 
 
@@ -58,7 +60,8 @@ def check_open_ports(processes: Iterable[psutil.Process] | None = None) -> Check
     found = [place for one in processes or psutil.process_iter() for place in open_places(one)]
     if not found:
         return Check("open-ports", "ok", "no running process of rlctl or Ray listens beyond the loopback interface")
-    fix = "A run on one machine needs none of them. On several nodes, keep strangers out of their network."
+    fix = "A run on one machine needs none of them. On several nodes Ray listens on every network of each node: keep "
+    fix += "strangers out with its token (RAY_AUTH_MODE=token) and, on networks that are not yours, with a firewall."
     return Check("open-ports", "warn", f"others on the network can reach {listed(sorted(found))}", fix)
 
 
@@ -73,6 +76,39 @@ def open_places(process: psutil.Process) -> list[str]:
         return [f"{process.name()} ({process.pid}) at {ip}:{port}" for ip, port in places if not on_loopback(ip)]
     except psutil.Error:
         return []
+
+
+def check_ray_files(processes: Iterable[psutil.Process] | None = None, token: Path | None = None) -> Check:
+    """Check that other users cannot read the token of this user's Ray, nor the sockets and logs of a running one."""
+    token = token or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    sessions = {folder for one in processes or psutil.process_iter() if (folder := session_of(one)) is not None}
+    fixes = {token: f"`chmod 600 {token}`."} if token.exists() else {}
+    fixes |= dict.fromkeys(sessions, "Start Ray with --temp-dir below a directory that you made by `mkdir -m 700`.")
+    found = {path: fix for path, fix in fixes.items() if others_read(path)}
+    if not found:
+        return Check("ray-files", "ok", "no other user reads the token of Ray or what a running Ray writes")
+    detail = f"other users can read {listed(sorted(map(str, found)))}"
+    return Check("ray-files", "warn", detail, " ".join(dict.fromkeys(found.values())))
+
+
+def session_of(process: psutil.Process) -> Path | None:
+    """Return the session folder of a raylet of this user; None for any other process."""
+    try:
+        if process.uids().real != os.getuid() or process.name() != "raylet":
+            return None
+        named = [word.partition("=")[2] for word in process.cmdline() if word.startswith(SESSION)]
+        return Path(named[0]) if named else None
+    except psutil.Error:
+        return None
+
+
+def others_read(path: Path) -> bool:
+    """Whether users of no group of the file's can read it: its mode lets them, and so do all folders on the way."""
+    try:
+        way = [parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents]
+        return all(way) and bool(path.stat().st_mode & stat.S_IROTH)
+    except OSError:
+        return False
 
 
 def on_loopback(ip: str) -> bool:
@@ -148,7 +184,9 @@ class NodeFacts:
 
 def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: int = 0) -> list[Check]:
     """Check each node of the Ray cluster: its `directory` with `needed` bytes free, its versions, clock and GPUs."""
-    from rlctl.cluster.ray_session import ray_session
+    import ray
+
+    from rlctl.cluster.ray_session import TOKEN_ADVICE, asks_for_token, ray_session
 
     try:
         token = write_token(directory)
@@ -157,11 +195,16 @@ def check_nodes(address: str, directory: Path, needed: int = 0, gpus_per_node: i
     try:
         with ray_session(address):
             facts = facts_of_nodes(token)
+            protected = asks_for_token(ray.get_runtime_context().gcs_address)
     except RlctlError as error:
         return [Check("nodes", "fail", error.message, error.hint)]
     finally:
         token.unlink()
+    asked = Check("ray-token", "ok", "the cluster turns away who has no token")
+    if not protected:
+        asked = Check("ray-token", "warn", "whoever reaches the cluster's ports runs programs on it", TOKEN_ADVICE)
     return [
+        asked,
         compare_directories(directory, facts, needed),
         compare_versions(facts),
         compare_clocks(facts),

@@ -29,6 +29,7 @@ CLOSE_TIMEOUT_S = 20.0
 PACKAGES = str(Path(__file__).parents[2])
 # Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
 CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
+DIED = "the scoring process died"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class ScoringProcess:
     def score(self, work: list[Work]) -> list[Score]:
         """Return one Score for each piece of work, in order, within the plan's time limit.
 
-        A built-in scorer that hangs or dies on a completion gives it 0, with the failure said. Raises WaitTimeoutError
+        A built-in scorer that hangs on a completion, or dies on it twice, gives it 0, with the failure said. One death
+        says nothing of the completion: it may come from outside, as where memory is short. Raises WaitTimeoutError
         (names scorer and row) at the time limit, InputError where a user's function errs, WorkerError where it takes
         the process down.
         """
@@ -114,6 +116,7 @@ class ScoringProcess:
             self.start()  # has a limit of its own
         deadline = time.monotonic() + self._plan.timeout_s
         scores: list[Score] = []
+        died_at = -1
         while len(scores) < len(work):
             if self._connection is None:
                 self.start()
@@ -121,7 +124,9 @@ class ScoringProcess:
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
                 self._connection.send(Batch(work[len(scores) :], self._answered))
             failure = self._receive(work, scores, deadline)
-            if failure is not None:
+            if failure is not None and failure.startswith(DIED) and died_at < len(scores):
+                died_at = len(scores)
+            elif failure is not None:
                 self._take(scores, Score(0.0, failure))
         return scores
 
@@ -144,7 +149,7 @@ class ScoringProcess:
             except (EOFError, ConnectionError) as error:
                 ending = self._ending()
                 if name in BUILT_IN:
-                    return f"the scoring process died ({ending})"
+                    return f"{DIED} ({ending})"
                 raise WorkerError(
                     f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}.",
                     "Its output is above, or in the log of the reward worker.",

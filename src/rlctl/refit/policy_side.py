@@ -14,7 +14,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from rlctl.refit.exchange import Exchange, Incoming, Outgoing, agent, needs_exch
 from rlctl.refit.records import Made, SenderPlace, SenderSetup, Sent, TableRow
 from rlctl.transport import disk
 from rlctl.transport.changes import ChangePacker
-from rlctl.transport.collective import CollectiveSender, Group, serve_store
+from rlctl.transport.collective import CollectiveSender, Group, ServedStore
 from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import Sender, make_staging, open_sender, sends_messages
 from rlctl.transport.round_buffers import Packer, source_view
@@ -81,7 +80,7 @@ class RefitSender(ABC):
     _refit: SenderState | None = None
     _refit_made: dict[int, Staging] | None = None
     """Staging memory that this rank made, by channel."""
-    _refit_store: Any = None
+    _refit_store: ServedStore | None = None
     _refit_device: torch.device | None = None
 
     @abstractmethod
@@ -110,7 +109,7 @@ class RefitSender(ABC):
                 self._refit_made[channel.index] = made
         link = channels[0].connection
         if link.mover == "collective" and self.rank == 0:
-            self._refit_store = serve_store(host, link.timeout_s)
+            self._refit_store = ServedStore(host, link.timeout_s)
         port = self._refit_store.port if self._refit_store is not None else None
         addresses = {index: made.segment.address for index, made in self._refit_made.items()}
         handles = {index: made.handles for index, made in self._refit_made.items()}
@@ -165,6 +164,8 @@ class RefitSender(ABC):
     def refit_unlink(self) -> None:
         for made in (self._refit_made or {}).values():
             made.segment.unlink()
+        if self._refit_store is not None:
+            self._refit_store.stop_listening()
 
     def refit_send(self, version: int, attempt: int) -> Sent:
         state, parameters = self._state(), self.parameters()

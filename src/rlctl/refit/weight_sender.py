@@ -30,7 +30,7 @@ class WeightSender(Protocol):
         ...
 
     def refit_unlink(self) -> None:
-        """Take away the name of the staging memory once all sides have it mapped."""
+        """Once all sides are there: take away the name of the staging memory, and let nobody else reach the store."""
 
     def refit_send(self, version: int, attempt: int) -> Sent:
         """Send this rank's boxes as `version`, from the live parameters; `attempt` numbers the session's attempts."""

@@ -6,6 +6,7 @@ and of vLLM as they are, and can be made again, without either, when an engine l
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,20 +33,31 @@ from rlctl.transport.rounds import (
 )
 
 
-def serve_store(host: str, timeout_s: float) -> TCPStore:
-    """Serve a store at a free port of this process, as long as the object lives. It listens at `host`, one of this
-    node's addresses, alone: left to itself torch listens on every network. Raises WorkerError for any other address."""
-    try:
-        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server(place[:2], family=family)
-    except OSError as error:
-        raise WorkerError(
-            f"This node cannot listen at {host} ({error}).", "RLCTL_ADDRESS must be an address of the node itself."
-        ) from None
-    port, limit = listening.getsockname()[1], timedelta(seconds=timeout_s)
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening.detach()
-    )
+class ServedStore(TCPStore):
+    """A store at a free port of this process, served as long as the object lives. It listens at `host`, one of this
+    node's addresses, alone: left to itself torch listens on every network. It knows no password, so it should listen no
+    longer than until all members have met."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        """Raises WorkerError for an address that is not this node's."""
+        try:
+            family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(place[:2], family=family)
+        except OSError as error:
+            raise WorkerError(
+                f"This node cannot listen at {host} ({error}).", "RLCTL_ADDRESS must be an address of the node itself."
+            ) from None
+        port, limit, self._descriptor = listening.getsockname()[1], timedelta(seconds=timeout_s), listening.detach()
+        super().__init__(
+            host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=self._descriptor,
+            use_libuv=True,
+        )  # fmt: skip
+
+    def stop_listening(self) -> None:
+        """Let nobody else connect. Members that have connected go on, also to meet in further groups."""
+        # The store closes its descriptor at its end. Until then another socket stands there, to which nobody connects.
+        with socket.socket() as other:
+            os.dup2(other.fileno(), self._descriptor, inheritable=False)
 
 
 class Message(NamedTuple):

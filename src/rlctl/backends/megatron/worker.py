@@ -19,7 +19,7 @@ from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.errors import InputError, WorkerError
-from rlctl.transport.collective import serve_store
+from rlctl.transport.collective import ServedStore
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class MegatronWorker:
             )
         self.rank, self.world_size, self.spec = rank, world_size, spec
         self._master_addr = master_addr
-        self._store: TCPStore | None = None
+        self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
         self._reference: dict[str, Tensor] | None = None
@@ -50,7 +50,7 @@ class MegatronWorker:
 
     def open_store(self) -> int:
         """Hold the port from here on: one that was looked for beforehand may be another process's by `setup`."""
-        self._store = serve_store(self._master_addr, self.spec.timeout_s)
+        self._store = ServedStore(self._master_addr, self.spec.timeout_s)
         return self._store.port
 
     def setup(self, port: int) -> None:
@@ -64,14 +64,19 @@ class MegatronWorker:
         if spec.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         limit = datetime.timedelta(seconds=spec.timeout_s)
+        store = self._store or TCPStore(self._master_addr, port, is_master=False, timeout=limit)
         torch.distributed.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
-            store=self._store or TCPStore(self._master_addr, port, is_master=False, timeout=limit),
+            store=store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=limit,
         )
         self.build()
+        store.set(f"built-{self.rank}", "")
+        if self._store is not None:  # all have met, and strangers have no business here
+            self._store.wait([f"built-{rank}" for rank in range(self.world_size)], limit)
+            self._store.stop_listening()
 
     def build(self) -> None:
         """(Re)builds groups, model and optimizer from the spec in the running process group."""
