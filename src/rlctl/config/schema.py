@@ -104,8 +104,9 @@ class RewardConfig(Section):
 
     terms: tuple[RewardTerm, ...] = ()
     """Scorers whose weighted sum is the reward."""
-    extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "full"] = "auto"
-    """How the answer is taken out of the completion; auto does what the task calls for."""
+    extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "choice", "full"] = "auto"
+    """How the answer is taken out of the completion; auto does what the task calls for. `choice` takes the letter of an
+    option."""
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
-from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract
+from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
 from rlctl.envs.user_function import UserScorer
 
 BUILT_IN = ("task", "exact-match", "math-verify")
@@ -83,14 +83,19 @@ class MathVerify:
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        text = extract(completion, self._extraction) if self._extraction else completion
+        extraction = self._extraction
+        if extraction is None and "\\boxed" not in completion and extract(completion, "answer-tag"):
+            extraction = "answer-tag"  # math-verify knows no tags
+        text = extract(completion, extraction) if extraction else completion
         if text is None:
             return 0.0
-        predicted = self._math_verify.parse(f"${text}$" if self._extraction in ("boxed", "answer-tag") else text)
+        text = readable_math(text)
+        predicted = self._math_verify.parse(f"${text}$" if extraction in ("boxed", "answer-tag") else text)
         return float(self._math_verify.verify(self._reference(str(row.answer)), predicted))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
         r"""Return the reference as an expression. Bare LaTeX such as `\frac{1}{2}` needs its dollars to be read."""
+        answer = readable_math(answer)
         return self._math_verify.parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$")
 
 
