@@ -122,7 +122,7 @@ KEYS = {
     "steps": "run.steps", "prompts": "batch.prompts", "generations": "batch.generations", "lr": "optimizer.lr",
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
-    "mover": "refit.mover", "sparse": "refit.sparse",
+    "mover": "refit.mover", "sparse": "refit.sparse", "top_p": "generation.top_p",
 }  # fmt: skip
 
 
