@@ -66,7 +66,7 @@ class Saver:
                         raise WorkerError("The run ended before the save was written.")
                 new.commit({**state, "files": self.policy.save_finish()})
             self.run.damaged.discard(new.step)
-            self.run.prune(self.config.keep_last, self.config.keep_best)
+            self.run.prune(self.config.keep_last, self.config.keep_best, self.config.keep_best_by)
         except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
             done.set_exception(error)
         else:

@@ -57,7 +57,7 @@ class SynchronousSource:
                 lambda error: self._sync.recover(error, version),
             )
         with self._timer(Phase.REWARD):
-            groups, failures = _scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
+            groups, failures = scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
         self._ledger.finish(positions)
         self._ledger.hand_over(positions)
         return RolloutBatch(tuple(groups), {"scorer_failures": failures, "offloaded_bytes": freed_bytes})
@@ -92,7 +92,7 @@ class SynchronousSource:
             )
 
 
-def _scored(
+def scored(
     workers: WorkerGroup[RewardWorker],
     requests: Sequence[GroupRequest],
     results: Sequence[GroupResult],
