@@ -89,7 +89,7 @@ def _time_table(lines: Sequence[dict[str, Any]]) -> str:
     total = sum(line["seconds"]["total"] for line in lines) or 1.0
     rows = []
     for phase in Phase:
-        seconds = sum(line["seconds"][phase.value] for line in lines)
+        seconds = sum(line["seconds"].get(phase.value, 0.0) for line in lines)
         rows.append(f"<tr><td>{phase.value}<td>{seconds:.1f}<td>{seconds / len(lines):.2f}<td>{seconds / total:.1%}")
     return f"<table><tr><th>phase<th>seconds<th>a step<th>share{''.join(rows)}</table>"
 
