@@ -60,7 +60,15 @@ def test_rows_as_the_hub_has_them_are_asked_and_judged(name: str, tmp_path: Path
 
 
 def test_every_short_name_is_tested_here() -> None:
-    assert {*ROWS, "gpqa-diamond"} == set(BENCHMARKS)
+    assert {*ROWS, "gpqa-diamond", "ifeval"} == set(BENCHMARKS)
+
+
+def test_ifeval_is_judged_by_its_instructions(tmp_path: Path) -> None:
+    row = {"key": 1000, "prompt": "Write.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    task = open_task(f"ifeval:{write(tmp_path / 'rows.jsonl', row)}", RlctlConfig(), None)
+    assert (task.rewards.scorers, task.rewards.accuracy_by, task.prompts[0].answer) == (("ifeval",), "ifeval", None)
+    with pytest.raises(InputError, match=r"which .* lacks"):
+        open_task(f"ifeval:{write(tmp_path / 'other.jsonl', {'prompt': 'Write.'})}", RlctlConfig(), None)
 
 
 def test_the_right_option_of_gpqa_stands_at_different_places(tmp_path: Path) -> None:

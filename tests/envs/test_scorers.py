@@ -10,7 +10,8 @@ from rlctl.config.schema import DataConfig
 from rlctl.data.gym import GymPrompts, open_gym
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.extraction import choose_extraction, vote
-from rlctl.envs.scorers import ExactMatch, MathVerify, TaskScorer
+from rlctl.envs.scorers import ExactMatch, IfEval, MathVerify, TaskScorer
+from rlctl.errors import InputError, MachineError
 
 
 def gym(task: str, **params: int) -> GymPrompts:
@@ -197,3 +198,52 @@ def test_the_letter_of_an_option_is_found(completion: str, letter: str | None) -
 )
 def test_votes_are_counted_by_value(one: str, other: str, alike: bool) -> None:
     assert (vote(one, "boxed") == vote(other, "boxed")) == alike
+
+
+@pytest.fixture
+def if_eval(monkeypatch: pytest.MonkeyPatch) -> IfEval:
+    pytest.importorskip("if_verifiable", reason="needs the ifeval extra")
+    import nltk.data
+
+    monkeypatch.setattr(nltk.data, "find", lambda *_: None)  # what is judged here counts no sentences
+    return IfEval()
+
+
+@pytest.mark.parametrize(
+    ("instructions", "completion", "score"),
+    [
+        ([("punctuation:no_comma", {})], "Without any.", 1),
+        ([("punctuation:no_comma", {})], "With one, here.", 0),
+        ([("length_constraints:number_words", {"relation": "at least", "num_words": 4})], "One two three four.", 1),
+        ([("length_constraints:number_words", {"relation": "at least", "num_words": 5})], "One two three four.", 0),
+        ([("detectable_format:json_format", {})], '```json\n{"a": 1}\n```', 1),
+        ([("detectable_format:number_bullet_lists", {"num_bullets": 2})], "* a\n* b", 1),
+        ([("startend:quotation", {})], '"quoted"', 1),
+        ([("keywords:existence", {"keywords": ["sun", "moon"]})], "The Sun and the moon.", 1),
+        ([("keywords:forbidden_words", {"forbidden_words": ["sun"]})], "The sun.", 0),
+        ([("punctuation:no_comma", {}), ("startend:quotation", {})], '"one, two"', 0.5),
+        ([("punctuation:no_comma", {})], "", 0),
+    ],
+)
+def test_instructions_are_followed_or_not(
+    if_eval: IfEval, instructions: list[tuple[str, dict]], completion: str, score: float
+) -> None:
+    unset = {"num_words": None, "keywords": None}  # the hub's rows have every argument of every instruction
+    names, arguments = [name for name, _ in instructions], [unset | given for _, given in instructions]
+    fields = {"instruction_id_list": names, "kwargs": arguments}
+    assert if_eval(completion, PromptRow(0, "row 0", "Write.", None, fields)) == score
+
+
+def test_an_instruction_that_nobody_knows_is_named(if_eval: IfEval) -> None:
+    fields = {"instruction_id_list": ["length_constraints:no_such"], "kwargs": [{}]}
+    with pytest.raises(InputError, match="no instruction 'length_constraints:no_such'"):
+        if_eval("x", PromptRow(0, "row 0", "Write.", None, fields))
+
+
+def test_what_ifeval_lacks_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "if_verifiable.common", None)
+    with pytest.raises(MachineError, match="needs a package that is not installed") as caught:
+        IfEval()
+    assert "ifeval extra" in (caught.value.hint or "")

@@ -36,8 +36,8 @@ Tasks = Annotated[
         "--task",
         "-t",
         metavar="TASK",
-        help="reasoning-gym:<task>[:key=value,...], gsm8k, math-500, aime24, aime25, gpqa-diamond, mmlu-pro, a .jsonl "
-        "or .parquet file, or a Hugging Face dataset. Can be repeated.",
+        help="reasoning-gym:<task>[:key=value,...], gsm8k, math-500, aime24, aime25, gpqa-diamond, mmlu-pro, ifeval, a "
+        ".jsonl or .parquet file, or a Hugging Face dataset. Can be repeated.",
     ),
 ]
 Samples = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of samples of each prompt.")]

@@ -41,7 +41,8 @@ Reward: TypeAlias = Annotated[
     typer.Option(
         "--reward",
         metavar="NAME[=WEIGHT]",
-        help="task, exact-match, math-verify, or path/to/file.py:function. Can be repeated; the scores are added up.",
+        help="task, exact-match, math-verify, ifeval, or path/to/file.py:function. Can be repeated; the "
+        "scores are added up.",
     ),
 ]
 Backend: TypeAlias = Annotated[

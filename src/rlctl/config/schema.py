@@ -116,7 +116,7 @@ class RewardTerm(Section):
     """One scorer of the reward."""
 
     name: str
-    """`task`, `exact-match`, `math-verify`, or `path/to/file.py:function`."""
+    """`task`, `exact-match`, `math-verify`, `ifeval`, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor of this scorer in the sum."""
 

@@ -85,6 +85,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "aime24": _math("HuggingFaceH4/aime_2024", "train", "problem"),
     "aime25": _math("math-ai/aime25", "test", "problem"),
     "gpqa-diamond": _choice("Idavidrein/gpqa:gpqa_diamond", "train", ("Question", "Correct Answer"), _shuffled_options),
+    "ifeval": Benchmark(
+        "google/IFEval", "train", "prompt", "answer", "{prompt}", RewardConfig(terms=(RewardTerm(name="ifeval"),))
+    ),
     "mmlu-pro": _choice("TIGER-Lab/MMLU-Pro", "test", ("question", "answer"), _lettered_options),
 }
 
