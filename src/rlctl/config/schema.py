@@ -91,7 +91,7 @@ class DataConfig(Section):
 
 
 class ValidationData(Section):
-    """The prompts of validation. What is unset of their format and fields is as in `data`."""
+    """The prompts of validation. Fields and format that are unset are as in `data`."""
 
     name: str | None = None
     """Source, as `data.name` names one; unset: the prompts held out, or of a reasoning-gym task other questions than

@@ -27,7 +27,7 @@ class Sampled:
 
     right: bool
     score: float
-    """What the scorer gave it: 1 where it is right, and perhaps some credit where it is not."""
+    """The value that the scorer gave it: 1 where it is right, and perhaps part of the credit where it is not."""
     answer: str | None = None
     """The answer in the completion, in the form in which answers are counted; None: there is none."""
 

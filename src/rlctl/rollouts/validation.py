@@ -92,7 +92,9 @@ class ValidationSet:
     def describe(self, config: RlctlConfig) -> str:
         """Return what is validated, when and how."""
         wanted = config.validation
-        at = [f"every {wanted.every} steps"] * (wanted.every > 0) + ["before the first"] * wanted.at_start
+        at = [f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"] * (wanted.every > 0) + [
+            "before the first"
+        ] * wanted.at_start
         at += ["after the last"] * wanted.at_end
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
