@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,9 @@ from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.reward_worker import GroupScores, ScoreRequest
+from rlctl.errors import ConfigError, InputError
 from rlctl.rollouts import validation
+from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import sample_seed
 from rlctl.rollouts.validation import FIRST_POSITION, Validation, ValidationSet
 
@@ -154,3 +158,56 @@ def test_the_metric_of_the_best_ends_the_run_too(monkeypatch: pytest.MonkeyPatch
 def test_what_needs_validations_says_so(run: dict[str, Any], wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         config(run, **wanted)
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of the scorers in a process of its own is tested with the rewards."""
+    monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, source: ())
+
+
+def opened(tiny_llama: Path, tmp_path: Path, **sections: Any) -> tuple[PromptStream, ValidationSet | None, RlctlConfig]:
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"What is {n}?", "answer": str(n)}) + "\n" for n in range(30)))
+    data, reward = {"name": str(path), "prompt_suffix": " Now."}, {"terms": [{"name": "exact-match"}]}
+    made = RlctlConfig.model_validate({"data": data, "reward": reward, **sections})
+    prompts = PromptStream.open(made, tiny_llama)
+    return prompts, ValidationSet.open(made, prompts, tiny_llama), made
+
+
+@pytest.mark.usefixtures("untried")
+def test_held_out_prompts_are_never_trained_on(tiny_llama: Path, tmp_path: Path) -> None:
+    wanted = {"every": 5, "holdout": 8, "max_prompts": 6, "samples": 2}
+    prompts, data, made = opened(tiny_llama, tmp_path, validation=wanted)
+    assert data is not None
+    trained = {prompts.prompt_at(position).prompt for position in range(100)}
+    held = {row.prompt for row in data.rows}
+    assert (len(trained), len(held)) == (22, 6)
+    assert not trained & held
+    assert prompts.encoder.tokenizer.decode(data.tokens[0]).count("Now.") == 1
+    assert data.describe(made) == ("validation: every 5 steps: 6 prompts held out of the data, 2 samples each, greedy")
+    with pytest.raises(InputError, match=r"validation: the prompt of .*q.jsonl, line \d+ has"):
+        data.require_fit(3)
+
+
+@pytest.mark.usefixtures("untried")
+def test_other_prompts_have_scorers_of_their_own(tiny_llama: Path, tmp_path: Path) -> None:
+    other = {"data": {"name": "reasoning-gym:gcd"}, "at_end": True, "reward": [{"name": "task"}], "temperature": 0.7}
+    prompts, data, _ = opened(tiny_llama, tmp_path, validation=other, generation={"top_p": 0.9})
+    assert data is not None
+    assert (data.label, len(data.rows), data.rewards.scorers) == ("reasoning-gym:gcd", 256, ("task",))
+    assert (data.sampling.temperature, data.sampling.top_p) == (0.7, 0.9)
+    assert len(prompts.source) == 30
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_run_that_does_not_validate_opens_nothing_for_it(tiny_llama: Path, tmp_path: Path) -> None:
+    assert opened(tiny_llama, tmp_path)[1] is None
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_metric_that_says_nothing_of_the_best_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    by = {"keep_best_by": "validation/response_tokens_mean"}
+    with pytest.raises(ConfigError, match="no such metric says which validation is better") as caught:
+        opened(tiny_llama, tmp_path, validation={"every": 1, "holdout": 2}, run=by)
+    assert "validation/reward_mean, validation/accuracy, validation/pass@1" in (caught.value.hint or "")
