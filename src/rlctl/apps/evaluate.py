@@ -286,6 +286,7 @@ class Encoded:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "max_new_tokens": sampling.max_new_tokens,
+            "max_length": config.model.max_length,
             "stop": sampling.stop,
             "seed": config.run.seed,
             "system_prompt": data.system_prompt,

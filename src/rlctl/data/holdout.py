@@ -89,7 +89,8 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
             return held_out, data
         if not (config.data.name or "").startswith(GYM_PREFIX):
             raise ConfigError(
-                "There is nothing to validate on.",
+                "`validation` asks for validations, and there are no prompts for them: all of "
+                f"{config.data.name} are trained on.",
                 "Name other prompts with --set validation.data.name=..., or take some away from training with "
                 "--set validation.holdout=NUMBER.",
             )

@@ -99,7 +99,7 @@ class ValidationSet:
         how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
         held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
         return (
-            f"validation: {', '.join(at)}: {len(self.rows)} prompts{held}, {wanted.samples} "
+            f"validation: {', '.join(at)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{held}, {wanted.samples} "
             f"sample{'s' * (wanted.samples > 1)} each, {how}"
         )
 

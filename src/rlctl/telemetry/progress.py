@@ -52,4 +52,5 @@ class WorkProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
