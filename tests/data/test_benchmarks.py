@@ -119,8 +119,9 @@ def test_a_hub_out_of_reach_is_a_sentence_with_what_to_do(monkeypatch: pytest.Mo
 
 def test_a_file_that_lacks_a_field_is_named_with_the_task(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"problem": "x", "answer": "1"})
-    with pytest.raises(InputError, match=r"--task gsm8k:.*no field 'question'"):
+    with pytest.raises(InputError, match=r"--task gsm8k:.*no field 'question'") as caught:
         open_task(f"gsm8k:{path}", RlctlConfig(), None)
+    assert "with the fields of openai/gsm8k, such as `question`" in (caught.value.hint or "")
 
 
 def test_rows_keep_their_number(tmp_path: Path) -> None:

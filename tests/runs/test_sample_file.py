@@ -55,6 +55,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     written(path)
     with SampleFile(path) as file, pytest.raises(InputError, match=r"another `temperature`: 0.0 then, 0.5 now"):
         file.begin("t", "m", SETTINGS | {"temperature": 0.5})
+    with SampleFile(path) as file, pytest.raises(InputError, match="another `top_p`: None then, None now"):
+        file.begin("t", "m", SETTINGS | {"top_p": None})  # of another version of rlctl, which did not write it
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,12 @@ def open_benchmark(name: str, benchmark: Benchmark, path: str | None, data: Data
         rows = BenchmarkRows(name, open_prompts(data), benchmark)
         rows[0]
     except InputError as error:
-        if path is not None:
-            raise InputError(f"--task {name}: {error.message}", error.hint) from error
         repository, _, configuration = benchmark.repository.partition(":")
+        if path is not None:
+            hint = (
+                f"Give a .parquet or .jsonl file with the fields of {repository}, such as `{benchmark.prompt_field}`."
+            )
+            raise InputError(f"--task {name}: {error.message}", hint) from error
         raise InputError(
             f"--task {name}: {error.message}",
             f"Where the hub cannot be reached, fetch {repository}{f' ({configuration})' * bool(configuration)} "

@@ -76,7 +76,7 @@ class SampleFile:
             self._settings[pair] = settings
             self._write([{"task": task, "model": model, "settings": settings}])
         elif then != settings:
-            key = next(key for key in (*settings, *then) if settings.get(key) != then.get(key))
+            key = next(key for key in (*settings, *then) if settings.get(key, ...) != then.get(key, ...))
             raise InputError(
                 f"--output {self.path} has samples of {task} by {model} with another `{key}`: "
                 f"{then.get(key)!r} then, {settings.get(key)!r} now.",
