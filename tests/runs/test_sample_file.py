@@ -60,7 +60,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["no json\n", '{"step": 0}\n', '{"task": "t", "model": "m", "row": 1, "sample": 0}\n']
+    "content",
+    ["no json\n", "no line", "{}\nno json", '{"step": 0}\n', '{"task": "t", "model": "m", "row": 1, "sample": 0}\n'],
 )
 def test_a_file_of_another_kind_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "s.jsonl"

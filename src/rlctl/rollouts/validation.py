@@ -203,13 +203,13 @@ def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
     found = {"reward_mean": rewards.value}
     if rewards.stderr is not None:
         found["reward_stderr"] = rewards.stderr
-    if all(rollout.accuracy is not None for rollout in rollouts):
-        right = Estimate.of([float(np.mean([rollout.accuracy for rollout in group.rollouts])) for group in groups])
+    right_PG = [[one.accuracy for one in group.rollouts if one.accuracy is not None] for group in groups]
+    if sum(map(len, right_PG)) == len(rollouts):
+        right = Estimate.of([float(np.mean(right_G)) for right_G in right_PG])
         found["accuracy"] = right.value
         if right.stderr is not None:
             found["accuracy_stderr"] = right.stderr
-        best = [max(rollout.accuracy or 0.0 for rollout in group.rollouts) for group in groups]
-        found[f"pass@{len(groups[0].rollouts)}"] = float(np.mean(best))
+        found[f"pass@{len(right_PG[0])}"] = float(np.mean([max(right_G) for right_G in right_PG]))
     found["response_tokens_mean"] = float(np.mean([rollout.response_tokens for rollout in rollouts]))
     found["truncated_fraction"] = float(np.mean([rollout.truncated for rollout in rollouts]))
     found["scorer_failures"] = float(failures)

@@ -16,6 +16,8 @@ from typing import Any, Self
 from rlctl.config.files import problem_with
 from rlctl.errors import InputError, RlctlError
 
+JUDGED = {"right", "score", "answer_given"}
+"""Fields of a sample that metrics are made of."""
 Pair = tuple[str, str]
 """A task and a model, by their labels."""
 
@@ -49,15 +51,15 @@ class SampleFile:
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            self._file.truncate(whole)
-        for number, line in enumerate(content[:whole].splitlines(), 1):
+        # A file without any whole line is not of ours, and left as it is.
+        for number, line in enumerate((content[:whole] or content).splitlines(), 1):
             try:
                 record = json.loads(line)
                 pair = (record["task"], record["model"])
                 if "sample" in record:
                     self._samples.setdefault(pair, {})[int(record["row"]), int(record["sample"])] = record
-                    record["right"], record["score"], record["answer_given"]
+                    if not record.keys() >= JUDGED:
+                        raise ValueError("it was not judged")
                 else:
                     self._settings[pair] = record["settings"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -66,6 +68,7 @@ class SampleFile:
                 ) from error
         for pair in self._samples.keys() - self._settings.keys():
             raise InputError(f"--output {path} does not say how {pair[0]} was sampled.", "Name another file.")
+        self._file.truncate(whole)
 
     def begin(self, task: str, model: str, settings: Mapping[str, Any]) -> None:
         """Bind the samples of a task and a model to `settings`. Raises InputError where the file has samples of other
