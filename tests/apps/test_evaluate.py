@@ -138,12 +138,6 @@ def test_the_same_model_cannot_be_given_twice() -> None:
         contenders([], [], [], resolver(), 1)
 
 
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of the scorers in a process of its own is tested with the rewards."""
-    monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, source: ())
-
-
 @pytest.mark.usefixtures("untried")
 def test_questions_of_a_gym_task_are_none_that_training_sees() -> None:
     config = resolver(data__name="reasoning-gym:chain_sum", data__params={"max_terms": 2, "seed": 7})(None).config

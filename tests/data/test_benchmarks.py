@@ -35,11 +35,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "mmlu-pro": (MMLU, "Answer: C", "Answer: D"),
 }  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scorers are called here; their trial in a process of its own is tested with the rewards."""
-    monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, source: ())
+pytestmark = pytest.mark.usefixtures("untried")
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:

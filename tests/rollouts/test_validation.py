@@ -160,12 +160,6 @@ def test_what_needs_validations_says_so(run: dict[str, Any], wanted: dict[str, A
         config(run, **wanted)
 
 
-@pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of the scorers in a process of its own is tested with the rewards."""
-    monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, source: ())
-
-
 def opened(tiny_llama: Path, tmp_path: Path, **sections: Any) -> tuple[PromptStream, ValidationSet | None, RlctlConfig]:
     path = tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"What is {n}?", "answer": str(n)}) + "\n" for n in range(30)))
