@@ -144,7 +144,8 @@ class ValidationConfig(Section):
     """Validate after the last step too, whatever the interval."""
     data: ValidationData = ValidationData()
     holdout: NonNegative = 0
-    """Number of prompts that are taken away from training and validated on; `run.seed` chooses them."""
+    """Number of prompts that are taken away from training; `run.seed` chooses them, and they are validated on where
+    `validation.data.name` is unset."""
     max_prompts: Positive = 256
     """Largest number of prompts of one validation; `run.seed` chooses them."""
     samples: Positive = 1

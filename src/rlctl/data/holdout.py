@@ -86,6 +86,7 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
     data = validation_data(config.data, config.validation.data)
     if config.validation.data.name is None:
         if held_out is not None:
+            _refuse_other_rows(config.validation.data)
             return held_out, data
         if not (config.data.name or "").startswith(GYM_PREFIX):
             raise ConfigError(
@@ -97,6 +98,17 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
         data = data.model_copy(update={"name": _without_seed(config.data.name or "")})
     trained = config.data.params.get("seed", config.run.seed)
     return open_prompts(data, seed=(trained if isinstance(trained, int) else 0) + MOST_QUESTIONS), data
+
+
+def _refuse_other_rows(validation: ValidationData) -> None:
+    """Raises ConfigError for a key that says how rows are read, where those held out have been read already."""
+    for key in ("params", "split", "prompt_field", "answer_field"):
+        if getattr(validation, key):
+            raise ConfigError(
+                f"validation.data.{key} = {getattr(validation, key)!r} has no effect: the prompts of validation are held "
+                "out of the data (validation.holdout).",
+                "Leave it out, or name other prompts with --set validation.data.name=...",
+            )
 
 
 def _without_seed(name: str) -> str:
