@@ -75,7 +75,7 @@ def test_a_file_needs_other_prompts_or_a_part_of_its_own(source: PromptSource) -
     held = hold_out(source, 5, 0)[1]
     assert open_validation(asked, held)[0] is held
     with pytest.raises(
-        ConfigError, match="validation.data.split = 'test' has no effect: the prompts of validation are"
+        ConfigError, match=r"validation\.data\.split = 'test' has no effect: the prompts of validation are"
     ):
         open_validation(config({"name": source.label}, data={"split": "test"}), held)
 

@@ -103,10 +103,10 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
 def _refuse_other_rows(validation: ValidationData) -> None:
     """Raises ConfigError for a key that says how rows are read, where those held out have been read already."""
     for key in ("params", "split", "prompt_field", "answer_field"):
-        if getattr(validation, key):
+        if value := getattr(validation, key):
             raise ConfigError(
-                f"validation.data.{key} = {getattr(validation, key)!r} has no effect: the prompts of validation are held "
-                "out of the data (validation.holdout).",
+                f"validation.data.{key} = {value!r} has no effect: the prompts of validation are held out of the data "
+                "(validation.holdout).",
                 "Leave it out, or name other prompts with --set validation.data.name=...",
             )
 
