@@ -106,7 +106,7 @@ class Loop:
         """Take one step; return its metrics and whether it was saved as the last one."""
         parts, step = self.parts, self.step
         parts.timer.restart()
-        at_start = {} if step else self._validate("validation_at_start")
+        at_start = {} if self.step else self._validate("validation_at_start")
         parts.journal.doing(f"step {step + 1}")
         batch = parts.source.next(self.version)
         metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics, **at_start}
