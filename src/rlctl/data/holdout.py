@@ -91,7 +91,7 @@ def open_validation(config: RlctlConfig, held_out: PromptSource | None) -> tuple
         if not (config.data.name or "").startswith(GYM_PREFIX):
             raise ConfigError(
                 "`validation` asks for validations, and there are no prompts for them: all of "
-                f"{config.data.name} are trained on.",
+                f"{config.data.name or 'the data'} are trained on.",
                 "Name other prompts with --set validation.data.name=..., or take some away from training with "
                 "--set validation.holdout=NUMBER.",
             )
