@@ -131,6 +131,17 @@ def test_one_sample_is_greedy_unless_a_temperature_is_set() -> None:
     assert temperature(8, generation__temperature=0.0) == 0.0
 
 
+def test_all_models_are_sampled_as_the_first_one_is() -> None:
+    def resolved(model: str | None) -> Resolved:
+        own = {"model.name": model, "generation.temperature": 0.7, "data.system_prompt": "s", "model.max_length": 64}
+        return resolve(flags=own if model == "a/b" else {"model.name": model} if model else {}, environment={})
+
+    first, second = (one.resolved.config for one in contenders(["a/b", "c/d"], [], [], resolved, 4))
+    assert (first.generation.temperature, second.generation.temperature) == (1.0, 1.0)  # no rollouts' temperature
+    assert (first.data.system_prompt, second.data.system_prompt) == ("s", "s")
+    assert first.model.max_length is None  # as the rollouts' own had room for
+
+
 def test_the_same_model_cannot_be_given_twice() -> None:
     with pytest.raises(InputError, match="a/b is given twice"):
         contenders(["a/b", "a/b"], [], [], resolver(), 1)

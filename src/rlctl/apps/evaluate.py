@@ -46,9 +46,10 @@ from rlctl.telemetry.progress import WorkProgress
 GYM_PROMPTS = 200
 """Questions of a reasoning-gym task, which has as many as one likes, where --limit is not given."""
 MOST_SAMPLES = 10_000_000
+TEMPERATURE = "generation.temperature"
 SHARED = (
     "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
-    "generation.temperature", "generation.top_p", "generation.top_k", "run.seed",
+    TEMPERATURE, "generation.top_p", "generation.top_k", "run.seed",
 )  # fmt: skip
 """Keys that are the same for all models of an evaluation: those of the first, where the command line sets none."""
 CALLS_AHEAD = 4
@@ -123,13 +124,13 @@ def contenders(
         raise InputError(f"{listed(sorted(twice))} is given twice.", "Name each model and each step once.")
     shared = dict(found[0].resolved.leaves())
     origin = f"eval, as {found[0].label}"
-    values = [Value(key, shared[key], origin) for key in SHARED]
-    if asked.origin["generation.temperature"] == DEFAULT:
+    values = {key: Value(key, shared[key], origin) for key in SHARED}
+    if asked.origin[TEMPERATURE] == DEFAULT:
         # A run's own is that of its rollouts; one sample is the most likely one.
-        values.append(Value("generation.temperature", 0.0 if n == 1 else 1.0, f"eval, with --n {n}"))
+        values[TEMPERATURE] = Value(TEMPERATURE, 0.0 if n == 1 else 1.0, f"eval, with --n {n}")
     # The length that a run's prompts left room for says nothing about those of a task.
     own = set() if asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
-    return tuple(replace(one, resolved=_with(one.resolved, values, own)) for one in found)
+    return tuple(replace(one, resolved=_with(one.resolved, list(values.values()), own)) for one in found)
 
 
 def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Resolved:
