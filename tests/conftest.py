@@ -28,7 +28,7 @@ os.environ.update(
 from rlctl.vector_math import warm_up
 from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
-pytest_plugins = ["support.commands", "support.engines"]
+pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 
 SHARING = {"backends": "engines", "refit": "engines"}
 """Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""

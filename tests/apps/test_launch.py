@@ -82,6 +82,10 @@ def train(model: Path, *more: str) -> list[str]:
         (["--max-length", "100000"], 2, "--max-length"),
         (["--set", "generation.top_p=0.9"], 2, "generation.top_p = 0.9 cannot be trained on"),
         (["--set", "generation.top_k=20"], 2, "Or set loss.importance_correction=off"),
+        (["--set", "validation.every=2"], 2, "`validation` asks for validations, and there are no prompts"),
+        (["--set", "validation.holdout=8"], 2, "validation.holdout = 8 leaves nothing to train on: sums.jsonl has 8"),
+        (["--set", "run.keep_best_by=validation/accuracy"], 2, "needs validations: set validation.every"),
+        (["--set", "validation.every=2", "--set", "validation.reward=[{name: tusk}]"], 2, "Unknown reward 'tusk'"),
         (["--set", "refit.directory=there"], 2, "refit.directory = there has no effect"),
         (["--set", "refit.mover=disk", "--set", "refit.directory=sums.jsonl"], 2, "sums.jsonl cannot be written to"),
     ],
@@ -190,6 +194,10 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
     begun(train(tiny_llama), files / "run")
     job, _ = go_on(files / "run", steps=6)
     assert (job.config.run.steps, job.config.batch.prompts, job.config.generation.max_new_tokens) == (6, 2, 4)
+    validating = [*train(tiny_llama), "--resume", "--set", "validation.every=2", "--dry-run"]
+    assert run([*validating, "--set", "validation.data.name=questions.jsonl", "--set",
+                "validation.data.prompt_field=question"]) == 0  # fmt: skip
+    assert "validation: every 2 steps: 1 prompt of questions.jsonl" in capsys.readouterr().out
     resume = ["train", "grpo", "--resume", "--run-dir", "run"]
     for more, said in (
         (["--lr", "0.5"], "`optimizer.lr` = 0.5 (flag --lr), but the run was begun with 1e-06"),
@@ -197,6 +205,7 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
         (["--prompts", "4"], "`batch.prompts` = 4 (flag --prompts), but the run was begun with 2"),
         (["--steps", "2"], "has finished 2 steps"),
         (["--set", "loss.clip_low=0.3"], "`loss.clip_low` = 0.3 (--set)"),
+        (["--set", "validation.holdout=2"], "`validation.holdout` = 2 (--set), but"),
     ):
         assert run([*resume, *more]) == 2
         assert said in capsys.readouterr().err

@@ -688,3 +688,43 @@ def test_lines_with_one_reason_are_one_line(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in lines] == [
         "policy.hf_config_overrides.rope_scaling.beta_fast and 2 more"
     ]
+
+
+def test_validation_is_mapped_where_its_prompts_can_be_read(tmp_path: Path) -> None:
+    result = recipe(
+        tmp_path, data__validation={"dataset_name": "AIME2024"}, grpo__val_period=5, grpo__val_at_start=True,
+        grpo__max_val_samples=64, policy__generation__temperature=0.8, checkpointing={"enabled": True},
+    )  # fmt: skip
+    found = {key: value for key, value in result.values.items() if key.startswith("validation.")}
+    assert found == {
+        "validation.every": 5, "validation.at_start": True, "validation.max_prompts": 64,
+        "validation.temperature": 0.8, "validation.data.name": "HuggingFaceH4/aime_2024",
+        "validation.data.prompt_field": "problem", "validation.data.answer_field": "answer",
+        "validation.data.split": "train",
+    }  # fmt: skip
+    assert result.values["run.keep_best_by"] == "validation/reward_mean"  # metric_name is val_reward
+    resolved = resolve(files=[result.path], environment={})
+    assert resolved.config.validation.data.split == "train"
+
+
+def test_a_file_of_validation_has_its_own_fields(tmp_path: Path) -> None:
+    data = {"dataset_name": "ResponseDataset", "data_path": "val.jsonl", "input_key": "q", "output_key": "a"}
+    found = recipe(tmp_path, data__validation=data).values
+    assert found["validation.data.name"] == "val.jsonl"
+    assert (found["validation.data.prompt_field"], found["validation.data.answer_field"]) == ("q", "a")
+
+
+def test_a_recipe_that_validates_on_a_part_of_its_data_runs_without(tmp_path: Path) -> None:
+    result = recipe(tmp_path, grpo__val_period=10)
+    assert not [key for key in result.values if key.startswith("validation.")]
+    assert status(result, "grpo.val_period") == "logging"
+    assert "run.keep_best_by" not in result.values
+
+
+def test_the_best_is_kept_by_training_where_checkpoints_fall_between_validations(tmp_path: Path) -> None:
+    result = recipe(
+        tmp_path, data__validation={"dataset_name": "AIME2024"}, grpo__val_period=3,
+        checkpointing={"enabled": True, "save_period": 10},
+    )  # fmt: skip
+    assert "run.keep_best_by" not in result.values
+    assert status(result, "checkpointing.keep_top_k") == "changed"

@@ -9,8 +9,9 @@ import pytest
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import GymPrompts, open_gym
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.extraction import choose_extraction
-from rlctl.envs.scorers import ExactMatch, MathVerify, TaskScorer
+from rlctl.envs.extraction import choose_extraction, vote
+from rlctl.envs.scorers import ExactMatch, IfEval, MathVerify, TaskScorer
+from rlctl.errors import InputError, MachineError
 
 
 def gym(task: str, **params: int) -> GymPrompts:
@@ -118,6 +119,41 @@ def test_exact_match(answer: object, completion: str, score: float) -> None:
         (r"\{1, 2\}", r"$\{2, 1\}$", 1),
         (r"\{1, 2\}", r"$\{2\}$", 0),
         (r"x^2 + 2x + 1", r"$(x + 1)^2$", 1),
+        # the forms in which models write the answers of gsm8k, MATH and AIME
+        ("1234", "The answer is 1,234.", 1),
+        ("1,234", r"\boxed{1234}", 1),
+        ("1000000", r"\boxed{1{,}000{,}000}", 1),
+        ("1000000", r"\boxed{1\,000\,000}", 1),
+        ("1000000", "1\u202f000\u202f000", 1),
+        ("58500", r"\boxed{58,\!500}", 1),
+        ("-3", "The result is −3.", 1),  # noqa: RUF001 - the minus of typography
+        ("-3", r"\boxed{−3}", 1),  # noqa: RUF001
+        ("-6", r"\boxed{6}", 0),
+        ("70", r"\boxed{070}", 1),
+        ("18", "**Answer: 18 dollars**", 1),
+        ("18", r"\boxed{\$18}", 1),
+        (r"\$18", r"\boxed{18}", 1),
+        ("18", "It is $18.00.", 1),
+        ("18", "#### 18", 1),
+        ("5", r"\boxed{5\text{ cm}}", 1),
+        ("10", r"\boxed{10\%}", 1),
+        ("90", r"\boxed{90^\circ}", 1),
+        ("2.5", r"\boxed{\frac{5}{2}}", 1),
+        ("2.5", r"\boxed{2\frac{1}{2}}", 1),
+        ("3", r"\boxed{x = 3}", 1),
+        ("3", r"\[ \boxed{3}. \]", 1),
+        ("9", r"\boxed{9}, since 3^2 = 9 and 4^2 = 16", 1),
+        ("42", "First 6 x 7. <answer>42</answer>", 1),
+        ("42", "<answer>43</answer> and not 42", 0),
+        (r"\text{(C)}", r"\boxed{C}", 1),
+        (r"\text{Evelyn}", r"\boxed{Evelyn}", 1),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", 1),
+        (r"\left[0, 3\right)", r"\boxed{[0,3)}", 1),
+        ("(0, 3)", r"\boxed{[0,3)}", 0),
+        (r"4210_{5}", r"\boxed{4210_5}", 1),
+        ("3", "3.1", 0),
+        ("0.33", r"\frac{1}{3}", 0),
+        ("7", "7, or perhaps 8", 0),
     ],
 )
 def test_math_verify_compares_expressions_not_texts(answer: object, completion: str, score: float) -> None:
@@ -128,3 +164,86 @@ def test_math_verify_keeps_to_the_extraction_that_is_asked_for() -> None:
     scorer = MathVerify("answer-tag")
     assert scorer(r"<answer>\frac{2}{4}</answer> or \boxed{3}", row("1/2")) == 1
     assert scorer(r"\boxed{1/2}", row("1/2")) == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        ("B", "B"), ("**(B)**", "B"), ("Answer: B.", "B"), ("ANSWER: $B$", "B"), ("**Answer:** B", "B"),
+        ("**Answer: B) 12 m/s**", "B"), ("Answer: 'B'", "B"), ("B) 12", "B"), ("B. The cat", "B"), (r"\boxed{B}", "B"),
+        (r"$\boxed{\text{(B)}}$", "B"), (r"\boxed{B. 12}", "B"), ("<answer>(B) the cat</answer>", "B"),
+        ("Final Answer:\n\nB", "B"), ("The answer is (B).", "B"), ("The correct answer is **B**.", "B"),
+        ("The answer is option B", "B"), ("So the correct choice is\n(B)", "B"), ("I choose B", "B"),
+        (r"The answer is $\mathbf{B}$", "B"), ("(B), because A is wrong", "B"), ("It is a B", "B"),
+        ("The answer is B, not C.", "B"), ("Correct answer: B\n\nExplanation: option C is wrong.", "B"),
+        ("I think A is wrong. The answer is (B), since I've checked (C).", "B"), ("Answer: A, no. Answer: B", "B"),
+        ("The answer is A because it is green", "A"), ("My answer: (I)", "I"), ("The answer is I.", "I"),
+        ("Option J is right", "J"), ("The answer is: A person walks", None), ("Answer: I don't know", None),
+        ("I do not know", None), ("The answer is Alice", None), ("b", None), ("The answer is 5", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_letter_of_an_option_is_found(completion: str, letter: str | None) -> None:
+    for option in "ABIJ":
+        assert ExactMatch("choice")(completion, row(option)) == (option == letter)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (r"\boxed{1{,}000}", r"\boxed{1000.0}", True),
+        (r"\boxed{\dfrac{1}{2}}", r"\boxed{ \frac{1}{2} }", True),
+        (r"\boxed{−3}", r"\boxed{-3}", True),  # noqa: RUF001
+        (r"\boxed{3}", r"\boxed{-3}", False),
+    ],
+)
+def test_votes_are_counted_by_value(one: str, other: str, alike: bool) -> None:
+    assert (vote(one, "boxed") == vote(other, "boxed")) == alike
+
+
+@pytest.fixture
+def if_eval(monkeypatch: pytest.MonkeyPatch) -> IfEval:
+    pytest.importorskip("if_verifiable", reason="needs the ifeval extra")
+    import nltk.data
+
+    monkeypatch.setattr(nltk.data, "find", lambda *_: None)  # what is judged here counts no sentences
+    return IfEval()
+
+
+@pytest.mark.parametrize(
+    ("instructions", "completion", "score"),
+    [
+        ([("punctuation:no_comma", {})], "Without any.", 1),
+        ([("punctuation:no_comma", {})], "With one, here.", 0),
+        ([("length_constraints:number_words", {"relation": "at least", "num_words": 4})], "One two three four.", 1),
+        ([("length_constraints:number_words", {"relation": "at least", "num_words": 5})], "One two three four.", 0),
+        ([("detectable_format:json_format", {})], '```json\n{"a": 1}\n```', 1),
+        ([("detectable_format:number_bullet_lists", {"num_bullets": 2})], "* a\n* b", 1),
+        ([("startend:quotation", {})], '"quoted"', 1),
+        ([("keywords:existence", {"keywords": ["sun", "moon"]})], "The Sun and the moon.", 1),
+        ([("keywords:forbidden_words", {"forbidden_words": ["sun"]})], "The sun.", 0),
+        ([("punctuation:no_comma", {}), ("startend:quotation", {})], '"one, two"', 0.5),
+        ([("punctuation:no_comma", {})], "", 0),
+    ],
+)
+def test_instructions_are_followed_or_not(
+    if_eval: IfEval, instructions: list[tuple[str, dict]], completion: str, score: float
+) -> None:
+    unset = {"num_words": None, "keywords": None}  # the hub's rows have every argument of every instruction
+    names, arguments = [name for name, _ in instructions], [unset | given for _, given in instructions]
+    fields = {"instruction_id_list": names, "kwargs": arguments}
+    assert if_eval(completion, PromptRow(0, "row 0", "Write.", None, fields)) == score
+
+
+def test_an_instruction_that_nobody_knows_is_named(if_eval: IfEval) -> None:
+    fields = {"instruction_id_list": ["length_constraints:no_such"], "kwargs": [{}]}
+    with pytest.raises(InputError, match="no instruction 'length_constraints:no_such'"):
+        if_eval("x", PromptRow(0, "row 0", "Write.", None, fields))
+
+
+def test_what_ifeval_lacks_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "if_verifiable.common", None)
+    with pytest.raises(MachineError, match="needs a package that is not installed") as caught:
+        IfEval()
+    assert "ifeval extra" in (caught.value.hint or "")

@@ -219,7 +219,7 @@ CONTRACT: dict[str, object] = {
     },
     "generation": {"engines": int, "tp": int, "pp": int, "dp": int, "ep": int, "memory_fraction": float},
     "seconds": dict.fromkeys(
-        ("generation", "reward", "logprobs", "training", "refit", "checkpoint", "other", "total"), float
+        ("generation", "reward", "logprobs", "training", "refit", "validation", "checkpoint", "other", "total"), float
     ),
     "memory_gib": {phase: {"total": float} for phase in ("training", "logprobs", "refit", "generation")},
 }  # fmt: skip

@@ -102,6 +102,8 @@ class Recorder:
 
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None: ...
 
+    def validated(self, step: int, found: Any) -> None: ...
+
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         self.logged.append({"step": step, **metrics})
 
@@ -246,3 +248,78 @@ def test_what_a_filter_did_is_told_and_shown(tmp_path: Any) -> None:
     shown = step_line(0, 1, line, filtered(FilterConfig(groups="replace")), plain=True)
     assert "dropped 0 rounds 4" in shown
     assert filtered(FilterConfig()) == ()
+
+
+class Validated:
+    """Stands for a validation that is due after every step and before the first; it ends the run after `last`."""
+
+    def __init__(self, recorder: Recorder, last: int) -> None:
+        self.recorder, self.last, self.measured = recorder, last, 0
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def measure(self, version: int) -> SimpleNamespace:
+        self.recorder.asked.append(("validate", version))
+        self.measured += 1
+        return SimpleNamespace(metrics={"reward_mean": version / 10}, groups=())
+
+    @property
+    def plateau(self) -> str | None:
+        return "no better" if self.measured > self.last else None
+
+    def state(self) -> dict[str, Any]:
+        return {"since": self.measured}
+
+
+def validated(recorder: Recorder, steps: int, *, last: int = 99, step: int = 0, version: int = 0) -> None:
+    made = loop(recorder, steps, step=step, version=version)
+    validation: Any = Validated(recorder, last)
+    made.parts = replace(made.parts, validation=validation)
+    stop: Any = Stop()
+    made.run(stop)
+
+
+def test_validation_follows_the_refit_and_is_in_the_metrics_and_the_checkpoint() -> None:
+    recorder, plain = Recorder([[1.0, 0.0]] * 2), Recorder([[1.0, 0.0]] * 2)
+    validated(recorder, 2)
+    run(plain, 2)
+    assert [what for what, _ in recorder.asked if what in ("refit", "validate", "next", "to_policy")] == [
+        "refit", "validate", "next", "refit", "validate", "next", "refit", "validate", "to_policy",
+    ]  # fmt: skip
+    assert [version for what, version in recorder.asked if what == "validate"] == [0, 1, 2]
+    assert recorder.logged[0]["validation_at_start"] == {"reward_mean": 0.0}
+    assert [line["validation"] for line in recorder.logged] == [{"reward_mean": 0.1}, {"reward_mean": 0.2}]
+    assert "validation_at_start" not in recorder.logged[1]
+    (saved,) = recorder.saved
+    assert saved["validation"] == {"since": 3}
+    assert saved["metrics"]["validation"] == {"reward_mean": 0.2}
+    for line, other in zip(recorder.logged, plain.logged, strict=True):
+        added = {"validation", "validation_at_start", "seconds", "tokens_per_s"}
+        assert {key: value for key, value in line.items() if key not in added} == {
+            key: value for key, value in other.items() if key not in added
+        }
+        assert sum(line["seconds"].values()) == pytest.approx(2 * line["seconds"]["total"])
+        step_line(line["step"], 2, line, plain=True)
+
+
+def test_a_resumed_run_does_not_validate_before_its_first_step() -> None:
+    recorder = Recorder([[1.0, 0.0]])
+    validated(recorder, 4, step=3, version=3)
+    assert [version for what, version in recorder.asked if what == "validate"] == [4]
+
+
+def test_a_plateau_ends_the_run_with_a_saved_step() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 5)
+    validated(recorder, 5, last=2)
+    assert len(recorder.logged) == 2
+    assert [saved["step"] for saved in recorder.saved] == [1]
+    assert recorder.said[-1] == "no better"
+
+
+def test_the_report_has_a_curve_of_validation(tmp_path: Any) -> None:
+    recorder = Recorder([[1.0, 0.0]] * 2)
+    validated(recorder, 2)
+    old = {**recorder.logged[0], "seconds": {"total": 1.0}}  # of a run from before there was validation
+    old["seconds"] |= {name: 0.0 for name in recorder.logged[0]["seconds"] if name not in ("validation", "total")}
+    write_report(tmp_path / "report.html", "run", [old, recorder.logged[1]])

@@ -55,6 +55,8 @@ class CrewSpec:
     """None: there is no scorer."""
     limits: ClusterConfig
     """How long processes may take."""
+    validation: RewardPlan | None = None
+    """The scorer of validation; None: there is none."""
 
     @property
     def engine(self) -> EngineSpec:
@@ -73,6 +75,8 @@ class Crew:
     policy: PolicyClient[SendingPolicy]
     engines: EngineClient
     reward: WorkerGroup[RewardWorker] | None
+    validation: WorkerGroup[RewardWorker] | None = None
+    """The scorer of validation."""
 
     def weight_sync(
         self,
@@ -111,6 +115,7 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
         engines = start.engines(spec.engines)
         reward = start.reward(spec.reward) if spec.reward is not None else None
+        validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
         start.ready()
         start_s = spec.limits.start_timeout_s
         ranks_starting, engines_starting = ranks.within(start_s), engines.within(start_s)
@@ -123,10 +128,10 @@ def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
             loading = engines_starting.submit(EngineWorker.start)
             setup.results()
             loading.results()
-        if reward is not None:
-            reward.within(start_s).call(RewardWorker.setup)
+        for scorer in filter(None, (reward, validation)):
+            scorer.within(start_s).call(RewardWorker.setup)
         policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines), reward)
+        yield Crew(spec, policy, EngineClient(engines), reward, validation)
 
 
 @contextlib.contextmanager
@@ -186,11 +191,11 @@ class _Start:
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
         return self._group("engine", spec.backend.worker, engines, concurrency=calls)
 
-    def reward(self, plan: RewardPlan) -> WorkerGroup[RewardWorker]:
+    def reward(self, plan: RewardPlan, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
         env = {"CUDA_VISIBLE_DEVICES": ""}
         worker = WorkerSpec({"plan": plan, "fetch": fetch}, (self.placement.bundles[0],), env)
-        return self._group("reward", REWARD_WORKER, [worker])
+        return self._group(name, REWARD_WORKER, [worker])
 
     def _group(self, name: str, worker: str, specs: list[WorkerSpec], *, concurrency: int = 1) -> WorkerGroup:
         group = WorkerGroup(

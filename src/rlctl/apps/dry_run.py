@@ -157,6 +157,7 @@ def about(job: Job) -> list[str]:
         f"model: {job.source.label}",
         f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
         *job.rewards.describe(),
+        *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),
     ]

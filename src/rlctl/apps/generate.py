@@ -181,20 +181,20 @@ def complete(job: CompletionJob, rows: Sequence[PromptRow], tell: Tell) -> Itera
         tell(encoder.note)
     prompts = [encoder.encode(row) for row in rows]
     sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
-    _require_room(job, [len(prompt) for prompt in prompts], rows)
+    require_room(job, [len(prompt) for prompt in prompts], rows)
     plan = job.checked_plan([len(prompt) for prompt in prompts])
     job = replace(job, resolved=job.resolved.with_values(plan.config_values()))
     requests = [
         GroupRequest(i, prompt, tuple(sample_seed(config.run.seed, i, s) for s in range(job.samples)))
         for i, prompt in enumerate(prompts)
     ]
-    with _engines(job, plan, tell) as engines:
+    with started_engines(job, plan, tell) as engines:
         results = generate_groups(engines, requests, sampling, config.cluster.step_timeout_s)
         for row, result in zip(rows, results, strict=True):
             yield {"prompt": row.prompt, "completions": _completions(result)}
 
 
-def _require_room(job: CompletionJob, prompt_tokens: list[int], rows: Sequence[PromptRow]) -> None:
+def require_room(job: CompletionJob, prompt_tokens: list[int], rows: Sequence[PromptRow]) -> None:
     """Raises InputError naming the prompt that leaves no room for a token within what the model takes."""
     limit = min(job.config.model.max_length or job.facts.max_length, job.facts.max_length)
     longest = max(range(len(prompt_tokens)), key=lambda i: prompt_tokens[i])
@@ -223,7 +223,7 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
+def started_engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
     """Engines with the weights asked for."""
     spec = job.engines(plan)
     with temporary_folder("generate") as logs, ray_session(job.config.cluster.ray_address, tell=tell):

@@ -38,6 +38,7 @@ from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.validation import ValidationSet
 
 Tell = Callable[[str], None]
 ASSUMED_GPU = "h100"
@@ -60,6 +61,8 @@ class Job:
     prompts: PromptStream
     rewards: RewardPlan
     algorithm: Algorithm
+    validation: ValidationSet | None = None
+    """None: the run does not validate."""
 
     @property
     def config(self) -> RlctlConfig:
@@ -81,7 +84,8 @@ class Job:
 
     def crew_spec(self) -> CrewSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
-        return planned_crew(self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True)
+        crew = planned_crew(self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True)
+        return replace(crew, validation=self.validation.rewards) if self.validation else crew
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
         """Digest of the files of a directory, or of the vocabulary of a tokenizer that came from the hub."""
@@ -108,6 +112,7 @@ class Job:
                 "note": self.source.note,
             },
             "data": self.prompts.source.fingerprint(),
+            "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
             "plan": plan_json(self.plan),
         }
@@ -305,18 +310,22 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     source, facts = model.source, model.facts
     prompts = PromptStream.open(config, source.directory)
     rewards = prepare_rewards(config.reward, prompts.source)
+    validation = ValidationSet.open(config, prompts, source.directory)
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
     length, new = resolved.config.model.max_length, config.generation.max_new_tokens
     assert length is not None  # it was just filled in
     prompts.limit = length - 1
     prompts.require_fit()
+    if validation:
+        validation.require_fit(prompts.limit)
     if tight := sum(tokens + new > length for tokens in prompt_tokens):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
-    return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards, algorithm)
+    planned = resolved.with_values(plan.config_values())
+    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation)
 
 
 def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
@@ -354,6 +363,7 @@ def _require_places(config: RlctlConfig) -> None:
     if config.model.chat_template:
         read_template(config.model.chat_template)
     require_known(config.reward)
+    require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
 
 
 def _require_refit_directory(directory: str | None) -> None:

@@ -25,12 +25,18 @@ from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.rollouts.synchronous import SynchronousSource
+from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics
 from rlctl.telemetry.phases import StepTimer
 from rlctl.telemetry.report import write_report
+
+SHOWN_METRICS = ("reward_mean", "accuracy")
+"""Metrics of validation that a line of the terminal has."""
+SHOWN_SAMPLES, SHOWN_CHARACTERS = 2, 70
+"""Samples of a validation that the terminal shows, and how much of their texts."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +128,16 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         rollouts = SynchronousSource(
             job.config, job.prompts, crew.engines, crew.reward, sync, timer, job.algorithm.trains_on
         )
+        validation = None
+        if job.validation is not None:
+            assert crew.validation is not None  # its scorer was started with the others
+            validation = Validation(job.config, job.validation, crew.engines, crew.validation, sync)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
             rollouts.restore(begun["source"])
+            if validation is not None:
+                validation.restore(begun.get("validation") or {})
         parts = Parts(
             source=rollouts,
             algorithm=job.algorithm,
@@ -138,6 +150,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             ),
             health=Health(job.config.checks),
             timer=timer,
+            validation=validation,
         )
         loop = Loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = loop.run(stop)
@@ -221,6 +234,24 @@ class RunJournal:
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         kept = [(group, rollout) for group in batch.groups for rollout in group.rollouts][: self._kept]
         self._run.write_rollouts(step, [_as_row(group, rollout) for group, rollout in kept])
+
+    def validated(self, step: int, found: Validated) -> None:
+        metrics = ", ".join(f"{name} {found.metrics[name]:.4g}" for name in SHOWN_METRICS if name in found.metrics)
+        when = f"after step {step}" if step else "before step 1"
+        self.say(f"validation {when}: {metrics} ({len(found.groups)} prompts)")
+        kept = [(group, group.rollouts[0]) for group in found.groups][: self._kept]
+        rows = [_as_row(group, rollout) for group, rollout in kept]
+        self._run.write_rollouts(step - 1, rows, "validation")
+        for row in rows[:SHOWN_SAMPLES]:
+            self.say(_shown_sample(row))
+
+
+def _shown_sample(row: dict[str, Any]) -> str:
+    """Return a sample of validation in one line, its texts shortened."""
+    prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+    texts = [" ".join(str(text).split()) for text in (prompt, row["completion"])]
+    prompt, completion = (text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..." for text in texts)
+    return f"  {prompt} -> {completion} (reward {row['reward']:g})"
 
 
 def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:

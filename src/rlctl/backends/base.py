@@ -289,6 +289,9 @@ class EngineWorker(WeightReceiver, Protocol):
         """As `generate`, with the token-sized values apart (`messages.apart`), to be handed on by handle."""
         ...
 
+    def forget_prompts(self) -> None:
+        """Drop what is cached of earlier prompts, so that the next ones are computed as in a new engine."""
+
     def sleep(self) -> None:
         """Give the device's memory back until `wake`, where it is shared. A refit meanwhile wakes the weights alone."""
 

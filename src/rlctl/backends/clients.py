@@ -126,6 +126,10 @@ class EngineClient:
             for outcome, values in zip(asked.outcomes(), handles, strict=True)
         ]
 
+    def forget_prompts(self) -> None:
+        """Let the engines drop what they cached of earlier prompts. One whose process is gone has no cache."""
+        _require_of_the_living(self.group.submit(EngineWorker.forget_prompts))
+
     def sleep(self) -> None:
         """Let the engines give their devices' memory back. One whose process is gone holds none, and is passed over."""
         _require_of_the_living(self.group.submit(EngineWorker.sleep))

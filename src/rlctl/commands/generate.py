@@ -20,6 +20,7 @@ app = command_app()
 
 TRAINING_KEYS = (
     "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "reward.", "ddp.", "run.steps",
+    "validation.",
 )  # fmt: skip
 
 Prompt = Annotated[
@@ -104,11 +105,11 @@ def generate(
         sample(resolved, checkpoint, rows, n, json_)
 
 
-def refuse_training_keys(resolved: Resolved) -> None:
+def refuse_training_keys(resolved: Resolved, keys: tuple[str, ...] = TRAINING_KEYS, what: str = "completions") -> None:
     """Raises InputError for a --set that only a training run reads. Presets and files are shared between commands."""
     for key, value in resolved.leaves():
-        if resolved.origin[key] == "--set" and key.startswith(TRAINING_KEYS):
-            raise InputError(f"--set {key}={value} has no effect on completions.", "Leave it out.")
+        if resolved.origin[key] == "--set" and key.startswith(keys):
+            raise InputError(f"--set {key}={value} has no effect on {what}.", "Leave it out.")
 
 
 def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptRow], n: int, json_: bool) -> None:

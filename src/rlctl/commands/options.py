@@ -41,7 +41,8 @@ Reward: TypeAlias = Annotated[
     typer.Option(
         "--reward",
         metavar="NAME[=WEIGHT]",
-        help="task, exact-match, math-verify, or path/to/file.py:function. Can be repeated; the scores are added up.",
+        help="task, exact-match, math-verify, ifeval, or path/to/file.py:function. Can be repeated; the "
+        "scores are added up.",
     ),
 ]
 Backend: TypeAlias = Annotated[
@@ -130,7 +131,7 @@ KEYS = {
     "steps": "run.steps", "prompts": "batch.prompts", "generations": "batch.generations", "lr": "optimizer.lr",
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
-    "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm",
+    "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
 }  # fmt: skip
 
 

@@ -94,11 +94,33 @@ class DataConfig(Section):
     """Number of prompts to generate (reasoning-gym) or to keep (files and datasets)."""
 
 
+class ValidationData(Section):
+    """The prompts of validation. Fields and format that are unset are as in `data`."""
+
+    name: str | None = None
+    """Source, as `data.name` names one; unset: the prompts held out, or of a reasoning-gym task other questions than
+    those of training."""
+    params: dict[str, Any] = {}
+    """Parameters of a reasoning-gym task."""
+    split: str | None = None
+    """Split of a Hugging Face dataset."""
+    prompt_field: str | None = None
+    """Field that holds the prompt."""
+    answer_field: str | None = None
+    """Field that holds the reference answer."""
+    system_prompt: str | None = None
+    """System message in front of every prompt."""
+    prompt_template: str | None = None
+    """Text around every prompt, with `{prompt}` where it stands."""
+    prompt_suffix: str | None = None
+    """Text appended to every prompt."""
+
+
 class RewardTerm(Section):
     """One scorer of the reward."""
 
     name: str
-    """`task`, `exact-match`, `math-verify`, or `path/to/file.py:function`."""
+    """`task`, `exact-match`, `math-verify`, `ifeval`, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Factor of this scorer in the sum."""
 
@@ -108,8 +130,9 @@ class RewardConfig(Section):
 
     terms: tuple[RewardTerm, ...] = ()
     """Scorers whose weighted sum is the reward."""
-    extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "full"] = "auto"
-    """How the answer is taken out of the completion; auto does what the task calls for."""
+    extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "choice", "full"] = "auto"
+    """How the answer is taken out of the completion; auto does what the task calls for. `choice` takes the letter of an
+    option."""
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -118,6 +141,46 @@ class RewardConfig(Section):
     overlong_factor: PositiveNumber = 1.0
     """Penalty of a completion that takes all of generation.max_new_tokens."""
 
+
+class ValidationConfig(Section):
+    """How often and on which prompts the policy is measured while it trains. Validation changes nothing of training."""
+
+    every: NonNegative = 0
+    """Interval of validations, in steps; 0: none."""
+    at_start: bool = False
+    """Validate before the first step too."""
+    at_end: bool = False
+    """Validate after the last step too, whatever the interval."""
+    data: ValidationData = ValidationData()
+    holdout: NonNegative = 0
+    """Number of prompts that are taken away from training; `run.seed` chooses them, and they are validated on where
+    `validation.data.name` is unset."""
+    max_prompts: Positive = 256
+    """Largest number of prompts of one validation; `run.seed` chooses them."""
+    samples: Positive = 1
+    """Number of samples of each prompt."""
+    temperature: NonNegativeNumber = 0.0
+    """Temperature of sampling; 0 takes the most likely token."""
+    reward: tuple[RewardTerm, ...] = ()
+    """Scorers of validation; unset: those of the run's reward."""
+    stop_after: Positive | None = None
+    """End the run after so many validations in a row that were no better than the best one, by `run.keep_best_by` where
+    this names a metric of validation, else by the mean reward; unset: never."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a run validates at all."""
+        return self.every > 0 or self.at_start or self.at_end
+
+    @model_validator(mode="after")
+    def validate_what_can_be_stopped_by(self) -> ValidationConfig:
+        if self.stop_after is not None and not self.every:
+            raise ValueError("validation.stop_after needs validations: set validation.every")
+        return self
+
+
+VALIDATION_PREFIX = "validation/"
+"""In front of the names of validation's metrics, wherever they stand next to others."""
 
 MOST_ROLLOUTS = 1_000_000
 """Rollouts of a step whose scalars the driver can hold and the planner can deal out."""
@@ -521,7 +584,10 @@ class RunConfig(Section):
     keep_last: Positive | None = None
     """Number of newest checkpoints to keep; unset: all, or one if `keep_best` is set."""
     keep_best: Positive | None = None
-    """Number of checkpoints to keep for their mean reward, in addition to the newest."""
+    """Number of checkpoints to keep for their value of `keep_best_by`, in addition to the newest."""
+    keep_best_by: str = "reward_mean"
+    """Metric by which checkpoints are good: `reward_mean` of the step, or `validation/<name>`, such as
+    `validation/accuracy`."""
     save_final: bool = True
     """Save a checkpoint at the end."""
     log_rollouts: NonNegative = 4
@@ -538,6 +604,7 @@ class RlctlConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    validation: ValidationConfig = ValidationConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
@@ -553,6 +620,22 @@ class RlctlConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     checks: ChecksConfig = ChecksConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def validate_metric_of_the_best(self) -> RlctlConfig:
+        by, every, saves = self.run.keep_best_by, self.validation.every, self.run.checkpoint_every
+        if by == "reward_mean":
+            return self
+        if not by.startswith(VALIDATION_PREFIX) or by == VALIDATION_PREFIX:
+            raise ValueError(f"run.keep_best_by = {by} is neither reward_mean nor {VALIDATION_PREFIX}<name>")
+        if not every:
+            raise ValueError(f"run.keep_best_by = {by} needs validations: set validation.every")
+        if saves % every:
+            raise ValueError(
+                f"run.keep_best_by = {by} needs a validation at each checkpoint: run.checkpoint_every = {saves} is no "
+                f"multiple of validation.every = {every}"
+            )
+        return self
 
     @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:

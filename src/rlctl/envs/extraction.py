@@ -8,13 +8,14 @@ from typing import Literal
 
 from rlctl.data.prompt_rows import PromptSource
 
-Extraction = Literal["last-number", "last-line", "boxed", "answer-tag", "full"]
+Extraction = Literal["last-number", "last-line", "boxed", "answer-tag", "choice", "full"]
 
 DESCRIPTION: dict[Extraction, str] = {
     "last-number": "the last number of the completion",
     "last-line": "the last line of the completion",
     "boxed": r"the last \boxed{...} of the completion",
     "answer-tag": "the last <answer>...</answer> of the completion",
+    "choice": "the letter of the option that the completion settles on",
     "full": "the whole completion",
 }
 SAMPLED_ROWS = 16
@@ -22,6 +23,23 @@ SAMPLED_ROWS = 16
 # A minus is a sign only where no operand stands right before it: `5-3` ends in 3, `= -3` in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+# `A` and `I` before a word in small letters are words themselves, unless that word goes on from an answer.
+_OPTION = r"([B-HJ-Z]|[AI](?!\s+(?!(?:because|since|as|and|but|not|which|is)\b)[a-z]))(?![A-Za-z0-9]|['\u2019][a-z])"
+# One letter, perhaps in brackets, bold, quotes, or LaTeX's \text{...}.
+_LETTER = rf"[\s*_`\"'(\[{{$]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{{\s*\(?\s*)*{_OPTION}"
+_NAMED = r"(?i:answer|choice|option)"
+# From what settles the answer to what only mentions a letter; within a kind the last one counts.
+_CHOICES = (
+    re.compile(rf"{_NAMED}(?i:\s+is)?[\s*_]*[:=]{_LETTER}"),
+    re.compile(rf"{_NAMED}[\s*_]*(?i:is|would be|should be|must be)(?:\s+(?i:the|option|choice|letter|therefore))*"
+               rf"[\s*_:]*{_LETTER}"),
+    re.compile(rf"(?i:i (?:choose|pick|select|go with)|correct (?:option|choice)|option|choice)\s+{_LETTER}"),
+    re.compile(rf"(?m)^{_LETTER}[\s*_`\"')\]}}$.:]*$"),
+    re.compile(r"(?m)^[\s*_]*\(?([A-Z])[).:][*_]*\s+\S"),
+    re.compile(r"\(([A-Z])\)|\*\*([A-Z])\*\*"),
+    re.compile(r"(?<![A-Za-z0-9'])([B-HJ-Z])(?![A-Za-z0-9'])"),
+)  # fmt: skip
 
 
 def extract(completion: str, how: Extraction) -> str | None:
@@ -38,6 +56,8 @@ def extract(completion: str, how: Extraction) -> str | None:
         case "answer-tag":
             found = _TAG.findall(completion)
             return found[-1].strip() if found else None
+        case "choice":
+            return _choice(completion)
         case "full":
             return completion.strip() or None
     raise ValueError(f"unknown extraction {how!r}")
@@ -55,6 +75,37 @@ def _last_boxed(text: str) -> str | None:
                 return text[begin:position].strip()
         start = text.rfind(r"\boxed{", 0, start)
     return None
+
+
+def _choice(text: str) -> str | None:
+    """Return the capital letter of the option that a completion settles on: the one in the last box or tag, else the
+    last after words such as `the answer is`, else a line that is only a letter, else the last letter by itself."""
+    for marked in (_last_boxed(text), *_TAG.findall(text)[-1:]):
+        if marked is not None and (found := re.fullmatch(rf"{_LETTER}[\s*_)\]}}.:$]*(?:\s.*)?", marked, re.DOTALL)):
+            return found[1]
+    for pattern in _CHOICES:
+        if found := list(pattern.finditer(text)):
+            return next(group for group in found[-1].groups() if group)
+    return None
+
+
+def vote(completion: str, how: Extraction) -> str | None:
+    """Return the answer in the form in which answers are counted: numbers by their value, texts without the spaces and
+    the dollars of LaTeX."""
+    answer = extract(completion, how)
+    if answer is None:
+        return None
+    number = as_number(readable_math(answer))
+    if number is not None:
+        return format((number + 0).normalize(), "f")
+    return re.sub(r"\s+|\\[,;:! ]|\$|\.$", "", answer).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+
+
+def readable_math(text: str) -> str:
+    """Return the text with signs and groups of digits in the form that parsers of mathematics know: a minus as `-`, no
+    signs of dollars that are money, and numbers whose thousands LaTeX spaces (`1{,}000`) as plain digits."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace("\N{NON-BREAKING HYPHEN}", "-").replace(r"\$", "")
+    return re.sub(r"(?<=\d)(?:\{,\}|\\[,;:! ]|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", "", text)
 
 
 def as_number(text: object) -> Decimal | None:

@@ -49,7 +49,7 @@ def _checked_terms(reward: RewardConfig, source: PromptSource) -> tuple[RewardTe
     if not terms:
         raise InputError(
             f"No reward: {source.label} brings no scorer of its own.",
-            "Give --reward exact-match, math-verify or path/to/file.py:function.",
+            "Give --reward exact-match, math-verify, ifeval or path/to/file.py:function.",
         )
     checked = tuple(RewardTerm(name=_checked_name(term.name, source), weight=term.weight) for term in terms)
     names = [term.name for term in checked]
@@ -69,6 +69,12 @@ def _checked_name(name: str, source: PromptSource) -> str:
                 f"Reward 'task' is the scorer of a reasoning-gym task, and {source.label} is none.",
                 "Use exact-match, math-verify or path/to/file.py:function.",
             )
+    elif name == "ifeval":
+        if not {"instruction_id_list", "kwargs"} <= source[0].fields.keys():
+            raise InputError(
+                f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks.",
+                "Use data with the fields of google/IFEval.",
+            )
     elif source[0].answer is None:
         raise InputError(
             f"Reward {name!r} compares with a reference answer, and {source[0].where} has none.",
@@ -82,7 +88,7 @@ def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> st
     if source.task is not None:
         return "task"
     for term in terms:
-        if term.name in ("math-verify", "exact-match"):
+        if term.name in ("math-verify", "exact-match", "ifeval"):
             return term.name
     return None if source[0].answer is None else "exact-match"
 

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
-from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract
+from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
 from rlctl.envs.user_function import UserScorer
+from rlctl.errors import InputError, MachineError
 
-BUILT_IN = ("task", "exact-match", "math-verify")
+BUILT_IN = ("task", "exact-match", "math-verify", "ifeval")
 """Scorers of which rlctl knows what a failure means (0), rather than the user."""
 
 
@@ -83,15 +84,53 @@ class MathVerify:
         self._reference = functools.lru_cache(maxsize=4096)(self._parsed_reference)
 
     def __call__(self, completion: str, row: PromptRow) -> float:
-        text = extract(completion, self._extraction) if self._extraction else completion
+        extraction = self._extraction
+        if extraction is None and "\\boxed" not in completion and extract(completion, "answer-tag"):
+            extraction = "answer-tag"  # math-verify knows no tags
+        text = extract(completion, extraction) if extraction else completion
         if text is None:
             return 0.0
-        predicted = self._math_verify.parse(f"${text}$" if self._extraction in ("boxed", "answer-tag") else text)
+        text = readable_math(text)
+        predicted = self._math_verify.parse(f"${text}$" if extraction in ("boxed", "answer-tag") else text)
         return float(self._math_verify.verify(self._reference(str(row.answer)), predicted))
 
     def _parsed_reference(self, answer: str) -> list[Any]:
         r"""Return the reference as an expression. Bare LaTeX such as `\frac{1}{2}` needs its dollars to be read."""
+        answer = readable_math(answer)
         return self._math_verify.parse(answer if "$" in answer or r"\boxed" in answer else f"${answer}$")
+
+
+class IfEval:
+    """The share of a row's instructions that the completion follows to the letter (IFEval, arXiv 2311.07911); 1 where
+    it follows all of them. The fields `instruction_id_list` and `kwargs` name them, as in google/IFEval."""
+
+    def __init__(self) -> None:
+        try:
+            from if_verifiable.common import evaluate_instructions  # pyright: ignore[reportMissingImports]
+            from if_verifiable.ifeval.instructions_registry import (  # pyright: ignore[reportMissingImports]
+                INSTRUCTION_DICT,
+            )
+            from nltk.data import find  # pyright: ignore[reportMissingImports]
+        except ModuleNotFoundError as error:
+            raise MachineError(
+                f"The scorer ifeval needs a package that is not installed: {error.name}.",
+                "Install rlctl with its ifeval extra.",
+            ) from error
+        try:
+            find("tokenizers/punkt_tab/english/")
+        except LookupError as error:  # without it, instructions that count sentences could not be judged
+            raise MachineError(
+                "The scorer ifeval needs NLTK's data punkt_tab, which is not on this machine.",
+                "Fetch it with: python -m nltk.downloader punkt_tab",
+            ) from error
+        self._evaluate, self._instructions = evaluate_instructions, INSTRUCTION_DICT
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
+        names = list(row.fields["instruction_id_list"])
+        if unknown := [name for name in names if name not in self._instructions]:
+            raise InputError(f"{row.where}: the scorer ifeval knows no instruction {unknown[0]!r}.", "Leave it out.")
+        followed, _ = self._evaluate(completion, names, list(row.fields["kwargs"]), row.question, self._instructions)
+        return sum(one.strict_pass for one in followed) / len(names)
 
 
 @dataclass(frozen=True)
@@ -126,6 +165,8 @@ class RewardPlan:
                 return TaskScorer(self.task, self.extraction)
             case "exact-match":
                 return ExactMatch(self.extraction)
+            case "ifeval":
+                return IfEval()
             case "math-verify":  # keeps to an extraction that the user chose
                 return MathVerify(self.extraction if self.extraction_reason is None else None)
         return UserScorer(name)

@@ -33,6 +33,7 @@ from rlctl.rl.health import Health
 from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
+from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase, StepTimer
@@ -53,6 +54,9 @@ class Journal(Protocol):
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         """Keep some rollouts of a step for people to read."""
 
+    def validated(self, step: int, found: Validated) -> None:
+        """Tell about a validation after `step` finished steps, and keep some of its samples."""
+
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Keep and show the metrics of a finished step."""
 
@@ -71,6 +75,8 @@ class Parts:
     health: Health
     timer: StepTimer
     """Shared with the source, which counts its own phases."""
+    validation: Validation | None = None
+    """None: the run does not validate."""
 
 
 class Loop:
@@ -89,24 +95,28 @@ class Loop:
         journal.doing("first refit, every tensor compared")
         journal.refitted(self.parts.sync.refit(self.version))
         with stop.between_steps():
-            while self.step < self.config.run.steps and not stop.requested:
+            while self.step < self.config.run.steps and not stop.requested and not self._plateau:
                 metrics, ended = self._step(stop)
                 if stop.requested and not ended:  # it was asked for while the step was saved or logged
                     self._save(self.step - 1, metrics, ending=True)
+        if self._plateau:
+            journal.say(self._plateau)
         return stop.requested
 
     def _step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
         """Take one step; return its metrics and whether it was saved as the last one."""
         parts, step = self.parts, self.step
         parts.timer.restart()
+        at_start = {} if self.step else self._validate("validation_at_start")
         parts.journal.doing(f"step {step + 1}")
         batch = parts.source.next(self.version)
-        metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics}
+        metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics, **at_start}
         self.step += 1
+        metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
         try:
             self._tell_troubles(step, metrics)
-            ending = self.step == self.config.run.steps or stop.requested
+            ending = self.step == self.config.run.steps or stop.requested or bool(self._plateau)
             with parts.timer(Phase.CHECKPOINT):
                 self._save(step, metrics, ending=ending)
         except DivergenceError:
@@ -152,6 +162,22 @@ class Loop:
         seconds = {phase.value: value for phase, value in report.seconds.items()}
         return {"refit_seconds": seconds, "refit_verified": report.verified}
 
+    def _validate(self, name: str) -> dict[str, Any]:
+        """Validate where that is due after the steps so far; return its metrics as `name`."""
+        validation, journal = self.parts.validation, self.parts.journal
+        if validation is None or not validation.due(self.step):
+            return {}
+        journal.doing(f"validation after step {self.step}")
+        with self.parts.timer(Phase.VALIDATION):
+            found = validation.measure(self.version)
+        journal.validated(self.step, found)
+        return {name: found.metrics}
+
+    @property
+    def _plateau(self) -> str | None:
+        """The sentence that ends the run where validation does not get better; None: it goes on."""
+        return self.parts.validation.plateau if self.parts.validation is not None else None
+
     def _tell_troubles(self, step: int, metrics: dict[str, Any]) -> None:
         """Say what a reader of the numbers should not miss; DivergenceError where going on makes no sense."""
         for text in self.parts.health.check(step, metrics):
@@ -166,12 +192,15 @@ class Loop:
             self.parts.journal.doing(f"saving step {step + 1}")
             self.parts.sync.to_policy()  # the refit left the optimizer aside
             state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
+            if self.parts.validation is not None:
+                state["validation"] = self.parts.validation.state()
             saver.begin(step, state)
         saver.finish() if ending else saver.finish_if_written()
 
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         seconds = self.parts.timer.seconds()
-        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / seconds["total"], "seconds": seconds}
+        training_s = seconds["total"] - seconds[Phase.VALIDATION]
+        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / training_s, "seconds": seconds}
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:

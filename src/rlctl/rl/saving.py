@@ -89,7 +89,7 @@ class Saver:
             done.set_exception(error)
             return
         try:
-            self.run.prune(self.config.keep_last, self.config.keep_best)
+            self.run.prune(self.config.keep_last, self.config.keep_best, self.config.keep_best_by)
         except OSError as error:
             self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
         done.set_result(None)

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.holdout import hold_out
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
@@ -22,8 +23,14 @@ TOKENS_AROUND = 2
 class PromptStream:
     """The prompt at each position: a pure function of the position, so that prompts can be taken in any order."""
 
-    def __init__(self, source: PromptSource, encoder: PromptEncoder, config: RlctlConfig) -> None:
-        self.source, self.encoder = source, encoder
+    def __init__(
+        self,
+        source: PromptSource,
+        encoder: PromptEncoder,
+        config: RlctlConfig,
+        held_out: PromptSource | None = None,
+    ) -> None:
+        self.source, self.encoder, self.held_out = source, encoder, held_out
         rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
         self._planned = config.batch.prompts * config.run.steps * rounds  # at most
         self._order = PromptOrder(len(source), config.run.seed, config.data.shuffle)
@@ -33,9 +40,10 @@ class PromptStream:
     @classmethod
     def open(cls, config: RlctlConfig, model_dir: Path) -> PromptStream:
         """Open data and tokenizer. Raises InputError for what is wrong with either."""
-        source = open_prompts(config.data, seed=config.run.seed)
+        opened = open_prompts(config.data, seed=config.run.seed)
+        source, held_out = hold_out(opened, config.validation.holdout, config.run.seed)
         tokenizer = load_tokenizer(model_dir, config.model)
-        return cls(source, PromptEncoder.build(tokenizer, config.model, config.data, model_dir), config)
+        return cls(source, PromptEncoder.build(tokenizer, config.model, config.data, model_dir), config, held_out)
 
     def prompt_at(self, position: int) -> PromptRow:
         """Return the row of the data at `position`."""

@@ -86,7 +86,7 @@ class SynchronousSource:
                 lambda error: self._sync.recover(error, version),
             )
         with self._timer(Phase.REWARD):
-            groups, failures = _scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
+            groups, failures = scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
         self._ledger.finish(positions)
         return groups, failures, freed_bytes
 
@@ -120,7 +120,7 @@ class SynchronousSource:
             )
 
 
-def _scored(
+def scored(
     workers: WorkerGroup[RewardWorker],
     requests: Sequence[GroupRequest],
     results: Sequence[GroupResult],

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlctl.checkpoints.staging import is_full
 from rlctl.errors import InputError, RlctlError, listed
-from rlctl.telemetry.metrics import finite
+from rlctl.telemetry.metrics import finite, flatten
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"
@@ -185,9 +185,9 @@ class RunDirectory:
             )
         return found
 
-    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write sampled completions of one step to rollouts/step_N.jsonl (N counts from 1)."""
-        directory = self.path / "rollouts"
+    def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], folder: str = "rollouts") -> None:
+        """Write sampled completions of one step to step_N.jsonl (N counts from 1) of rollouts/ or another folder."""
+        directory = self.path / folder
         directory.mkdir(exist_ok=True)
         (directory / f"step_{step + 1}.jsonl").write_text(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -213,14 +213,15 @@ class RunDirectory:
         steps = [(CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in found]
         return sorted((Checkpoint(int(m[1]), entry) for m, entry in steps if m), key=lambda checkpoint: checkpoint.step)
 
-    def prune(self, keep_last: int | None, keep_best: int | None = None) -> None:
-        """Remove checkpoints that are neither among the newest nor among the best by reward; without limits none."""
+    def prune(self, keep_last: int | None, keep_best: int | None = None, by: str = "reward_mean") -> None:
+        """Remove checkpoints that are neither among the newest nor among the best by the metric `by` (nested names
+        joined by a slash); without limits none."""
         if keep_last is None and keep_best is None:
             return
         found = self.checkpoints()
         newest = found[-(keep_last or 1) :]  # the newest is what a resume needs
         newest += [one for one in found if one.good][-1:]  # where training has gone wrong since, this is
-        best = sorted(found, key=lambda checkpoint: (-checkpoint.reward, -checkpoint.step))[: keep_best or 0]
+        best = sorted(found, key=lambda checkpoint: (-checkpoint.metric(by), -checkpoint.step))[: keep_best or 0]
         for checkpoint in found:
             if checkpoint not in (*newest, *best):
                 aside = checkpoint.path.with_name(f".{checkpoint.path.name}{REMOVED}")
@@ -297,11 +298,10 @@ class Checkpoint:
             return bool(self.state())
         return False
 
-    @property
-    def reward(self) -> float:
-        """Mean reward of the step it was saved after; -inf where that is unknown."""
+    def metric(self, name: str) -> float:
+        """Return a metric of the step it was saved after; -inf where that is unknown."""
         with contextlib.suppress(InputError, KeyError, TypeError):
-            return float(self.state()["metrics"]["reward_mean"])
+            return dict(flatten(self.state()["metrics"]))[name]
         return -math.inf
 
     @property

@@ -46,6 +46,7 @@ PHASE_LABELS = {
     Phase.LOGPROBS: "logp",
     Phase.TRAINING: "train",
     Phase.REFIT: "refit",
+    Phase.VALIDATION: "valid",
     Phase.CHECKPOINT: "save",
     Phase.OTHER: "other",
 }

@@ -16,6 +16,7 @@ class Phase(StrEnum):
     LOGPROBS = "logprobs"
     TRAINING = "training"
     REFIT = "refit"
+    VALIDATION = "validation"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 CURVES = {
     "reward_mean": "reward",
     "accuracy": "accuracy",
+    "validation/reward_mean": "reward in validation",
+    "validation/accuracy": "accuracy in validation",
     "response_tokens_mean": "response tokens",
     "grad_norm": "gradient norm",
     "skipped_steps": "optimizer steps skipped",
@@ -75,7 +77,7 @@ def _times(lines: Sequence[dict[str, Any]]) -> Figure:
     axes = figure.add_subplot()
     axes.stackplot(
         [line["step"] + 1 for line in lines],
-        [[line["seconds"][phase.value] for line in lines] for phase in Phase],
+        [[line["seconds"].get(phase.value, 0.0) for line in lines] for phase in Phase],
         labels=[phase.value for phase in Phase],
     )
     axes.set_ylabel("seconds a step")
@@ -87,7 +89,7 @@ def _time_table(lines: Sequence[dict[str, Any]]) -> str:
     total = sum(line["seconds"]["total"] for line in lines) or 1.0
     rows = []
     for phase in Phase:
-        seconds = sum(line["seconds"][phase.value] for line in lines)
+        seconds = sum(line["seconds"].get(phase.value, 0.0) for line in lines)
         rows.append(f"<tr><td>{phase.value}<td>{seconds:.1f}<td>{seconds / len(lines):.2f}<td>{seconds / total:.1%}")
     return f"<table><tr><th>phase<th>seconds<th>a step<th>share{''.join(rows)}</table>"
 

@@ -200,6 +200,10 @@ class VllmEngine:
 
     # Memory of the device
 
+    def forget_prompts(self) -> None:
+        with self._lock.ask():
+            self._llm.llm_engine.reset_prefix_cache()
+
     def sleep(self) -> None:
         with self._lock.ask():
             self._memory.sleep()

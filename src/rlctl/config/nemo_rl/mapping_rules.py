@@ -26,6 +26,7 @@ DATASETS = {
     "gsm8k": ("openai/gsm8k:main", "question", "answer", None),
     "DeepScaler": ("agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", None),
     "DAPOMath17K": ("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth", None),
+    "AIME2024": ("HuggingFaceH4/aime_2024", "problem", "answer", "train"),
 }
 """NeMo-RL's names of data sets: the hub's name, the fields of prompt and answer, and the split that is its default."""
 
@@ -538,6 +539,42 @@ def data_value(found: Found, key: str) -> Any:
     return next((value for place in places if (value := found.get(place + key)) is not None), None)
 
 
+def validation_set(found: Found) -> tuple[str, str, str, str | None] | None:
+    """Return name, fields and default split of the prompts of validation; None where the recipe names none that rlctl
+    can read, such as a part of the training data."""
+    name = found.get("data.validation.dataset_name")
+    path = found.get("data.validation.data_path") or found.get("data.val_data_path")
+    if name not in (None, "ResponseDataset"):
+        return DATASETS.get(str(name))
+    places = ("data.validation.", "data.default.", "data.")
+    keys = {key: next((v for p in places if (v := found.get(p + key)) is not None), None)
+            for key in ("input_key", "output_key")}  # fmt: skip
+    return (str(path), keys["input_key"] or "input", keys["output_key"] or "output", None) if path else None
+
+
+def validated(rule: Rule) -> Rule:
+    """Return the rule of a key of validation, for recipes whose validation prompts can be read."""
+    why = (
+        "the recipe names no prompts of validation that rlctl can read: set validation.every with validation.data.name "
+    )
+    why += "or validation.holdout"
+    return lambda found: rule(found) if validation_set(found) else found.say("logging", why)
+
+
+def validation_period(found: Found) -> None:
+    """Map how often and on what is validated: NeMo-RL samples there as in training."""
+    known = validation_set(found)
+    assert known is not None  # `validated` has looked
+    name, prompt, answer, split = known
+    fields = {"name": name, "prompt_field": prompt, "answer_field": answer}
+    for key, value in (fields | {"split": found.get("data.validation.split") or split}).items():
+        if value is not None:
+            found.set(f"validation.data.{key}", value)
+    own = found.get("policy.generation.val_temperature")
+    found.set("validation.temperature", found.get("policy.generation.temperature") or 1.0 if own is None else own)
+    found.map("validation.every", found.value)
+
+
 def dataset(found: Found) -> None:
     if found.value != data_value(found, "dataset_name"):
         found.skip("data.train has its own")
@@ -653,10 +690,20 @@ def kept_checkpoints(found: Found) -> None:
         found.skip("checkpoints are off")
     elif found.value is None or metric is None:
         found.map("run.keep_last", found.value)
+    elif (every := _validated_at_saves(found)) and str(metric).startswith("val"):
+        found.set("run.keep_best", found.value)
+        found.set("run.keep_best_by", "validation/reward_mean")
+        found.say("mapped", f"run.keep_best: {found.value}, by the mean reward of validation, every {every} steps")
     else:
         found.set("run.keep_best", found.value)
         note = f"run.keep_best: {found.value}, by the mean reward of training instead of {metric}; and the newest"
         found.say("changed", note)
+
+
+def _validated_at_saves(found: Found) -> int:
+    """Return the interval of validations where each checkpoint has one, else 0."""
+    every, saves = found.number("grpo.val_period", 0), found.number("checkpointing.save_period", 0)
+    return every if validation_set(found) and every and saves % every == 0 else 0
 
 
 def engine_devices(found: Found) -> None:

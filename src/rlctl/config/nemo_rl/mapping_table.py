@@ -20,6 +20,7 @@ from rlctl.config.nemo_rl.mapping_rules import (
     passes,
     same,
     to,
+    validated,
     when_dtensor,
     with_adapters,
     with_float8,
@@ -33,7 +34,8 @@ RENAMED = {
 }
 """Former and alternative names of keys and sections."""
 
-NO_VALIDATION = logs("rlctl has no validation pass yet; the rewards of training are in metrics.jsonl")
+NO_VALIDATION = logs("validation samples all prompts at once, with generation.top_p and top_k")
+READ_WITH_PERIOD = validated(without("read with grpo.val_period"))
 LOGS = logs("rlctl writes metrics, logs and a report to the run directory, under its own names")
 TOOLS = without("rollouts have no tools")
 KERNELS = without("rlctl chooses kernels by itself; results are the same")
@@ -54,12 +56,16 @@ _GRPO: dict[str, Rule] = {
     "grpo.max_rollout_turns": only(None, 1, why="rollouts have one turn"),
     "grpo.normalize_rewards": to("advantage.normalize_std"),
     "grpo.use_leave_one_out_baseline": to("advantage.baseline", {True: "leave-one-out", False: "mean"}),
-    **dict.fromkeys((
-        "grpo.val_period", "grpo.val_at_start", "grpo.val_at_end", "grpo.max_val_samples", "grpo.val_batch_size",
-        "grpo.val_start_at", "grpo.val_num_generations_per_prompt", "grpo.num_val_generations_per_prompt",
-    ), NO_VALIDATION),
+    "grpo.val_period": validated(rules.validation_period),
+    "grpo.val_at_start": validated(to("validation.at_start")),
+    "grpo.val_at_end": validated(to("validation.at_end")),
+    "grpo.max_val_samples": validated(to("validation.max_prompts")),
+    "grpo.val_num_generations_per_prompt": validated(to("validation.samples")),
+    "grpo.num_val_generations_per_prompt": validated(to("validation.samples")),
+    "grpo.val_batch_size": NO_VALIDATION,
+    "grpo.val_start_at": validated(differs(None, 0, why="the first validation is after validation.every steps")),
     "grpo.stop_at_validation_metric": NO_VALIDATION,
-    "grpo.stop_at_validation_threshold": only(None, why="there is no validation that could end the run"),
+    "grpo.stop_at_validation_threshold": only(None, why="a plateau can end a run (validation.stop_after), no value"),
     "grpo.debug_payload_metrics": LOGS,
     "grpo.deduplicate_multimodal_data": without("prompts are texts"),
     "grpo.invalid_tool_call_advantage": TOOLS,
@@ -302,9 +308,8 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.top_k": to("generation.top_k"),
     "policy.generation.stop_token_ids": to("generation.stop_token_ids"),
     "policy.generation.bad_words": only(None, why="no words are forbidden"),
-    **dict.fromkeys((
-        "policy.generation.val_temperature", "policy.generation.val_top_p", "policy.generation.val_top_k",
-    ), NO_VALIDATION),
+    "policy.generation.val_temperature": READ_WITH_PERIOD,
+    **dict.fromkeys(("policy.generation.val_top_p", "policy.generation.val_top_k"), NO_VALIDATION),
     "policy.generation.use_async_rollouts": ENGINE_CALLS,
     **dict.fromkeys((
         "policy.generation.sglang_cfg.*", "policy.generation.trtllm_cfg.*", "policy.generation.trtllm_kwargs.*",
@@ -366,7 +371,7 @@ _REST: dict[str, Rule] = {
             "dataset_name": rules.dataset, "prompt_file": rules.prompt_file,
             "system_prompt_file": rules.system_prompt_file, "split": to("data.split"), "max_samples": to("data.size"),
             "env_name": without("read with the environment"), "processor": without("rlctl reads the fields by name"),
-            "split_validation_size": NO_VALIDATION,
+            "split_validation_size": logs("validation.holdout is a number of prompts, which are not known here"),
             "repeat": only(None, 1, why="prompts come round again by themselves"),
             "seed": without("run.seed"),
         }.items()
@@ -376,8 +381,13 @@ _REST: dict[str, Rule] = {
         only(None, why="there is one source of prompts, and this is a list of them", settled_by="data.name")
     ),
     "data.train.*": without("read with the dataset"),
-    "data.validation": NO_VALIDATION,
-    "data.validation.*": NO_VALIDATION,
+    "data.validation": without("there is none"),
+    **dict.fromkeys(
+        ("data.validation.dataset_name", "data.validation.data_path", "data.validation.split",
+         "data.validation.input_key", "data.validation.output_key", "data.val_data_path", "data.val_split"),
+        READ_WITH_PERIOD,
+    ),
+    "data.validation.*": logs("validation reads its prompts as training does"),
     "data.shuffle": to("data.shuffle"),
     **dict.fromkeys(
         ("data.train_data_path", "data.input_key", "data.output_key", "data.data_paths", "data.file_format",
@@ -385,8 +395,6 @@ _REST: dict[str, Rule] = {
         without("read with dataset_name"),
     ),
     "data.train_split": to("data.split"),
-    "data.val_data_path": NO_VALIDATION,
-    "data.val_split": NO_VALIDATION,
     "data.max_input_seq_length": without("prompts that leave no room for a completion are refused"),
     "data.num_workers": without("prompts are read by the driver"),
     "data.use_multiple_dataloader": only(None, False, why="there is one source of prompts"),

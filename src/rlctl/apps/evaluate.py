@@ -1,0 +1,390 @@
+"""Evaluation: models and checkpoints of runs sample the answers to tasks, which scorers judge.
+
+    models x tasks ---> prompts that the file lacks ---> engines ---> scorers ---> file of samples ---> metrics
+
+All models get the same prompts, the same seeds and the same sampling, so that they can be compared prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlctl.apps.generate import CompletionJob, completion_job, of_run, require_room, started_engines
+from rlctl.apps.prepare import Tell
+from rlctl.backends.clients import EngineClient
+from rlctl.backends.messages import GroupRequest, Sampling
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.cluster.objects import fetch
+from rlctl.config.load import DEFAULT, Resolved, from_sources
+from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm, RlctlConfig
+from rlctl.config.sources import Source, Value
+from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
+from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.gym import MOST_QUESTIONS
+from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
+from rlctl.data.prompts import FILE_SUFFIXES, open_prompts
+from rlctl.envs.extraction import vote
+from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.envs.rewards import prepare_rewards
+from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.statistics import Estimate, Sampled, metrics_of
+from rlctl.errors import InputError, listed
+from rlctl.rollouts.generator import generate_groups
+from rlctl.rollouts.prompt_order import PromptOrder
+from rlctl.rollouts.source import sample_seed
+from rlctl.runs.directory import Checkpoint
+from rlctl.runs.sample_file import SampleFile
+from rlctl.telemetry.progress import WorkProgress
+
+GYM_PROMPTS = 200
+"""Questions of a reasoning-gym task, which has as many as one likes, where --limit is not given."""
+MOST_SAMPLES = 10_000_000
+TEMPERATURE = "generation.temperature"
+SHARED = (
+    "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
+    TEMPERATURE, "generation.top_p", "generation.top_k", "run.seed",
+)  # fmt: skip
+"""Keys that are the same for all models of an evaluation: those of the first, where the command line sets none."""
+CALLS_AHEAD = 4
+"""Samples of one call to the engines, in multiples of what they decode at once: few calls, and seldom idle engines."""
+FEWEST_A_CALL = 16
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that is evaluated, or a checkpoint of a run."""
+
+    label: str
+    resolved: Resolved
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with the prompts that are asked."""
+
+    label: str
+    source: PromptSource
+    data: DataConfig
+    """How its prompts are put to a model."""
+    rewards: RewardPlan
+    rows: tuple[int, ...]
+
+    @cached_property
+    def prompts(self) -> list[PromptRow]:
+        return [self.source[row] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of a model on a task."""
+
+    task: str
+    model: str
+    prompts: int
+    samples: int
+    metrics: dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that an evaluation is made of; nothing is started yet."""
+
+    contenders: tuple[Contender, ...]
+    tasks: tuple[Task, ...]
+    samples: int
+    ks: tuple[int, ...]
+
+
+def contenders(
+    models: Sequence[str], runs: Sequence[Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
+) -> tuple[Contender, ...]:
+    """Return the models and checkpoints to evaluate: the newest of each run or those of `steps`, then the models.
+    `resolve` returns the configuration of the command line with a model.
+
+    Raises InputError where there is none, or one is there twice.
+    """
+    asked = resolve(None)
+    found = [_of_run(run, step, asked) for run in runs for step in (steps or [None])]
+    if not found and (models or asked.config.model.name):
+        found.append(_of_model(resolve(models[0] if models else None)))
+        models = models[1:]
+    found += [_of_model(resolve(model)) for model in models]
+    if not found:
+        raise InputError("There is no model to evaluate.", "Give --model NAME, or --run-dir DIR.")
+    labels = [one.label for one in found]
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise InputError(f"{listed(sorted(twice))} is given twice.", "Name each model and each step once.")
+    shared = dict(found[0].resolved.leaves())
+    origin = f"eval, as {found[0].label}"
+    values = {key: Value(key, shared[key], origin) for key in SHARED}
+    if asked.origin[TEMPERATURE] == DEFAULT:
+        # A run's own is that of its rollouts; one sample is the most likely one.
+        values[TEMPERATURE] = Value(TEMPERATURE, 0.0 if n == 1 else 1.0, f"eval, with --n {n}")
+    # The length that a run's prompts left room for says nothing about those of a task.
+    own = set() if asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
+    return tuple(replace(one, resolved=_with(one.resolved, list(values.values()), own)) for one in found)
+
+
+def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Resolved:
+    """Return the configuration with those of `values` that are others than its own, and without `left_out`."""
+    own = dict(resolved.leaves())
+    below = [value for value in resolved.given() if value.key not in left_out]
+    return from_sources([Source(below), Source([value for value in values if own.get(value.key) != value.value])])
+
+
+def _of_run(directory: Path, step: int | None, asked: Resolved) -> Contender:
+    resolved, checkpoint = of_run(directory, step, asked)
+    return Contender(f"{directory.resolve().name} step {checkpoint.step}", resolved, checkpoint)
+
+
+def _of_model(resolved: Resolved) -> Contender:
+    name = resolved.config.model.name or ""
+    return Contender(Path(name).name if Path(name).is_dir() else name, resolved)
+
+
+def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
+    """Return the task that `--task` names, its scorers tried. Questions of reasoning-gym come from seeds that no run
+    with the same `run.seed` trains on.
+
+    Raises InputError for a task that does not exist, has no scorer, or cannot be fetched.
+    """
+    if not name:
+        raise InputError("--task names no task.", "Give reasoning-gym:TASK, a file, or a short name such as gsm8k.")
+    reward = config.reward
+    known = known_benchmark(name)
+    if name.startswith(GYM_PREFIX):
+        same = name.split(":")[1:2] == (config.data.name or "").removeprefix(GYM_PREFIX).split(":")[:1]
+        params = {k: v for k, v in config.data.params.items() if same and k not in ("seed", "size")}
+        data = config.data.model_copy(update={"name": name, "params": params, "size": None})
+        source = open_prompts(data, seed=config.run.seed + MOST_QUESTIONS)
+        reward = RewardConfig(extract=reward.extract, timeout_s=reward.timeout_s)
+    elif known is not None:
+        benchmark, path = known
+        data = benchmark.data(path)
+        data = data.model_copy(
+            update={
+                "system_prompt": config.data.system_prompt,
+                "prompt_suffix": config.data.prompt_suffix,
+                "prompt_template": config.data.prompt_template or data.prompt_template,
+            }
+        )
+        source = open_benchmark(name, benchmark, path, data)
+        reward = benchmark.reward.model_copy(update={"timeout_s": reward.timeout_s})
+    else:
+        _require_source(name)
+        data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
+        source = open_prompts(data)
+        if all(term.name == "task" for term in reward.terms):
+            reward = reward.model_copy(update={"terms": (RewardTerm(name="exact-match"),)})
+    plan = prepare_rewards(reward, source)
+    if limit is None and name.startswith(GYM_PREFIX):
+        limit = GYM_PROMPTS
+    count = min(len(source), limit or len(source))
+    order = PromptOrder(len(source), config.run.seed)  # a part of a sorted data set is a fair one
+    return Task(name, source, data, plan, tuple(order.at(place) for place in range(count)))
+
+
+def _require_source(name: str) -> None:
+    """Raises InputError for a name that is neither a file nor could be one of the hub's."""
+    if "/" in name or Path(name).suffix.lower() in FILE_SUFFIXES or Path(name).exists():
+        return
+    raise InputError(
+        f"--task {name}: there is no such task.",
+        near_benchmark(name)
+        or f"Tasks are reasoning-gym:TASK, {', '.join(BENCHMARKS)}, a .jsonl or .parquet file, or OWNER/DATASET of the "
+        "hub.",
+    )
+
+
+def evaluation(
+    found: tuple[Contender, ...], names: Sequence[str], samples: int, ks: Sequence[int], limit: int | None
+) -> Evaluation:
+    """Return the evaluation of these models on these tasks, which are opened.
+
+    Raises InputError for a task that is wrong or there twice, and for more samples than can be kept."""
+    if not names:
+        raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"--task {twice[0]} is given twice.", "Give it once; --n sets the samples of each prompt.")
+    tasks = tuple(open_task(name, found[0].resolved.config, limit) for name in names)
+    if (count := samples * sum(len(task.rows) for task in tasks) * len(found)) > MOST_SAMPLES:
+        raise InputError(f"These are {count:,} samples; at most {MOST_SAMPLES:,} can be kept.", "Set --limit or --n.")
+    return Evaluation(found, tasks, samples, tuple(ks))
+
+
+def evaluate(job: Evaluation, file: SampleFile, tell: Tell) -> list[Result]:
+    """Sample and score what `file` lacks; return the metrics of each task and model, task by task."""
+    encoded = [Encoded.of(job, contender, tell) for contender in job.contenders]
+    for one in encoded:
+        for task in job.tasks:
+            file.begin(task.label, one.contender.label, one.settings(task))
+    total = sum(len(task.rows) for task in job.tasks) * job.samples * len(job.contenders)
+    there = total - sum(len(one.missing(task, file, job.samples)) for one in encoded for task in job.tasks)
+    if there:
+        tell(f"{there} of {total} samples are in {file.path}")
+    with WorkProgress("samples", total, there) as progress:
+        for one in encoded:
+            _sample(one, job, file, tell, progress)
+    return [_result(job, task, one.contender.label, file) for task in job.tasks for one in encoded]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A model with the tokens of every prompt."""
+
+    contender: Contender
+    job: CompletionJob
+    encoders: Mapping[str, PromptEncoder]
+    prompts: Mapping[str, list[tuple[int, ...]]]
+    """By task, in the order of its rows."""
+    identity: str
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, contender: Contender, tell: Tell) -> Encoded:
+        """Open the model and its tokenizer. Raises InputError for a prompt that leaves no room for an answer."""
+        asked = sum(len(task.rows) for task in evaluation.tasks)
+        job = completion_job(contender.resolved, evaluation.samples, contender.checkpoint, asked, tell)
+        config, directory = job.config, job.model.source.directory
+        tokenizer = load_tokenizer(directory, config.model)
+        encoders = {
+            task.label: PromptEncoder.build(tokenizer, config.model, task.data, directory) for task in evaluation.tasks
+        }
+        for note in dict.fromkeys(filter(None, [job.model.source.note, *(one.note for one in encoders.values())])):
+            tell(f"{contender.label}: {note}")
+        prompts = {task.label: [encoders[task.label].encode(row) for row in task.prompts] for task in evaluation.tasks}
+        for task in evaluation.tasks:
+            require_room(job, [len(prompt) for prompt in prompts[task.label]], task.prompts)
+        weights = contender.checkpoint
+        identity = (
+            hashlib.sha256(json.dumps(weights.state()["files"], sort_keys=True).encode()).hexdigest()
+            if weights
+            else model_fingerprint(directory, job.model.source.weights)
+        )
+        return cls(contender, job, encoders, prompts, identity)
+
+    def sampling(self, task: Task) -> Sampling:
+        encoder = self.encoders[task.label]
+        return Sampling.from_config(
+            self.job.config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids
+        )
+
+    def settings(self, task: Task) -> dict[str, Any]:
+        """Return what the samples of a task follow from. The number of prompts and of samples is left out: each sample
+        follows from its own seed, so that a file can grow."""
+        data, config, sampling = task.data, self.job.config, self.sampling(task)
+        return {
+            "model": self.identity,
+            "data": task.source.fingerprint(),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens,
+            "max_length": config.model.max_length,
+            "stop": sampling.stop,
+            "seed": config.run.seed,
+            "system_prompt": data.system_prompt,
+            "prompt_template": data.prompt_template,
+            "prompt_suffix": data.prompt_suffix,
+            "chat_template": config.model.chat_template,
+            "tokenizer": config.model.tokenizer,
+            "scorers": [f"{term.weight:g} x {term.name}" for term in task.rewards.terms],
+            "extract": task.rewards.extraction,
+        }
+
+    def missing(self, task: Task, file: SampleFile, samples: int) -> list[tuple[int, int]]:
+        """Return row and number of each sample that the file lacks."""
+        there = file.samples(task.label, self.contender.label)
+        return [(row, sample) for row in task.rows for sample in range(samples) if (row, sample) not in there]
+
+
+def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progress: WorkProgress) -> None:
+    """Sample and score what the file lacks of one model; engines are started only where it lacks something."""
+    missing = {task.label: one.missing(task, file, job.samples) for task in job.tasks}
+    if not any(missing.values()):
+        return
+    plan = one.job.checked_plan([len(prompt) for prompts in one.prompts.values() for prompt in prompts])
+    planned = replace(one.job, resolved=one.job.resolved.with_values(plan.config_values()))
+    with started_engines(planned, plan, lambda text: tell(f"{one.contender.label}: {text}")) as engines:
+        at_once = len(engines) * (planned.config.generation.max_concurrent or FEWEST_A_CALL)
+        for task in job.tasks:
+            with contextlib.closing(RewardWorker(task.rewards, _as_they_are)) as scorer:
+                for part in _calls(missing[task.label], max(FEWEST_A_CALL, CALLS_AHEAD * at_once)):
+                    file.add(_scored(one, task, part, engines, scorer))
+                    progress.advance(f"{one.contender.label}, {task.label}", sum(map(len, part.values())))
+
+
+def _as_they_are(texts: Any) -> list[str]:
+    return texts
+
+
+def _calls(missing: Sequence[tuple[int, int]], size: int) -> Iterator[dict[int, list[int]]]:
+    """Yield the samples of each call to the engines, about `size` of them, by row."""
+    part: dict[int, list[int]] = {}
+    for number, (row, sample) in enumerate(missing):
+        part.setdefault(row, []).append(sample)
+        last_of_row = number + 1 == len(missing) or missing[number + 1][0] != row
+        if last_of_row and sum(map(len, part.values())) >= size:
+            yield part
+            part = {}
+    if part:
+        yield part
+
+
+def _scored(
+    one: Encoded, task: Task, part: Mapping[int, list[int]], engines: EngineClient, scorer: RewardWorker
+) -> list[dict[str, Any]]:
+    """Return the records of these samples."""
+    config, places = one.job.config, {row: place for place, row in enumerate(task.rows)}
+    requests = [
+        GroupRequest(
+            row,
+            one.prompts[task.label][places[row]],
+            tuple(sample_seed(config.run.seed, row, sample) for sample in samples),
+        )
+        for row, samples in part.items()
+    ]
+    results = generate_groups(engines, requests, one.sampling(task), config.cluster.step_timeout_s)
+    texts = {result.group: fetch(result.texts) for result in results}
+    rows = {row: task.prompts[places[row]] for row in part}
+    scores = dict(
+        zip(texts, scorer.score([ScoreRequest(rows[row], found) for row, found in texts.items()]), strict=True)
+    )
+    return [
+        {
+            "task": task.label,
+            "model": one.contender.label,
+            "row": result.group,
+            "sample": sample,
+            "prompt": rows[result.group].prompt,
+            "answer": rows[result.group].answer,
+            "completion": texts[result.group][index],
+            "answer_given": vote(texts[result.group][index], task.rewards.extraction),
+            "right": _is_right(scores[result.group], index),
+            "score": scores[result.group].rewards[index],
+            "tokens": result.response_tokens[index],
+            "finish_reason": result.finish_reasons[index],
+            "seed": sample_seed(config.run.seed, result.group, sample),
+        }
+        for result in results
+        for index, sample in enumerate(part[result.group])
+    ]
+
+
+def _is_right(scores: GroupScores, index: int) -> bool:
+    """Return whether the scorer of the reference answers finds it right; without one, whether the reward is full."""
+    return (scores.rewards if scores.accuracies is None else scores.accuracies)[index] >= 1
+
+
+def _result(job: Evaluation, task: Task, model: str, file: SampleFile) -> Result:
+    there = file.samples(task.label, model)
+    found = [[there[row, sample] for sample in range(job.samples)] for row in task.rows]
+    prompts = [[Sampled(one["right"], one["score"], one["answer_given"]) for one in group] for group in found]
+    return Result(task.label, model, len(prompts), len(prompts) * job.samples, metrics_of(prompts, job.ks))

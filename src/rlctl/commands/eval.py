@@ -1,0 +1,216 @@
+"""`rlctl eval`: how often models and checkpoints of runs answer tasks rightly, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.generate import refuse_training_keys
+from rlctl.commands.output import command_app, examples, message, print_json, show
+from rlctl.errors import InputError
+
+if TYPE_CHECKING:
+    from rlctl.apps.evaluate import Evaluation, Result
+    from rlctl.config.load import Resolved
+
+app = command_app()
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local directory. Can be repeated."),
+]
+Runs = Annotated[
+    list[str] | None,
+    typer.Option("--run-dir", metavar="DIR", help="Run whose checkpoint is evaluated. Can be repeated."),
+]
+Steps = Annotated[
+    list[int] | None,
+    typer.Option("--step", help="Step of the checkpoint in --run-dir; by default the last one. Can be repeated."),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--task",
+        "-t",
+        metavar="TASK",
+        help="reasoning-gym:<task>[:key=value,...], gsm8k, math-500, aime24, aime25, gpqa-diamond, mmlu-pro, ifeval, a "
+        ".jsonl or .parquet file, or a Hugging Face dataset. Can be repeated.",
+    ),
+]
+Samples = Annotated[int, typer.Option("--n", "-n", min=1, max=10_000, help="Number of samples of each prompt.")]
+Ks = Annotated[
+    list[int] | None,
+    typer.Option("--k", "-k", min=1, help="k of pass@k; by default the powers of two up to --n. Can be repeated."),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", min=1, help="Number of prompts of each task; by default 200 of reasoning-gym, else all."),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", help="Temperature of sampling; by default 0 with --n 1, and 1 with more samples."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", help="Sample among the most likely tokens whose probabilities add up to this."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write every sample to this JSON Lines file; samples that it has already are not sampled again.",
+    ),
+]
+UNREAD_KEYS = (
+    "batch.", "advantage.", "loss.", "checks.", "optimizer.", "scheduler.", "ddp.", "run.steps", "validation.",
+    "data.name", "data.size", "data.shuffle",
+)  # fmt: skip
+
+
+@app.command(
+    "eval",
+    epilog=examples(
+        "rlctl eval --model Qwen/Qwen3-0.6B --task gsm8k --task math-500 -n 4",
+        "rlctl eval --run-dir runs/my-run --model Qwen/Qwen3-0.6B --task reasoning-gym:chain_sum",
+        "rlctl eval --run-dir runs/my-run --step 50 --step 100 --task questions.jsonl --output samples.jsonl --json",
+    ),
+)
+def evaluate(
+    context: typer.Context,
+    task: Tasks = None,
+    model: Models = None,
+    run_dir: Runs = None,
+    step: Steps = None,
+    n: Samples = 1,
+    k: Ks = None,
+    limit: Limit = None,
+    output: Output = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    seed: options.Seed = None,
+    reward: options.Reward = None,
+    tokenizer: options.Tokenizer = None,
+    chat_template: options.ChatTemplate = None,
+    max_length: options.MaxLength = None,
+    preset: options.Preset = None,
+    config: options.Config = None,
+    set_: options.Set = None,
+    nodes: options.Nodes = None,
+    gpus_per_node: options.GpusPerNode = None,
+    gpu: options.Gpu = None,
+    ray_address: options.RayAddress = None,
+    dry_run: options.DryRun = False,
+    explain: options.Explain = False,
+    json_: options.Json = False,
+) -> None:
+    """Measure how often models answer tasks rightly: pass@k, mean@n and majority@n with their standard errors.
+
+    A checkpoint of a run (--run-dir) is evaluated as it is, without a conversion. Several models get the same prompts
+    and seeds, and the table says whether they differ from the first one by more than noise. Prompts and sampling are
+    those of the first model's run, where the command line does not set them.
+    """
+    if step and not run_dir:
+        raise InputError(f"--step {step[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
+    if k and max(k) > n:
+        raise InputError(f"--k {max(k)}: pass@{max(k)} needs at least {max(k)} samples.", f"Raise --n from {n}.")
+    options.require_dry_run(explain, dry_run)
+    from rlctl.apps.evaluate import contenders, evaluation
+    from rlctl.envs.statistics import default_ks
+
+    def resolved(name: str | None) -> Resolved:
+        found = options.resolve_config(**context.params | {"run_dir": None, "model": name})
+        refuse_training_keys(found, UNREAD_KEYS, "an evaluation")
+        return found
+
+    found = contenders(model or [], [Path(run) for run in run_dir or []], step or [], resolved, n)
+    job = evaluation(found, task or [], n, k or default_ks(n), limit)
+    if dry_run:
+        show_plans(job, json_, explain)
+    else:
+        measure(job, output, json_)
+
+
+def show_plans(job: Evaluation, json_: bool, explain: bool) -> None:
+    """Print the plan of each model's engines."""
+    from rlctl.apps.dry_run import dry_generate
+
+    prompts = sum(len(task.rows) for task in job.tasks)
+    plans = {one.label: dry_generate(one.resolved, job.samples, one.checkpoint, prompts) for one in job.contenders}
+    if json_:
+        print_json({"models": [{"model": label, **plan.to_json()} for label, plan in plans.items()]})
+        return
+    for task in job.tasks:
+        show(f"{task.label}: {len(task.rows)} prompts x {job.samples} samples; {'; '.join(task.rewards.describe())}")
+    for label, plan in plans.items():
+        show(f"\n{label}\n{plan.text(explain)}")
+
+
+def measure(job: Evaluation, output: Path | None, json_: bool) -> None:
+    """Sample, score, and print the metrics."""
+    from rlctl.apps.evaluate import evaluate as run_evaluation
+    from rlctl.runs.sample_file import SampleFile
+
+    with SampleFile(output) as file:
+        try:
+            results = run_evaluation(job, file, message)
+        except KeyboardInterrupt:
+            if output is not None:
+                message(f"The samples so far are in {output}; the same command goes on with them.")
+            raise
+    print_json({"tasks": [as_json(result) for result in results]}) if json_ else show(table(results))
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Return one result as --json has it."""
+    metrics = {name: {"value": one.value, "stderr": one.stderr} for name, one in result.metrics.items()}
+    return {"task": result.task, "model": result.model, "samples": result.samples, "metrics": metrics}
+
+
+def table(results: list[Result]) -> str:
+    """Return the metrics task by task, one column a model, and below them how far each model is from the first."""
+    blocks = []
+    for task in dict.fromkeys(result.task for result in results):
+        found = [result for result in results if result.task == task]
+        first, *others = found
+        names = list(dict.fromkeys(name for result in found for name in result.metrics))
+        rows = [["", *(result.model for result in found)]]
+        rows += [[name, *(_shown(result, name) for result in found)] for name in names]
+        per_prompt = first.samples // first.prompts
+        head = f"{task}: {first.prompts} prompts x {per_prompt} sample{'s' * (per_prompt > 1)}"
+        blocks.append("\n".join([head, *_aligned(rows), *(_compared(first, other) for other in others)]))
+    return "\n\n".join(blocks)
+
+
+def _shown(result: Result, name: str) -> str:
+    found = result.metrics.get(name)
+    if found is None:
+        return "-"
+    return f"{found.value:.4f}" + (f" ± {found.stderr:.4f}" if found.stderr is not None else "")
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(
+            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def _compared(first: Result, other: Result) -> str:
+    """Return whether a model differs from the first one, by mean@n: the metric that uses every sample."""
+    from rlctl.envs.statistics import paired_difference
+
+    name = next(iter(first.metrics))
+    found = paired_difference(first.metrics[name], other.metrics[name])
+    error = f" ± {found.stderr:.4f}" if found.stderr is not None else ""
+    verdict = "more than noise" if found.beyond_noise else "not more than noise"
+    return f"  {other.model} - {first.model}: {name} {found.value:+.4f}{error}, p = {found.p:.2g}: {verdict}"

@@ -1,0 +1,216 @@
+"""Validation: the newest weights answer prompts that they do not train on, with the engines and a scorer of the run.
+
+Seeds follow from the prompt alone, so that two validations differ by the weights only. Engines forget its prompts
+afterwards, so that training goes on as it would have without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.backends.clients import EngineClient
+from rlctl.backends.messages import GroupRequest, Sampling
+from rlctl.cluster.workers import WorkerGroup
+from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
+from rlctl.data.chat import PromptEncoder
+from rlctl.data.holdout import open_validation
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.envs.reward_worker import RewardWorker
+from rlctl.envs.rewards import prepare_rewards
+from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.statistics import Estimate
+from rlctl.errors import ConfigError, InputError
+from rlctl.refit.sync import WeightSync
+from rlctl.rollouts.generator import generate_groups
+from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
+from rlctl.rollouts.source import sample_seed
+from rlctl.rollouts.synchronous import scored
+
+FIRST_POSITION = 2**48
+"""Positions of validation, which no training reaches: its samples have seeds of their own."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """The prompts of a run's validation, with their tokens and scorers."""
+
+    label: str
+    rows: tuple[PromptRow, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    rewards: RewardPlan
+    fingerprint: dict[str, Any]
+
+    @classmethod
+    def open(cls, config: RlctlConfig, prompts: PromptStream, model_dir: Path) -> ValidationSet | None:
+        """Open what a run validates on; None where it does not. Raises ConfigError or InputError for what is wrong with
+        it."""
+        wanted = config.validation
+        if not wanted.wanted:
+            return None
+        source, data = open_validation(config, prompts.held_out)
+        encoder = PromptEncoder.build(prompts.encoder.tokenizer, config.model, data, model_dir)
+        reward = config.reward.model_copy(update={"terms": wanted.reward}) if wanted.reward else config.reward
+        order = PromptOrder(len(source), config.run.seed)
+        rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
+        sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+        if wanted.temperature == 0:
+            sampling = replace(sampling, top_p=1.0, top_k=-1)
+        rewards = prepare_rewards(reward, source)
+        names = ["reward_mean", *(["accuracy", f"pass@{wanted.samples}"] if rewards.accuracy_by else [])]
+        if metric_of_the_best(config) not in names:
+            raise ConfigError(
+                f"run.keep_best_by = {config.run.keep_best_by}: no such metric says which validation is better.",
+                f"There are {', '.join(VALIDATION_PREFIX + name for name in names)}.",
+            )
+        return cls(
+            label=source.label,
+            rows=rows,
+            tokens=tuple(encoder.encode(row) for row in rows),
+            sampling=replace(sampling, temperature=wanted.temperature),
+            rewards=rewards,
+            fingerprint=source.fingerprint(),
+        )
+
+    def require_fit(self, limit: int) -> None:
+        """Raise InputError for a prompt of more than `limit` tokens."""
+        for row, tokens in zip(self.rows, self.tokens, strict=True):
+            if len(tokens) > limit:
+                raise InputError(
+                    f"validation: the prompt of {row.where} has {len(tokens)} tokens, and {limit} leave room for a "
+                    "completion.",
+                    "Raise --max-length, or leave the row out.",
+                )
+
+    def describe(self, config: RlctlConfig) -> str:
+        """Return what is validated, when and how."""
+        wanted = config.validation
+        at = [f"every {f'{wanted.every} steps' if wanted.every > 1 else 'step'}"] * (wanted.every > 0) + [
+            "before the first"
+        ] * wanted.at_start
+        at += ["after the last"] * wanted.at_end
+        how = "greedy" if wanted.temperature == 0 else f"temperature {wanted.temperature:g}"
+        held = " held out of the data" if wanted.data.name is None and wanted.holdout else f" of {self.label}"
+        return (
+            f"validation: {', '.join(at)}: {len(self.rows)} prompt{'s' * (len(self.rows) > 1)}{held}, {wanted.samples} "
+            f"sample{'s' * (wanted.samples > 1)} each, {how}"
+        )
+
+
+@dataclass(frozen=True)
+class Validated:
+    """The outcome of one validation."""
+
+    metrics: dict[str, float]
+    groups: tuple[RolloutGroup, ...]
+
+
+class Validation:
+    """Validates a run, and knows whether it still gets better."""
+
+    def __init__(
+        self,
+        config: RlctlConfig,
+        data: ValidationSet,
+        engines: EngineClient,
+        rewards: WorkerGroup[RewardWorker],
+        sync: WeightSync,
+    ) -> None:
+        self._config, self._data = config, data
+        self._engines, self._rewards, self._sync = engines, rewards, sync
+        self.metric = metric_of_the_best(config)
+        self._best, self._since = -math.inf, 0
+
+    def due(self, step: int) -> bool:
+        """Return whether to validate after `step` finished steps."""
+        wanted = self._config.validation
+        if step == 0:
+            return wanted.at_start
+        return (wanted.every > 0 and step % wanted.every == 0) or (wanted.at_end and step == self._config.run.steps)
+
+    def measure(self, version: int) -> Validated:
+        """Validate the weights of `version`, which the engines hold; the policy has its devices back afterwards."""
+        config, data = self._config, self._data
+        requests = [
+            GroupRequest(
+                FIRST_POSITION + place,
+                tokens,
+                tuple(
+                    sample_seed(config.run.seed, FIRST_POSITION + row.index, sample)
+                    for sample in range(config.validation.samples)
+                ),
+            )
+            for place, (row, tokens) in enumerate(zip(data.rows, data.tokens, strict=True))
+        ]
+        with self._sync.generating():
+            results = generate_groups(
+                self._engines,
+                requests,
+                data.sampling,
+                config.cluster.step_timeout_s,
+                lambda error: self._sync.recover(error, version),
+            )
+            self._engines.forget_prompts()
+        rows = {request.group: row for request, row in zip(requests, data.rows, strict=True)}
+        groups, failures = scored(self._rewards, requests, results, rows, data.rewards.timeout_s)
+        found = Validated(metrics_of(groups, failures), tuple(groups))
+        self._compare(found.metrics[self.metric])
+        return found
+
+    def _compare(self, value: float) -> None:
+        better = value > self._best
+        self._best, self._since = (value, 0) if better else (self._best, self._since + 1)
+
+    @property
+    def plateau(self) -> str | None:
+        """The sentence that ends the run, once validations have not got better for `validation.stop_after` of them."""
+        limit = self._config.validation.stop_after
+        if limit is None or self._since < limit:
+            return None
+        return (
+            f"{VALIDATION_PREFIX}{self.metric} has not been better than {self._best:.4g} for {self._since} validations "
+            "in a row (validation.stop_after): the run ends here"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the best value so far and the validations since then, as JSON."""
+        return {"best": self._best if math.isfinite(self._best) else None, "since": self._since}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned; a checkpoint of a run that did not validate has none."""
+        best, since = state.get("best"), state.get("since")
+        self._best = float(best) if isinstance(best, int | float) else -math.inf
+        self._since = since if isinstance(since, int) else 0
+
+
+def metric_of_the_best(config: RlctlConfig) -> str:
+    """Return the name of the metric by which validations are better."""
+    by = config.run.keep_best_by
+    return by.removeprefix(VALIDATION_PREFIX) if by.startswith(VALIDATION_PREFIX) else "reward_mean"
+
+
+def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
+    """Return the metrics of validated groups: means over prompts, with their standard errors."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = Estimate.of([float(group.rewards_G.mean()) for group in groups])
+    found = {"reward_mean": rewards.value}
+    if rewards.stderr is not None:
+        found["reward_stderr"] = rewards.stderr
+    right_PG = [[one.accuracy for one in group.rollouts if one.accuracy is not None] for group in groups]
+    if sum(map(len, right_PG)) == len(rollouts):
+        right = Estimate.of([float(np.mean(right_G)) for right_G in right_PG])
+        found["accuracy"] = right.value
+        if right.stderr is not None:
+            found["accuracy_stderr"] = right.stderr
+        found[f"pass@{len(right_PG[0])}"] = float(np.mean([max(right_G) for right_G in right_PG]))
+    found["response_tokens_mean"] = float(np.mean([rollout.response_tokens for rollout in rollouts]))
+    found["truncated_fraction"] = float(np.mean([rollout.truncated for rollout in rollouts]))
+    found["scorer_failures"] = float(failures)
+    return found

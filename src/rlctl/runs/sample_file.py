@@ -1,0 +1,117 @@
+"""The file of an evaluation: one JSON line a sample, from which an evaluation that was stopped goes on.
+
+A line without `sample` comes before the samples of a task and a model and holds the settings that they follow from, so
+that samples of other settings are never mixed with them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rlctl.config.files import problem_with
+from rlctl.errors import InputError, RlctlError
+
+JUDGED = {"right", "score", "answer_given"}
+"""Fields of a sample that metrics are made of."""
+Pair = tuple[str, str]
+"""A task and a model, by their labels."""
+
+
+class SampleFile:
+    """The samples of tasks and models: those that the file has, and those that are added to it. Without a path they
+    are kept in memory alone. Use it in a `with` block."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Read the file, if there is one. Raises InputError where it is none of these, or another process writes it."""
+        self.path = path
+        self._settings: dict[Pair, Any] = {}
+        self._samples: dict[Pair, dict[tuple[int, int], dict[str, Any]]] = {}
+        self._file = None
+        if path is None:
+            return
+        if path.exists() and (problem := problem_with(path)):
+            raise InputError(f"--output {path} cannot be written: {problem}.", "Name another file.")
+        try:
+            self._file = path.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"--output {path}: another process is writing it.", "Name another file.") from error
+        except OSError as error:
+            raise InputError(f"--output {path} cannot be written: {error.strerror}.", "Name another file.") from error
+        self._read(path)
+
+    def _read(self, path: Path) -> None:
+        """Take what the file has; a last line that was cut off by a killed process is removed."""
+        assert self._file is not None  # it was just opened
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content.rfind(b"\n") + 1
+        # A file without any whole line is not of ours, and left as it is.
+        for number, line in enumerate((content[:whole] or content).splitlines(), 1):
+            try:
+                record = json.loads(line)
+                pair = (record["task"], record["model"])
+                if "sample" in record:
+                    self._samples.setdefault(pair, {})[int(record["row"]), int(record["sample"])] = record
+                    if not record.keys() >= JUDGED:
+                        raise ValueError("it was not judged")
+                else:
+                    self._settings[pair] = record["settings"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise InputError(
+                    f"--output {path}, line {number} is no sample of an evaluation.", "Name another file."
+                ) from error
+        for pair in self._samples.keys() - self._settings.keys():
+            raise InputError(f"--output {path} does not say how {pair[0]} was sampled.", "Name another file.")
+        self._file.truncate(whole)
+
+    def begin(self, task: str, model: str, settings: Mapping[str, Any]) -> None:
+        """Bind the samples of a task and a model to `settings`. Raises InputError where the file has samples of other
+        settings, naming the first that differs."""
+        pair, settings = (task, model), json.loads(json.dumps(settings))
+        then = self._settings.get(pair)
+        if then is None:
+            self._settings[pair] = settings
+            self._write([{"task": task, "model": model, "settings": settings}])
+        elif then != settings:
+            key = next(key for key in (*settings, *then) if settings.get(key, ...) != then.get(key, ...))
+            raise InputError(
+                f"--output {self.path} has samples of {task} by {model} with another `{key}`: "
+                f"{then.get(key)!r} then, {settings.get(key)!r} now.",
+                "Name another file, or restore the setting.",
+            )
+
+    def samples(self, task: str, model: str) -> dict[tuple[int, int], dict[str, Any]]:
+        """Return the samples there are, by row and number of the sample."""
+        return self._samples.setdefault((task, model), {})
+
+    def add(self, records: list[dict[str, Any]]) -> None:
+        """Append samples; they are on the disk when this returns."""
+        for record in records:
+            self.samples(record["task"], record["model"])[record["row"], record["sample"]] = record
+        self._write(records)
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RlctlError(
+                f"--output {self.path} cannot be written to: {error.strerror}.",
+                "Free space on that disk; the same command then goes on with the samples that the file has.",
+            ) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,90 @@
+"""Prompts held out of training, and what a run validates on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.schema import DataConfig, RlctlConfig
+from rlctl.data.holdout import hold_out, open_validation, validation_data
+from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompts import open_prompts
+from rlctl.errors import ConfigError, InputError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> PromptSource:
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{n}", "answer": "1"}) + "\n" for n in range(20)))
+    return open_prompts(DataConfig(name=str(path)))
+
+
+def prompts(source: PromptSource | None) -> list[Any]:
+    assert source is not None
+    return [source[index].prompt for index in range(len(source))]
+
+
+@pytest.mark.parametrize("count", [1, 5, 19])
+def test_training_and_validation_share_no_prompt_and_lose_none(source: PromptSource, count: int) -> None:
+    train, held = hold_out(source, count, seed=3)
+    assert (len(train), len(held or [])) == (20 - count, count)
+    assert sorted(prompts(train) + prompts(held)) == sorted(prompts(source))
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_the_seed_chooses_what_is_held_out(source: PromptSource) -> None:
+    one, again, other = (prompts(hold_out(source, 5, seed)[1]) for seed in (3, 3, 4))
+    assert one == again != other
+
+
+def test_a_resume_knows_that_another_part_is_held_out(source: PromptSource) -> None:
+    fingerprints = [hold_out(source, count, 3)[0].fingerprint() for count in (0, 4, 5)]
+    assert fingerprints[0] == source.fingerprint()
+    assert len({json.dumps(one, sort_keys=True) for one in fingerprints}) == 3
+
+
+def test_holding_out_everything_is_refused(source: PromptSource) -> None:
+    with pytest.raises(InputError, match=r"leaves nothing to train on: .* has 20 prompts"):
+        hold_out(source, 20, 0)
+
+
+def config(trained: dict[str, Any], **validation: Any) -> RlctlConfig:
+    return RlctlConfig.model_validate({"data": trained, "validation": {"every": 1, **validation}})
+
+
+def test_a_gym_task_is_validated_on_questions_of_other_seeds() -> None:
+    for data in (
+        {"name": "reasoning-gym:chain_sum", "params": {"max_terms": 2, "seed": 5}},
+        {"name": "reasoning-gym:chain_sum:max_terms=2,seed=5"},
+    ):
+        asked = config(data)
+        trained = open_prompts(asked.data).fingerprint()["params"]
+        validated = open_validation(asked, None)[0].fingerprint()["params"]
+        assert validated["max_terms"] == trained["max_terms"] == 2
+        assert validated["seed"] >= trained["seed"] + trained["size"]
+
+
+def test_a_file_needs_other_prompts_or_a_part_of_its_own(source: PromptSource) -> None:
+    asked = config({"name": source.label})
+    with pytest.raises(ConfigError, match="`validation` asks for validations, and there are no prompts"):
+        open_validation(asked, None)
+    held = hold_out(source, 5, 0)[1]
+    assert open_validation(asked, held)[0] is held
+    with pytest.raises(
+        ConfigError, match=r"validation\.data\.split = 'test' has no effect: the prompts of validation are"
+    ):
+        open_validation(config({"name": source.label}, data={"split": "test"}), held)
+
+
+def test_the_format_of_validation_is_that_of_training_where_nothing_else_is_set() -> None:
+    asked = config(
+        {"name": "reasoning-gym:chain_sum", "params": {"max_terms": 2}, "system_prompt": "s", "prompt_field": "q"},
+        data={"name": "owner/set", "split": "test", "prompt_suffix": " now"},
+    )
+    data = validation_data(asked.data, asked.validation.data)
+    assert (data.name, data.split, data.params) == ("owner/set", "test", {})
+    assert (data.system_prompt, data.prompt_field, data.prompt_suffix) == ("s", "q", " now")
