@@ -14,6 +14,7 @@ from rlctl.config.load import Resolved, from_sources, resolve, stored_values
 from rlctl.config.nemo_rl.mapping_rules import Import
 from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
+from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
 from rlctl.rl.algorithms.available import algorithm_from_config
 
@@ -367,6 +368,12 @@ def test_a_prompt_template_keeps_its_order(tmp_path: Path) -> None:
     (tmp_path / "think.txt").write_text("Think, and answer inside \\boxed{{}}.\n{}\n\nGo on.")
     result = recipe(tmp_path, data__prompt_file="think.txt")
     assert result.values["data.prompt_template"] == "Think, and answer inside \\boxed{}.\n{prompt}\n\nGo on."
+
+
+def test_braces_of_a_prompt_template_stay_text(tmp_path: Path) -> None:
+    (tmp_path / "think.txt").write_text("Write <answer>{{answer}}</answer>.\n{}")
+    template = recipe(tmp_path, data__prompt_file="think.txt").values["data.prompt_template"]
+    assert PromptTemplate(template).render({"prompt": "2 + 3?"}, "row 0") == "Write <answer>{answer}</answer>.\n2 + 3?"
 
 
 @pytest.mark.parametrize("text", ["No place for the question.", "{} and {}"])

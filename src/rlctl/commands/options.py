@@ -28,12 +28,12 @@ ChatTemplate: TypeAlias = Annotated[
     typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template to use instead of the model's own."),
 ]
 Data: TypeAlias = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--data",
         metavar="SOURCE",
         help="reasoning-gym:<task> (parameters: --set data.params.<key>=<value>), a .jsonl or .parquet file, or a "
-        "Hugging Face dataset.",
+        "Hugging Face dataset. Can be repeated: prompts of all are mixed (data.sources has weights).",
     ),
 ]
 Reward: TypeAlias = Annotated[
@@ -148,6 +148,10 @@ def resolve_config(
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
+    if several := flags.pop("data.name", None):
+        one = len(several.value) == 1
+        value = several.value[0] if one else [{"name": name} for name in several.value]
+        flags["data.name" if one else "data.sources"] = Flag(several.name, value)
     return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
 
 

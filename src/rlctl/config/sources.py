@@ -117,7 +117,10 @@ class Source(PydanticBaseSettingsSource):
         return [r.line for r in self.refusals if r.settled_by is None or not self.stronger(r.settled_by)]
 
     def overruled(self, value: Value) -> bool:
-        """Return whether a stronger source asks for the other kind of machine: with GPUs, or `gpu: cpu` without."""
+        """Return whether a stronger source asks for other data in the other way, a name or a list of sources, or for
+        the other kind of machine: with GPUs, or `gpu: cpu` without."""
+        if (way := {"data.name": "data.sources", "data.sources": "data.name"}.get(value.key)) is not None:
+            return any(self.stronger(way))
         other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
         if other is None or not (stronger := self.stronger(other)):
             return False
@@ -159,10 +162,15 @@ class PresetSource(Source):
         """Return also whether the value describes other data, or another model, than a stronger source names."""
         return super().overruled(value) or any(
             owner in self.named
-            and self.stronger(owner) not in ((), (self.named[owner],))
+            and self._replaced(owner)
             and any(value.key == name or value.key.startswith(f"{name}.") for name in owned)
             for owner, owned in BELONGS_TO.items()
         )
+
+    def _replaced(self, owner: str) -> bool:
+        if owner == "data.name" and any(self.stronger("data.sources")):
+            return True
+        return self.stronger(owner) not in ((), (self.named[owner],))
 
 
 class EnvironmentSource(Source):

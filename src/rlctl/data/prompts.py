@@ -132,6 +132,12 @@ class HubPrompts:
         if len(dataset) == 0:
             raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
         require_fields(dataset.column_names, data, f"Dataset {label}")
+        for column, feature in dataset.features.items():
+            if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
+                raise InputError(
+                    f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
+                    "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
+                )
         self.label, self.instructions = label, instructions(data)
         self._dataset, self._data = dataset, data
         self._rows = len(dataset) if data.size is None else min(len(dataset), data.size)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 
-from rlctl.config.schema import RewardConfig, RewardTerm
+from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.names import suggest
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
-from rlctl.envs.scorers import BUILT_IN, RewardPlan
+from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError
@@ -26,7 +27,13 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     return dataclasses.replace(plan, notes=_trial(plan, source))
 
 
-def require_known(reward: RewardConfig) -> None:
+def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> Rewards:
+    """Return the plan of one source, or those of several by their labels; errors are those of `prepare_rewards`."""
+    plans = {label: prepare_rewards(reward, source) for label, reward, source in sources}
+    return MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
+
+
+def require_known(reward: SourceReward) -> None:
     """Raises InputError for a scorer that no data could bring: an unknown name, or a file that is not there."""
     for term in reward.terms:
         _known_name(term.name)
@@ -72,9 +79,15 @@ def _checked_name(name: str, source: PromptSource) -> str:
     elif source[0].answer is None:
         raise InputError(
             f"Reward {name!r} compares with a reference answer, and {source[0].where} has none.",
-            "Name the field that holds it with --set data.answer_field=...",
+            f"{_fields_of(source[0])} Name the one that holds it with --set data.answer_field=...",
         )
     return name
+
+
+def _fields_of(row: PromptRow) -> str:
+    usual = [name for name in USUAL_NAMES["data.answer_field"] if name in row.fields]
+    meant = f"; `{usual[0]}` may be it" if usual else ""
+    return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
 
 
 def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> str | None:
@@ -97,5 +110,5 @@ def _trial(plan: RewardPlan, source: PromptSource) -> tuple[str, ...]:
         f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
         + (f" ({score.failure})" if score.failure else "")
         for name, score in zip(plan.scorers, scores, strict=True)
-        if name in BUILT_IN and score.value < 1 and row.answer is not None
+        if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
     )
