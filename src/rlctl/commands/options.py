@@ -149,9 +149,9 @@ def resolve_config(
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
     if several := flags.pop("data.name", None):
-        one = len(several.value) == 1
-        value = several.value[0] if one else [{"name": name} for name in several.value]
-        flags["data.name" if one else "data.sources"] = Flag(several.name, value)
+        names = [several.value] if isinstance(several.value, str) else several.value
+        listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
+        flags |= {key: Flag(several.name, value) for key, value in listed.items()}
     return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 MOST = 2**31 - 1
 Positive = Annotated[int, Field(gt=0, le=MOST)]
@@ -157,6 +157,11 @@ class DataSource(Section):
     order: DataOrder | None = None
     difficulty_field: str | None = None
     size: Positive | None = None
+
+    @model_serializer(mode="wrap")
+    def _set_keys(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the keys that are set: a plan and a manifest show no others."""
+        return {key: value for key, value in whole(self).items() if value is not None}
 
 
 MOST_ROLLOUTS = 1_000_000

@@ -78,7 +78,7 @@ class RewardWorker:
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         right = None if plan.accuracy_by is None else values[plan.accuracy_by]
         return GroupScores(
-            rewards=tuple(_reward(plan.terms, scores, request.row) for scores in rollouts),
+            rewards=tuple(weighted_sum(plan.terms, scores, request.row) for scores in rollouts),
             accuracies=None if right is None else tuple(float(value is not None and value >= 1.0) for value in right),
             terms={term.name: values[term.name] for term in plan.terms},
             failures=self._count_failures(plan, request, scores_by_scorer),
@@ -100,7 +100,7 @@ class RewardWorker:
         self._process.close()
 
 
-def _reward(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:
+def weighted_sum(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:
     """Return the weighted sum of the terms that apply. Raises InputError where none does, or it is too large."""
     applying = [(term, value) for term in terms if (value := scores[term.name]) is not None]
     if not applying:

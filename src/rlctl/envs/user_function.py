@@ -160,7 +160,7 @@ class UserBatchScorer(UserFunction):
         if hasattr(values, "tolist"):  # an array or a tensor
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
-            what = f"{len(values)} values" if isinstance(values, Sequence) else repr(values)[:80]
+            what = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(values)[:80]
             raise InputError(
                 f"Reward function {self.name} returned {what} for {scored}.",
                 f"It takes `completions`, so it must return a list with one number (or None) for each of them: "
