@@ -122,10 +122,9 @@ def test_a_dry_run_of_several_sources_shows_each_with_its_share_and_reward(files
     mix = "data.sources=[{name: sums.jsonl, weight: 3}, {name: words.jsonl, prompt_field: question, order: difficulty}]"
     assert run(train(tiny_llama, "--set", mix, "--dry-run")) == 2
     assert "give one of them" not in capsys.readouterr().err  # --set is stronger than --data
-    own = "[{name: sums.jsonl, weight: 3}, {name: words.jsonl, prompt_field: question, reward: {extract: full, terms: "
-    assert (
-        run(train(tiny_llama, "--set", f"data.sources={own}[{{name: math-verify}}]}}}}]", "--dry-run", "--json")) == 0
-    )
+    reward = "reward: {extract: full, terms: [{name: math-verify}]}"
+    mix = f"data.sources=[{{name: sums.jsonl, weight: 3}}, {{name: words.jsonl, prompt_field: question, {reward}}}]"
+    assert run(train(tiny_llama, "--set", mix, "--dry-run", "--json")) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["notes"][1:9] == [
         "data: sums.jsonl (8 prompts, 75.0% of the prompts)",

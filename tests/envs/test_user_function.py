@@ -57,7 +57,7 @@ def test_a_function_of_one_completion_stays_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("def score(completions): return [1.0]", ["returned a list of 1 for 3 completions from", "line 1", "list[float"]),
+        ("def score(completions): return [1.0]", ["returned a list of 1 for 3 completions", "list[float"]),
         ("def score(completions): return 1.0", ["returned 1.0 for 3 completions", "must return a list"]),
         ("def score(completions): return 'abc'", ["returned 'abc'"]),
         ("def score(completions): return [1, 'good', 1]", ["returned 'good' for d.jsonl, line 1", "finite number"]),
