@@ -509,6 +509,14 @@ def test_datasets_take_what_they_do_not_say_from_the_defaults_of_all(tmp_path: P
     assert "data.prompt_template" not in values
 
 
+def test_a_list_of_sources_settles_what_a_recipe_s_data_set_stands_for(tmp_path: Path) -> None:
+    path = recipe(tmp_path, data__dataset_name="clevr").path
+    assert resolve(files=[path], environment={}).refusals
+    mixed = resolve(files=[path], sets=["data.sources=[{name: a.jsonl}, {name: b.jsonl}]"], environment={})
+    mixed.require_supported()
+    assert [source.name for source in mixed.config.data.sources] == ["a.jsonl", "b.jsonl"]
+
+
 def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:
     data = {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}
     assert status(recipe(tmp_path, data=data), "data.train") == "not yet"

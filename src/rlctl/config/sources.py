@@ -42,6 +42,9 @@ BELONGS_TO = {
     "model.name": ("model.revision", "model.tokenizer", "model.chat_template"),
 }  # fmt: skip
 
+OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
+"""Keys that say the same thing in two ways: the one that a stronger source gives replaces the other."""
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -114,13 +117,16 @@ class Source(PydanticBaseSettingsSource):
 
     def standing(self) -> list[str]:
         """Return the lines of the refusals that no stronger source settles, once the source has been called."""
-        return [r.line for r in self.refusals if r.settled_by is None or not self.stronger(r.settled_by)]
+        return [r.line for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
+
+    def _settled(self, key: str) -> bool:
+        return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
 
     def overruled(self, value: Value) -> bool:
         """Return whether a stronger source asks for other data in the other way, a name or a list of sources, or for
         the other kind of machine: with GPUs, or `gpu: cpu` without."""
-        if (way := {"data.name": "data.sources", "data.sources": "data.name"}.get(value.key)) is not None:
-            return any(self.stronger(way))
+        if value.key in OTHER_WAY:
+            return any(self.stronger(OTHER_WAY[value.key]))
         other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
         if other is None or not (stronger := self.stronger(other)):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,13 +128,12 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
 def _require_field(name: str, key: str, present: Sequence[str], where: str) -> None:
     if name in present:
         return
-    listed, usual = ", ".join(present) or "none", next((other for other in USUAL_NAMES[key] if other in present), None)
-    if near := suggest(name, present):
-        hint = f"{near} Name the right one with --set {key}=..."
-    elif usual:
-        hint = f"Its fields are {listed}; if {usual!r} is meant, add --set {key}={usual}."
-    else:
-        hint = f"Its fields are {listed}; name the right one with --set {key}=..."
+    usual = [other for other in USUAL_NAMES[key] if other in present]
+    meant = (difflib.get_close_matches(name, present, n=1, cutoff=0.55) or usual)[:1]
+    listed = f"Its fields are {', '.join(present) or 'none'}"
+    hint = f"{listed}; name the right one with --set {key}=..."
+    if meant:
+        hint = f"Did you mean {meant[0]}? Then add --set {key}={meant[0]}. {listed}."
     raise InputError(f"{where}: no field {name!r} ({key}).", hint)
 
 
@@ -157,10 +157,11 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
 
 
 def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Messages:
-    if not all(_is_message(message) for message in value):
+    if wrong := [message for message in value if not _is_message(message)]:
+        has = f"; this one has {', '.join(map(str, wrong[0]))}" if isinstance(wrong[0], Mapping) else ""
         raise InputError(
             f"{where}: field {field_name!r} is a list, but not of chat messages.",
-            "A message is an object with the texts `role` and `content`.",
+            f"A message is an object with the texts `role` and `content`{has}.",
         )
     if value[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
