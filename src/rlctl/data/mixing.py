@@ -62,7 +62,7 @@ def _reward_of(source: DataSource, config: RlctlConfig) -> RewardConfig:
 class Mixing:
     """Turns of sources with weights: a pure function of the position.
 
-    Of the first n positions, a source with the share p of all weights has p x n, rounded up or down, for every n. (The
+    A source with the share p of all weights has p x n of the first n positions, rounded up or down, for every n. (The
     quota method of Balinski and Young, 1975: the next turn goes to the source that is due first among those that
     would not get ahead of their share.)
     """
