@@ -113,8 +113,16 @@ def test_a_prompt_template_names_columns_and_replaces_the_last_message(tiny_llam
     messages += [{"role": "user", "content": "2 + 3?"}]
     filled = PromptRow(0, "d.jsonl, line 1", messages, "5", {"hint": "Add"})
     assert made.text(filled).endswith("b<|im_end|>\n<|im_start|>user\nAdd: 2 + 3?<|im_end|>\n<|im_start|>assistant\n")
-    with pytest.raises(InputError, match=r"d\.jsonl, line 1: no column 'hint' for data\.prompt_template"):
+    with pytest.raises(
+        InputError, match=r"no column 'hint' .*data\.prompt_template=\{prompt\} takes it as it is"
+    ):
         made.text(row())
+
+
+def test_the_prompt_has_the_name_of_its_own_field_in_a_template(tiny_llama: Path) -> None:
+    """A prompt of the command line has no other columns."""
+    made = encoder(tiny_llama, prompt_field="question", prompt_template="Q: {question}")
+    assert made.text(row()) == "<|im_start|>user\nQ: 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_row_s_own_system_message_stays(tiny_llama: Path) -> None:

@@ -37,7 +37,7 @@ OWN_VARIABLES = (
 BELONGS_TO = {
     "data.name": (
         "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_template",
-        "data.prompt_suffix", "data.size",
+        "data.prompt_suffix", "data.difficulty_field", "data.size",
     ),
     "model.name": ("model.revision", "model.tokenizer", "model.chat_template"),
 }  # fmt: skip

@@ -38,6 +38,8 @@ class PromptEncoder:
     prompt_suffix: str
     prompt_template: PromptTemplate | None
     """Text of a prompt, with places for the columns of its row."""
+    prompt_field: str
+    """Column whose place in the template the prompt takes, as it takes that of `{prompt}`."""
     stop: tuple[str, ...]
     """Texts that end a completion, in addition to `generation.stop`."""
     stop_token_ids: tuple[int, ...]
@@ -62,6 +64,7 @@ class PromptEncoder:
             system_prompt=data.system_prompt,
             prompt_suffix=data.prompt_suffix or "",
             prompt_template=template_of(data),
+            prompt_field=data.prompt_field,
             stop=() if template else (PLAIN_STOP,),
             stop_token_ids=end_token_ids(tokenizer, model_directory),
             note=None if template else PLAIN_NOTE,
@@ -92,7 +95,7 @@ class PromptEncoder:
         last = messages[-1]
         text = last["content"]
         if self.prompt_template is not None:
-            text = self.prompt_template.render({**row.fields, PROMPT: text}, row.where)
+            text = self.prompt_template.render({**row.fields, self.prompt_field: text, PROMPT: text}, row.where)
         messages[-1] = {"role": last["role"], "content": text + self.prompt_suffix}
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})

@@ -83,6 +83,8 @@ def missing_column(name: str, present: Iterable[str], where: str) -> InputError:
 def columns_there(present: Iterable[str], near: str = "") -> str:
     """Return a hint that names the columns a template can have."""
     names = sorted({PROMPT, *present} - {ANSWER})
+    if names == [PROMPT]:
+        return "There is nothing but a prompt; --set data.prompt_template={prompt} takes it as it is."
     meant = suggest(near, names) if near else None
     return f"{meant + ' ' if meant else ''}It can have {', '.join(names)}; braces that are text: {{{{ '{{...}}' }}}}."
 
