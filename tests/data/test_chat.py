@@ -113,9 +113,7 @@ def test_a_prompt_template_names_columns_and_replaces_the_last_message(tiny_llam
     messages += [{"role": "user", "content": "2 + 3?"}]
     filled = PromptRow(0, "d.jsonl, line 1", messages, "5", {"hint": "Add"})
     assert made.text(filled).endswith("b<|im_end|>\n<|im_start|>user\nAdd: 2 + 3?<|im_end|>\n<|im_start|>assistant\n")
-    with pytest.raises(
-        InputError, match=r"no column 'hint' .*data\.prompt_template=\{prompt\} takes it as it is"
-    ):
+    with pytest.raises(InputError, match=r"no column 'hint' .*data\.prompt_template=\{prompt\} takes it as it is"):
         made.text(row())
 
 

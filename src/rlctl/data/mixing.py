@@ -69,12 +69,12 @@ class Mixing:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = whole_parts(weights)
-        total = sum(self.parts)
-        counts = [0] * len(self.parts)
+        parts, total = np.array(self.parts, dtype=np.int64), sum(self.parts)
+        counts = np.zeros_like(parts)
         owners, places = np.empty(total, np.int32), np.empty(total, np.int64)
         for turn in range(total):
-            behind = [i for i, part in enumerate(self.parts) if counts[i] * total < part * (turn + 1)]
-            owner = min(behind, key=lambda i: (counts[i] + 1) / self.parts[i])
+            behind = counts * total < parts * (turn + 1)
+            owner = int(np.argmin(np.where(behind, (counts + 1) / parts, np.inf)))
             owners[turn], places[turn] = owner, counts[owner]
             counts[owner] += 1
         self._owners, self._places = owners, places
