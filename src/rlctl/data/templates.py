@@ -10,7 +10,7 @@ from typing import Any
 
 from rlctl.config.schema import DataConfig
 from rlctl.data.names import first_line, suggest
-from rlctl.errors import InputError
+from rlctl.errors import InputError, MachineError
 
 PROMPT = "prompt"
 """Name under which a template has the prompt itself, whatever the field with it is called."""
@@ -101,7 +101,7 @@ def _compiled(text: str) -> tuple[Any, frozenset[str]]:
         import jinja2.meta
         import jinja2.sandbox
     except ModuleNotFoundError as error:
-        raise InputError("A prompt template with {{ }} needs jinja2.", "Install rlctl[cpu] or [cuda].") from error
+        raise MachineError("A prompt template with {{ }} needs jinja2.", "Install rlctl[cpu] or [cuda].") from error
     # A recipe of somebody else's may bring the template: it may not reach what Python objects lead to.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True
