@@ -46,8 +46,9 @@ def files(tmp_path) -> Path:
 
 
 def train(model: Path, *more: str) -> list[str]:
+    data = [] if "--data" in more else ["--data", "sums.jsonl"]
     return [
-        "train", "grpo", "--model", str(model), "--gpu", "cpu", "--data", "sums.jsonl", "--reward", "exact-match",
+        "train", "grpo", "--model", str(model), "--gpu", "cpu", *data, "--reward", "exact-match",
         "--steps", "4", "--prompts", "2", "--generations", "2", "--max-new-tokens", "4", "--run-dir", "run", *more,
     ]  # fmt: skip
 
@@ -120,9 +121,33 @@ def test_a_long_prompt_of_a_late_step_is_named_before_the_first_one(files, tiny_
     assert run(train(tiny_llama, *late, "--steps", "3")) == 0, "its step is not reached"
 
 
+def test_a_dry_run_of_several_sources_shows_each_with_its_share_and_reward(files, tiny_llama, capsys):
+    (files / "words.jsonl").write_text('{"question": "Say b.", "answer": "b"}\n')
+    mix = "data.sources=[{name: sums.jsonl, weight: 3}, {name: words.jsonl, prompt_field: question, order: difficulty}]"
+    assert run(train(tiny_llama, "--set", mix, "--dry-run")) == 2
+    assert "give one of them" not in capsys.readouterr().err  # --set is stronger than --data
+    reward = "reward: {extract: full, terms: [{name: math-verify}]}"
+    mix = f"data.sources=[{{name: sums.jsonl, weight: 3}}, {{name: words.jsonl, prompt_field: question, {reward}}}]"
+    assert run(train(tiny_llama, "--set", mix, "--dry-run", "--json")) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["notes"][1:9] == [
+        "data: sums.jsonl (8 prompts, 75.0% of the prompts)",
+        "data: words.jsonl (1 prompts, 25.0% of the prompts)",
+        "sums.jsonl: reward: exact-match",
+        "sums.jsonl: answer: the last number of the completion (the reference answers are numbers)",
+        "sums.jsonl: accuracy: exact-match",
+        "words.jsonl: reward: math-verify",
+        "words.jsonl: answer: the whole completion (reward.extract)",
+        "words.jsonl: accuracy: math-verify",
+    ]
+    assert shown["config"]["data.sources"]["value"][0] == {"name": "sums.jsonl", "weight": 3.0}
+    assert shown["config"]["data.name"]["value"] is None
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (["--set", "data.sources=[{name: sums.jsonl, reward: {terms: [{name: no-such}]}}]"], "no-such"),
         (["--reward", "exact-mach"], "exact-mach"),
         (["--reward", "absent.py:score"], "absent.py"),
         (["--tokenizer", "./absent"], "--tokenizer ./absent"),
@@ -163,13 +188,13 @@ def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files,
         assert not (files / "run").exists()
 
 
-def begun(arguments: list[str], path: Path) -> None:
+def begun(arguments: list[str], path: Path, data: str | list[str] = "sums.jsonl") -> None:
     """The directory of a run that was begun with `arguments` and finished two steps."""
     from rlctl.commands import options
 
     flags = dict(zip(arguments[2::2], arguments[3::2], strict=True))
     resolved = options.resolve_config(
-        model=flags["--model"], gpu="cpu", data="sums.jsonl", reward=["exact-match"], steps=4, prompts=2,
+        model=flags["--model"], gpu="cpu", data=data, reward=["exact-match"], steps=4, prompts=2,
         generations=2, max_new_tokens=4, run_dir=flags["--run-dir"],
     )  # fmt: skip
     directory = RunDirectory(path)
@@ -222,6 +247,19 @@ def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_
     (files / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     with pytest.raises(InputError, match=r"--data is not what the run began with \(rows, sha256 changed\)"):
         go_on(files / "run", model=str(tiny_llama))
+
+
+def test_a_resume_of_several_sources_compares_each(files, tiny_llama):
+    (files / "more.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
+    begun(train(tiny_llama), files / "run", data=["sums.jsonl", "more.jsonl"])
+    job, said = go_on(files / "run", steps=6)
+    assert [source.label for source in job.prompts.sources] == ["sums.jsonl", "more.jsonl"]
+    assert said == []
+    with pytest.raises(InputError, match=r"`data\.sources` = "):
+        go_on(files / "run", data=["sums.jsonl", "sums.jsonl"])
+    (files / "more.jsonl").write_text('{"prompt": "2 + 3 =", "answer": "5"}\n')
+    with pytest.raises(InputError, match=r"--data is not what the run began with \(more\.jsonl changed\)"):
+        go_on(files / "run")
 
 
 def test_a_resume_may_lay_the_run_out_anew(files, tiny_llama):

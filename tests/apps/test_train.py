@@ -537,3 +537,36 @@ def test_llama_8b_on_a_node_needs_no_further_flag_to_be_planned(here):
     shown = json.loads(done.stdout)
     assert shown["plan"]["fits"] is True
     assert shown["config"]["data.name"]["origin"] == "preset 1node"
+
+
+@pytest.mark.slow
+@pytest.mark.guard
+def test_a_run_of_several_sources_is_resumed_to_bitwise_the_same(here, tiny_llama, tmp_path):
+    """By an order that follows from pass rates, cut inside its second epoch; each source with a reward of its own."""
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"q": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(3)))
+    (tmp_path / "words.jsonl").write_text("".join(f'{{"prompt": "Say {word}"}}\n' for word in "abc"))
+    (tmp_path / "mine.py").write_text(
+        "def even(completions, **_):\n    return [float(len(text) % 2 == 0) for text in completions]\n"
+    )
+    (tmp_path / "mix.yaml").write_text(
+        "data:\n  sources:\n"
+        f"  - {{name: {tmp_path}/sums.jsonl, prompt_field: q, prompt_template: 'Add: {{q}}', order: as-written}}\n"
+        f"  - {{name: {tmp_path}/words.jsonl, weight: 2, order: pass-rate,\n"
+        f"     reward: {{terms: [{{name: '{tmp_path}/mine.py:even'}}]}}}}\n"
+        "reward: {terms: [{name: exact-match}]}\n"
+    )
+
+    def train(run_dir, steps):
+        return here([
+            "rlctl", "train", "grpo", "--model", str(tiny_llama), "--config", str(tmp_path / "mix.yaml"),
+            "--gpu", "cpu", "--steps", str(steps), "--prompts", "3", "--generations", "2", "--max-new-tokens", "6",
+            "--lr", "1e-3", "--run-dir", str(run_dir), "--set", "training.dp=1", "--set", "training.threads=1",
+            "--set", "generation.threads=1",
+        ])  # fmt: skip
+
+    assert train(tmp_path / "whole", 5).returncode == 0
+    assert train(tmp_path / "cut", 2).returncode == 0
+    assert here(resume(tmp_path / "cut", "--steps", "5")).returncode == 0
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    names = {str(tmp_path / "sums.jsonl"), str(tmp_path / "words.jsonl")}
+    assert all(line["reward_by_source"].keys() == names for line in results(tmp_path / "cut"))

@@ -232,6 +232,21 @@ def test_other_data_does_not_inherit_the_presets_parameters() -> None:
     assert own.config.data.params == {"min_terms": 3}
 
 
+def test_a_name_and_a_list_of_sources_replace_each_other(tmp_path: Path) -> None:
+    listed = write(tmp_path / "mix.yaml", "data: {sources: [{name: a.jsonl}, {name: b.jsonl, weight: 2}]}\n")
+    mixed = resolve("laptop", files=[listed], environment={})
+    assert (mixed.config.data.name, mixed.config.data.params) == (None, {})
+    assert [source.weight for source in mixed.config.data.sources] == [1, 2]
+    assert mixed.origin["data.sources"] == f"file {listed}"
+    one = resolve("laptop", files=[listed], flags={"data.name": Flag("--data", "c.jsonl")}, environment={})
+    assert (one.config.data.name, one.config.data.sources) == ("c.jsonl", ())
+    both = write(tmp_path / "both.yaml", "data: {name: c.jsonl, sources: [{name: a.jsonl}]}\n")
+    with pytest.raises(ConfigError, match="give one of them"):
+        resolve(files=[both], environment={})
+    with pytest.raises(ConfigError, match=r"`data\.sources` = .* at `0\.wieght` \(--set\): there is no such key"):
+        resolve(sets=["data.sources=[{name: a, wieght: 2}]"], environment={})
+
+
 def test_a_presets_own_parameters_go_with_the_data_that_it_builds_on(tmp_path: Path) -> None:
     child = write(tmp_path / "child.yaml", "extends: laptop\ndata: {params: {max_terms: 3}}\n")
     assert resolve(str(child), environment={}).config.data.params["max_terms"] == 3

@@ -14,6 +14,7 @@ from rlctl.config.load import Resolved, from_sources, resolve, stored_values
 from rlctl.config.nemo_rl.mapping_rules import Import
 from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
+from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
 from rlctl.rl.algorithms.available import algorithm_from_config
 
@@ -369,6 +370,12 @@ def test_a_prompt_template_keeps_its_order(tmp_path: Path) -> None:
     assert result.values["data.prompt_template"] == "Think, and answer inside \\boxed{}.\n{prompt}\n\nGo on."
 
 
+def test_braces_of_a_prompt_template_stay_text(tmp_path: Path) -> None:
+    (tmp_path / "think.txt").write_text("Write <answer>{{answer}}</answer>.\n{}")
+    template = recipe(tmp_path, data__prompt_file="think.txt").values["data.prompt_template"]
+    assert PromptTemplate(template).render({"prompt": "2 + 3?"}, "row 0") == "Write <answer>{answer}</answer>.\n2 + 3?"
+
+
 @pytest.mark.parametrize("text", ["No place for the question.", "{} and {}"])
 def test_a_template_without_one_place_for_the_question_stops_a_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "think.txt").write_text(text)
@@ -500,6 +507,14 @@ def test_datasets_take_what_they_do_not_say_from_the_defaults_of_all(tmp_path: P
     values = recipe(tmp_path, data=own).values
     assert "DeepScaleR" in values["data.name"]
     assert "data.prompt_template" not in values
+
+
+def test_a_list_of_sources_settles_what_a_recipe_s_data_set_stands_for(tmp_path: Path) -> None:
+    path = recipe(tmp_path, data__dataset_name="clevr").path
+    assert resolve(files=[path], environment={}).refusals
+    mixed = resolve(files=[path], sets=["data.sources=[{name: a.jsonl}, {name: b.jsonl}]"], environment={})
+    mixed.require_supported()
+    assert [source.name for source in mixed.config.data.sources] == ["a.jsonl", "b.jsonl"]
 
 
 def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:

@@ -127,7 +127,14 @@ def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
     ("lines", "words"),
     [
         (['{"prompt": "a"}', "", '{"question": "b"}'], ["line 3", "'prompt'", "data.prompt_field", "question"]),
-        (['{"promt": "a"}'], ["line 1", "'prompt'", "Did you mean promt"]),
+        (['{"promt": "a"}'], ["line 1", "'prompt'", "Did you mean promt? Then add --set data.prompt_field=promt."]),
+        (['{"messages": [], "id": 1}'], ["Then add --set data.prompt_field=messages", "Its fields are messages, id"]),
+        (['{"text": "a"}'], ["Its fields are text; name the right one with --set data.prompt_field=..."]),
+        (["[", '  {"prompt": "a"}', "]"], ["line 1", "not JSON", "jq -c '.[]'"]),
+        (['{"prompt": [{"from": "human", "value": "q"}]}'], ["chat messages", "this one has from, value"]),
+        (['{"prompt": [{"role": "assistant", "content": "a"}]}'], ["line 1", "ends with a message of the assistant"]),
+        (['{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}'], ["type 'image'", "Prompts are texts"]),
+        (['{"prompt": "a", "images": ["a.png"]}'], ["line 1: field 'images' holds images, and prompts are texts"]),
         (['{"prompt": "a"}', '{"prompt": "b"'], ["line 2", "not JSON"]),
         (['["prompt"]'], ["line 1", "not a JSON object"]),
         (["[" * 100_000], ["line 1", "not JSON"]),
@@ -216,10 +223,30 @@ def test_a_file_that_does_not_exist_suggests_its_neighbours(tmp_path: Path) -> N
         open_file(tmp_path / "nowhere" / "train.jsonl")
 
 
-def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "d.csv").write_text("prompt\na\n")
-    with pytest.raises(InputError, match="unknown kind of data file"):
-        open_file(tmp_path / "d.csv")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("d.csv", "A folder that holds only"),
+        ("d.json", r"jq -c '\.\[\]'"),
+        ("d.jsonl.gz", "gunzip"),
+        ("d.txt", "Known are"),
+    ],
+)
+def test_other_kinds_of_file_are_refused_with_a_way_on(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).write_text("prompt\na\n")
+    with pytest.raises(InputError, match=f"unknown kind of data file.*{words}"):
+        open_file(tmp_path / name)
+
+
+def test_an_address_is_no_file() -> None:
+    with pytest.raises(InputError, match=r"https://example\.com/d\.jsonl: rlctl downloads no files"):
+        open_prompts(DataConfig(name="https://example.com/d.jsonl"))
+
+
+def test_a_message_in_parts_of_text_is_one_text_and_empty_images_are_none(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": [{"role": "user", "content": parts}], "images": []}])
+    assert open_file(path)[0].prompt == [{"role": "user", "content": "ab"}]
 
 
 def test_parameters_of_a_task_do_not_fit_a_file(tmp_path: Path) -> None:
@@ -297,6 +324,15 @@ def test_wrong_splits_and_fields_of_a_dataset(saved_dataset: Path) -> None:
         open_file(saved_dataset / "splits", split="tset")
     with pytest.raises(InputError, match=r"no field 'question' \(data\.prompt_field\)"):
         open_file(saved_dataset / "one", prompt_field="question")
+
+
+def test_a_dataset_with_a_column_of_images_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": [datasets.Image()]})
+    datasets.Dataset.from_dict({"prompt": ["q"], "picture": [[]]}, features=features).save_to_disk(tmp_path / "d")
+    with pytest.raises(InputError, match="column 'picture' holds images, sound or video"):
+        open_file(tmp_path / "d")
 
 
 def test_a_dataset_out_of_reach_is_said_clearly() -> None:

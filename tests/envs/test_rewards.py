@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import subprocess
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
 from rlctl.data.prompt_rows import PromptSource
 from rlctl.data.prompts import open_prompts
 from rlctl.envs import scoring_process
-from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.envs.rewards import prepare_rewards
+from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest, weighted_sum
+from rlctl.envs.rewards import mixed_rewards, prepare_rewards
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.user_function import UserCode
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
@@ -129,6 +130,75 @@ def test_a_note_says_when_the_reference_answer_itself_is_not_found_right(tmp_pat
     assert len(plan.notes) == 1
     assert "exact-match gives the reference answer" in plan.notes[0]
     assert plan.notes[0] in plan.describe()
+
+
+BATCHED = """
+calls = []
+def score(prompts, completions, **columns):
+    calls.append(len(completions))
+    return [None if text == "skip" else float(len(set(completions)) + 10 * len(calls)) for text in completions]
+"""
+
+
+def test_a_function_of_many_is_called_once_a_step_with_all_groups(tmp_path: Path) -> None:
+    """Also where another term makes rewards of its own, and one completion does not concern it."""
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"}, {"prompt": "r", "answer": "b"})
+    name = user_file(tmp_path, BATCHED)
+    plan = prepare_rewards(reward("exact-match", name), source)
+    texts = {"x": ["a", "skip"], "y": ["b", "c"]}
+    worker = RewardWorker(plan, fetch=texts.__getitem__)
+    try:
+        for step in (1, 2):
+            first, second = worker.score([ScoreRequest(source[0], "x"), ScoreRequest(source[1], "y")])
+            assert first.terms[name] == (4 + 10 * step, None)
+            assert (first.rewards, second.rewards) == ((5 + 10 * step, 0), (5 + 10 * step, 4 + 10 * step))
+    finally:
+        worker.close()
+
+
+def test_a_row_that_no_reward_applies_to_is_named(tmp_path: Path) -> None:
+    row, terms = jsonl(tmp_path, {"prompt": "q"})[0], reward("a.py:f", "b.py:f").terms
+    assert weighted_sum(terms, {"a.py:f": None, "b.py:f": 2.0}, row) == 2
+    with pytest.raises(InputError, match=r"No reward applies to .*data\.jsonl, line 1: a\.py:f, b\.py:f returned None"):
+        weighted_sum(terms, {"a.py:f": None, "b.py:f": None}, row)
+
+
+def test_a_function_of_many_sees_the_whole_step_again_after_the_process_died(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
+    name = user_file(tmp_path, "def score(completions, **_):\n    return [len(completions)] * len(completions)\n")
+    plan = prepare_rewards(reward(name), source)
+    process = scoring_process.ScoringProcess(plan)
+    try:
+        process.start()
+        work = [scoring_process.Work(0, text, source[0]) for text in "abcd"]
+        assert process._connection is not None
+        process._connection.send(scoring_process.Batch(work, 7, 2))
+        answers = [process._connection.recv() for _ in range(2)]
+        assert [(answer.number, answer.outcome.value) for answer in answers] == [(7, 4), (8, 4)]
+    finally:
+        process.close()
+
+
+def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
+    sums = jsonl(tmp_path, {"prompt": "1 + 1", "answer": "2"})
+    (tmp_path / "words").mkdir()
+    words = jsonl(tmp_path / "words", {"prompt": "Say b.", "answer": "b"})
+    name = user_file(tmp_path, "def score(completion, answer):\n    return 10 * (answer in completion)\n")
+    plan = mixed_rewards([("sums", reward("exact-match"), sums), ("words", reward(name), words)])
+    rows = [replace(source[0], source=label) for label, source in (("sums", sums), ("words", words), ("sums", sums))]
+    assert plan.scorers == ("exact-match", name, "exact-match")  # the last one decides the accuracy of words
+    assert plan.describe()[0] == "sums: reward: exact-match"
+    assert f"words: reward: {name}" in plan.describe()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    texts = {"0": ["It is 2"], "1": ["a or b", "a"], "2": ["3", "2"]}
+    worker = RewardWorker(plan, fetch=texts.__getitem__)
+    try:
+        scores = worker.score([ScoreRequest(row, str(number)) for number, row in enumerate(rows)])
+    finally:
+        worker.close()
+    assert [one.rewards for one in scores] == [(1,), (10, 0), (0, 1)]
+    assert [list(one.terms) for one in scores] == [["exact-match"], [name], ["exact-match"]]
+    assert scores[1].accuracies == (0, 0)
 
 
 # what the user can get wrong

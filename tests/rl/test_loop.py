@@ -17,7 +17,7 @@ from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
 from rlctl.rl.health import Health
-from rlctl.rl.loop import Loop, Parts, filtered
+from rlctl.rl.loop import Loop, Parts, filtered, reward_parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
 from rlctl.telemetry.phases import StepTimer
@@ -323,3 +323,18 @@ def test_the_report_has_a_curve_of_validation(tmp_path: Any) -> None:
     old = {**recorder.logged[0], "seconds": {"total": 1.0}}  # of a run from before there was validation
     old["seconds"] |= {name: 0.0 for name in recorder.logged[0]["seconds"] if name not in ("validation", "total")}
     write_report(tmp_path / "report.html", "run", [old, recorder.logged[1]])
+
+
+def test_terms_are_averaged_where_they_apply_and_rewards_by_source() -> None:
+    def of(source: str, rewards: list[float], terms: list[dict[str, float | None]]) -> Any:
+        made = group(0, rewards, [1] * len(rewards))
+        rollouts = tuple(replace(r, terms=own) for r, own in zip(made.rollouts, terms, strict=True))
+        return replace(made, rollouts=rollouts, prompt=replace(made.prompt, source=source))
+
+    first = of("a", [1.0, 0.0], [{"x": 1.0, "y": None}, {"x": 0.0, "y": 4.0}])
+    second = of("b", [3.0, 5.0], [{"z": None}, {"z": None}])
+    assert reward_parts(RolloutBatch((first, second, first))) == {
+        "reward_terms": {"x": 0.5, "y": 4.0},
+        "reward_by_source": {"a": 0.5, "b": 4.0},
+    }
+    assert "reward_by_source" not in reward_parts(RolloutBatch((of("", [1.0], [{"x": 1.0}]),)))

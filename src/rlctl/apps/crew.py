@@ -17,7 +17,7 @@ from rlctl.cluster.placement import Bundle, Placement
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.config.schema import ClusterConfig, RefitConfig, TrainingConfig
 from rlctl.envs.reward_worker import RewardWorker
-from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.scorers import Rewards
 from rlctl.errors import MachineError
 from rlctl.refit.weight_sender import SendingPolicy
 
@@ -51,11 +51,11 @@ class CrewSpec:
     micro_batch_tokens: int
     """Most tokens of a packed row."""
     engines: EnginesSpec
-    reward: RewardPlan | None
+    reward: Rewards | None
     """None: there is no scorer."""
     limits: ClusterConfig
     """How long processes may take."""
-    validation: RewardPlan | None = None
+    validation: Rewards | None = None
     """The scorer of validation; None: there is none."""
 
     @property
@@ -191,7 +191,7 @@ class _Start:
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
         return self._group("engine", spec.backend.worker, engines, concurrency=calls)
 
-    def reward(self, plan: RewardPlan, name: str = "reward") -> WorkerGroup[RewardWorker]:
+    def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
         env = {"CUDA_VISIBLE_DEVICES": ""}
         worker = WorkerSpec({"plan": plan, "fetch": fetch}, (self.placement.bundles[0],), env)

@@ -155,7 +155,7 @@ def about(job: Job) -> list[str]:
     """Model, data and reward, and what there is to know about them."""
     return [
         f"model: {job.source.label}",
-        f"data: {job.prompts.source.label} ({len(job.prompts.source)} prompts)",
+        *job.prompts.describe(),
         *job.rewards.describe(),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),

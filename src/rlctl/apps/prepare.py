@@ -25,7 +25,9 @@ from rlctl.config.passthrough import without_effect
 from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import read_template, require_directory
-from rlctl.envs.rewards import RewardPlan, prepare_rewards, require_known
+from rlctl.data.mixing import source_settings
+from rlctl.envs.rewards import mixed_rewards, require_known
+from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.catalog import lookup, near
 from rlctl.models.facts import ModelFacts
@@ -59,7 +61,7 @@ class Job:
     facts: ModelFacts
     plan: Plan
     prompts: PromptStream
-    rewards: RewardPlan
+    rewards: Rewards
     algorithm: Algorithm
     validation: ValidationSet | None = None
     """None: the run does not validate."""
@@ -111,7 +113,7 @@ class Job:
                 "label": self.source.label,
                 "note": self.source.note,
             },
-            "data": self.prompts.source.fingerprint(),
+            "data": self.prompts.fingerprint(),
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
             "plan": plan_json(self.plan),
@@ -237,7 +239,7 @@ def planned_crew(
     facts: ModelFacts,
     plan: Plan,
     model_dir: Path,
-    rewards: RewardPlan | None,
+    rewards: Rewards | None,
     *,
     max_length: int | None = None,
     dummy_weights: bool = False,
@@ -309,7 +311,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     model = open_model(config.model, tell)
     source, facts = model.source, model.facts
     prompts = PromptStream.open(config, source.directory)
-    rewards = prepare_rewards(config.reward, prompts.source)
+    rewards = mixed_rewards((source.label, source.reward, source.prompts) for source in prompts.sources)
     validation = ValidationSet.open(config, prompts, source.directory)
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
@@ -362,7 +364,8 @@ def _require_places(config: RlctlConfig) -> None:
     require_directory(config.model.tokenizer)
     if config.model.chat_template:
         read_template(config.model.chat_template)
-    require_known(config.reward)
+    for one in source_settings(config):
+        require_known(one.reward)
     require_known(config.reward.model_copy(update={"terms": config.validation.reward}))
 
 
@@ -412,7 +415,7 @@ def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int)
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
     """Compare data, model and tokenizer with the stored manifest; return a clause for each difference."""
-    then, now = stored.get("data", {}), job.prompts.source.fingerprint()
+    then, now = stored.get("data", {}), job.prompts.fingerprint()
     found = []
     if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
         found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")

@@ -259,6 +259,7 @@ def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
         "prompt": group.prompt.prompt,
         "answer": group.prompt.answer,
         "completion": fetch(group.texts)[rollout.sample],
+        **({"source": group.prompt.source} if group.prompt.source else {}),
         "reward": rollout.reward,
         "right": rollout.accuracy == 1,
         "tokens": rollout.response_tokens,

@@ -173,7 +173,7 @@ def _overruled(value: Value, stored: dict[str, Any]) -> bool:
 
 
 def _name(job: Job) -> str:
-    parts = [Path(job.config.model.name or "model").name, (job.config.data.name or "data").split(":")[-1]]
+    parts = [Path(job.config.model.name or "model").name, (job.config.data.name or "mix").split(":")[-1]]
     words = [re.sub(r"[^\w.-]+", "-", Path(part).stem if "/" in part else part) for part in parts]
     return "-".join([*words, time.strftime("%Y%m%d-%H%M%S")]).lower()
 

@@ -28,12 +28,12 @@ ChatTemplate: TypeAlias = Annotated[
     typer.Option("--chat-template", metavar="FILE|TEXT", help="Jinja chat template to use instead of the model's own."),
 ]
 Data: TypeAlias = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--data",
         metavar="SOURCE",
         help="reasoning-gym:<task> (parameters: --set data.params.<key>=<value>), a .jsonl or .parquet file, or a "
-        "Hugging Face dataset.",
+        "Hugging Face dataset. Can be repeated: prompts of all are mixed (data.sources has weights).",
     ),
 ]
 Reward: TypeAlias = Annotated[
@@ -157,6 +157,10 @@ def resolve_config(
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
+    if several := flags.pop("data.name", None):
+        names = [several.value] if isinstance(several.value, str) else several.value
+        listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
+        flags |= {key: Flag(several.name, value) for key, value in listed.items()}
     return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
 
 

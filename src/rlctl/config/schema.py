@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from rlctl.config.paths import user_path
 
@@ -69,11 +77,16 @@ class ModelConfig(Section):
     """Allow Python code that comes with the model to run."""
 
 
+DataOrder = Literal["shuffled", "as-written", "difficulty", "pass-rate"]
+
+
 class DataConfig(Section):
     """The prompts: where they come from, and how they are put to the model."""
 
     name: PathText | None = None
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
+    sources: tuple[DataSource, ...] = ()
+    """Sources instead of `data.name`: each with `name`, `weight`, and keys of `data` and a `reward` of its own."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
     split: str = "train"
@@ -85,13 +98,30 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message in front of every prompt; an empty text suppresses the one of the chat template."""
     prompt_template: str | None = None
-    """Text around every prompt, which stands where the template has `{prompt}`."""
+    """Text of every prompt, where `{prompt}` and `{column}` stand for columns of the row; with `{{ }}` it is Jinja."""
     prompt_suffix: str | None = None
     """Text appended to every prompt, for example how to state the answer."""
     shuffle: bool = True
-    """Shuffle the prompts; `run.seed` fixes their order."""
+    """Shuffle the prompts; `run.seed` fixes their order. With an order by difficulty or pass rate: equal ones."""
+    order: DataOrder | None = None
+    """Order of a source's prompts in each epoch; unset: shuffled, or as written with `data.shuffle=false`. difficulty:
+    easy ones first; pass-rate: from the second epoch on, first those that are solved about half of the time."""
+    difficulty_field: str | None = None
+    """Field with the difficulty of a row, a number (the higher the harder), or `field.key` inside of a field."""
     size: Positive | None = None
     """Number of prompts to generate (reasoning-gym) or to keep (files and datasets)."""
+
+    @model_validator(mode="after")
+    def validate_one_source_or_a_list(self) -> DataConfig:
+        if self.name and self.sources:
+            raise ValueError("data.name names one source and data.sources lists several: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def validate_order_fits_shuffle(self) -> DataConfig:
+        if self.order == "shuffled" and not self.shuffle:
+            raise ValueError("data.order = shuffled, but data.shuffle = false: give one of them")
+        return self
 
 
 class ValidationData(Section):
@@ -125,14 +155,19 @@ class RewardTerm(Section):
     """Factor of this scorer in the sum."""
 
 
-class RewardConfig(Section):
-    """Scorers of completions, and what a long completion costs."""
+class SourceReward(Section):
+    """Scorers of the completions of one source."""
 
     terms: tuple[RewardTerm, ...] = ()
     """Scorers whose weighted sum is the reward."""
     extract: Literal["auto", "last-number", "last-line", "boxed", "answer-tag", "choice", "full"] = "auto"
     """How the answer is taken out of the completion; auto does what the task calls for. `choice` takes the letter of an
     option."""
+
+
+class RewardConfig(SourceReward):
+    """Scorers of completions, and what a long completion costs."""
+
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -181,6 +216,34 @@ class ValidationConfig(Section):
 
 VALIDATION_PREFIX = "validation/"
 """In front of the names of validation's metrics, wherever they stand next to others."""
+
+
+class DataSource(Section):
+    """One of several sources of prompts. A key that is unset has the value that `data` or `reward` gives it."""
+
+    name: str
+    """As `data.name`."""
+    weight: PositiveNumber = 1.0
+    """Share of the prompts, in proportion to the weights of the other sources."""
+    reward: SourceReward | None = None
+    """Scorers of its completions; unset: those of `reward`."""
+    params: dict[str, Any] | None = None
+    split: str | None = None
+    prompt_field: str | None = None
+    answer_field: str | None = None
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    prompt_suffix: str | None = None
+    shuffle: bool | None = None
+    order: DataOrder | None = None
+    difficulty_field: str | None = None
+    size: Positive | None = None
+
+    @model_serializer(mode="wrap")
+    def _set_keys(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the keys that are set: a plan and a manifest show no others."""
+        return {key: value for key, value in whole(self).items() if value is not None}
+
 
 MOST_ROLLOUTS = 1_000_000
 """Rollouts of a step whose scalars the driver can hold and the planner can deal out."""

@@ -40,10 +40,13 @@ OWN_VARIABLES = (
 BELONGS_TO = {
     "data.name": (
         "data.params", "data.split", "data.prompt_field", "data.answer_field", "data.prompt_template",
-        "data.prompt_suffix", "data.size",
+        "data.prompt_suffix", "data.difficulty_field", "data.size",
     ),
     "model.name": ("model.revision", "model.tokenizer", "model.chat_template"),
 }  # fmt: skip
+
+OTHER_WAY = {"data.name": "data.sources", "data.sources": "data.name"}
+"""Keys that say the same thing in two ways: the one that a stronger source gives replaces the other."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,16 @@ class Source(PydanticBaseSettingsSource):
 
     def standing(self) -> list[str]:
         """Return the lines of the refusals that no stronger source settles, once the source has been called."""
-        return [r.line for r in self.refusals if r.settled_by is None or not self.stronger(r.settled_by)]
+        return [r.line for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
+
+    def _settled(self, key: str) -> bool:
+        return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
 
     def overruled(self, value: Value) -> bool:
-        """Return whether a stronger source asks for the other kind of machine: with GPUs, or `gpu: cpu` without."""
+        """Return whether a stronger source asks for other data in the other way, a name or a list of sources, or for
+        the other kind of machine: with GPUs, or `gpu: cpu` without."""
+        if value.key in OTHER_WAY:
+            return any(self.stronger(OTHER_WAY[value.key]))
         other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
         if other is None or not (stronger := self.stronger(other)):
             return False
@@ -176,10 +185,15 @@ class PresetSource(Source):
         """Return also whether the value describes other data, or another model, than a stronger source names."""
         return super().overruled(value) or any(
             owner in self.named
-            and self.stronger(owner) not in ((), (self.named[owner],))
+            and self._replaced(owner)
             and any(value.key == name or value.key.startswith(f"{name}.") for name in owned)
             for owner, owned in BELONGS_TO.items()
         )
+
+    def _replaced(self, owner: str) -> bool:
+        if owner == "data.name" and any(self.stronger("data.sources")):
+            return True
+        return self.stronger(owner) not in ((), (self.named[owner],))
 
 
 class EnvironmentSource(Source):

@@ -12,6 +12,7 @@ from rlctl.config.paths import user_path
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.names import first_line
 from rlctl.data.prompt_rows import Messages, PromptRow
+from rlctl.data.templates import PROMPT, PromptTemplate, template_of
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ PLAIN_NOTE = (
     "The tokenizer has no chat template: prompts are written as `Question: ...` and `Answer:`, and a completion ends "
     "at the next `Question:`. Give another with --chat-template."
 )
-PROMPT = "{prompt}"
 _MARKER = "rlctl-end-of-turn"
 
 
@@ -36,8 +36,10 @@ class PromptEncoder:
     """Jinja chat template; None: the plain question/answer format."""
     system_prompt: str | None
     prompt_suffix: str
-    prompt_template: str | None
-    """Text around a prompt, with `{prompt}` where it stands."""
+    prompt_template: PromptTemplate | None
+    """Text of a prompt, with places for the columns of its row."""
+    prompt_field: str
+    """Column whose place in the template the prompt takes, as it takes that of `{prompt}`."""
     stop: tuple[str, ...]
     """Texts that end a completion, in addition to `generation.stop`."""
     stop_token_ids: tuple[int, ...]
@@ -61,7 +63,8 @@ class PromptEncoder:
             template=template,
             system_prompt=data.system_prompt,
             prompt_suffix=data.prompt_suffix or "",
-            prompt_template=read_prompt_template(data.prompt_template),
+            prompt_template=template_of(data),
+            prompt_field=data.prompt_field,
             stop=() if template else (PLAIN_STOP,),
             stop_token_ids=end_token_ids(tokenizer, model_directory),
             note=None if template else PLAIN_NOTE,
@@ -86,12 +89,14 @@ class PromptEncoder:
         return tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
 
     def _messages(self, row: PromptRow) -> Messages:
-        """Return the row's messages with template and suffix around the last one, and the system prompt where the row
-        has none."""
+        """Return the row's messages, the last one by the template and with the suffix, and the system prompt where the
+        row has none."""
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
         last = messages[-1]
-        before, after = (self.prompt_template or PROMPT).split(PROMPT)
-        messages[-1] = {"role": last["role"], "content": before + last["content"] + after + self.prompt_suffix}
+        text = last["content"]
+        if self.prompt_template is not None:
+            text = self.prompt_template.render({**row.fields, self.prompt_field: text, PROMPT: text}, row.where)
+        messages[-1] = {"role": last["role"], "content": text + self.prompt_suffix}
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
@@ -142,16 +147,6 @@ def _plain(messages: Messages) -> str:
     names = {"user": "Question: ", "assistant": "Answer: ", "system": ""}
     lines = [names.get(message["role"], "") + message["content"] for message in messages if message["content"]]
     return "\n".join([*lines, "Answer:"])
-
-
-def read_prompt_template(template: str | None) -> str | None:
-    """Return the template. Raises InputError unless the prompt stands in it once."""
-    if template is not None and template.count(PROMPT) != 1:
-        raise InputError(
-            f"data.prompt_template has {template.count(PROMPT)} times {PROMPT}.",
-            f"Write {PROMPT} once, where the prompt stands.",
-        )
-    return template
 
 
 def read_template(template: str) -> str:

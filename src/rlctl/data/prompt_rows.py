@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from rlctl.config.schema import DataConfig
 from rlctl.data.names import suggest
+from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
 from rlctl.errors import InputError
 
 GYM_PREFIX = "reasoning-gym:"
 MOST_CHARACTERS = 1_000_000
 """Characters of a prompt beyond which a row is refused: some 250,000 tokens, and seconds for a tokenizer."""
+
+USUAL_NAMES = {
+    "data.prompt_field": ("messages", "question", "problem", "query", "instruction", "input"),
+    "data.answer_field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
+}
+"""Names that prompts and answers have in published datasets, to suggest."""
+_NUMBERS = re.compile(r"-?\d+(?:\.\d+)?")
+OTHER_MEDIA = {"image": "an image", "images": "images", "video": "a video", "videos": "videos", "audio": "sound"}
 
 Messages = list[dict[str, str]]
 
@@ -30,7 +45,10 @@ class PromptRow:
     answer: Any
     """The reference answer; None where the source has none."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """The other fields of the row, for reward functions."""
+    """The fields of the row by their own names, for templates and reward functions; without those that are called
+    `prompt` and `answer`, as which a function has the two above."""
+    source: str = ""
+    """The source that it is from, where a run has several."""
 
     @property
     def question(self) -> str:
@@ -79,28 +97,50 @@ class PromptSource(Protocol):
 def row_from_record(record: Mapping[str, Any], index: int, where: str, data: DataConfig) -> PromptRow:
     """Return the row that a record of a file or dataset makes; InputError naming row and field where it makes none."""
     require_fields(record, data, where)
-    prompt = checked_prompt(record[data.prompt_field], data.prompt_field, where)
-    fields = {name: value for name, value in record.items() if name not in (data.prompt_field, data.answer_field)}
-    answer = record.get(data.answer_field)
-    return PromptRow(index, where, prompt, _final_answer(answer), fields)
+    _refuse_images(record, where)
+    fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
+    answer = _final_answer(record.get(data.answer_field))
+    if data.prompt_field in record:
+        return PromptRow(
+            index, where, checked_prompt(record[data.prompt_field], data.prompt_field, where), answer, fields
+        )
+    template = template_of(data)
+    assert template is not None  # else `require_fields` asks for the prompt
+    return PromptRow(index, where, template.render(fields, where), answer, fields)
 
 
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
-    """Raise InputError unless the prompt and answer fields are among `present`.
+    """Raise InputError unless the fields of prompt, answer and template are among `present`.
 
-    The answer field may be absent only under its default name: a reward function may need none.
+    The answer field may be absent only under its default name, for a reward function may need none, and the prompt
+    field where a template makes the prompt of other fields.
     """
-    names = list(present)
-    for key, name in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
-        if name in names or (name == "answer" and key == "data.answer_field"):
-            continue
-        near = suggest(name, names)
-        hint = near if near else f"Its fields are {', '.join(names) or 'none'}; name the right one with --set {key}=..."
-        raise InputError(f"{where}: no field {name!r} ({key}).", hint)
+    names, template = list(present), template_of(data)
+    if template is None or PROMPT in template.names:
+        _require_field(data.prompt_field, "data.prompt_field", names, where)
+    if data.answer_field != ANSWER:
+        _require_field(data.answer_field, "data.answer_field", names, where)
+    # Jinja may ask whether there is a column: what is missing shows when it is filled in.
+    for name in sorted(template.names - {PROMPT, *names}) if template and not template.jinja else ():
+        raise missing_column(name, names, where)
+
+
+def _require_field(name: str, key: str, present: Sequence[str], where: str) -> None:
+    if name in present:
+        return
+    usual = [other for other in USUAL_NAMES[key] if other in present]
+    meant = (difflib.get_close_matches(name, present, n=1, cutoff=0.55) or usual)[:1]
+    listed = f"Its fields are {', '.join(present) or 'none'}"
+    hint = f"{listed}; name the right one with --set {key}=..."
+    if meant:
+        hint = f"Did you mean {meant[0]}? Then add --set {key}={meant[0]}. {listed}."
+    raise InputError(f"{where}: no field {name!r} ({key}).", hint)
 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     """Return the prompt, if it is a text or a list of chat messages that is not empty."""
+    if not isinstance(value, str) and isinstance(value, Sequence):
+        value = [_with_text(message, field_name, where) for message in value]
     texts = [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
     contents = [text.get("content") if isinstance(text, Mapping) else text for text in texts]
     if (length := sum(len(text) for text in contents if isinstance(text, str))) > MOST_CHARACTERS:
@@ -111,14 +151,48 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0:
-        if all(_is_message(message) for message in value):
-            return [{"role": message["role"], "content": message["content"]} for message in value]
-        raise InputError(
-            f"{where}: field {field_name!r} is a list, but not of chat messages.",
-            "A message is an object with the texts `role` and `content`.",
-        )
+        return _checked_messages(value, field_name, where)
     found = "empty" if value is None or isinstance(value, str | Sequence) else f"of type {type(value).__name__}"
     raise InputError(f"{where}: field {field_name!r} is {found}.", "It must be a text or a list of chat messages.")
+
+
+def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Messages:
+    if wrong := [message for message in value if not _is_message(message)]:
+        has = f"; this one has {', '.join(map(str, wrong[0]))}" if isinstance(wrong[0], Mapping) else ""
+        raise InputError(
+            f"{where}: field {field_name!r} is a list, but not of chat messages.",
+            f"A message is an object with the texts `role` and `content`{has}.",
+        )
+    if value[-1]["role"] == "assistant":  # a chat template would begin another answer after it
+        raise InputError(
+            f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
+            "Leave that message out; a reference answer has a field of its own (data.answer_field).",
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _with_text(message: Any, field_name: str, where: str) -> Any:
+    """Return a message whose content is a text, where it was given as a list of texts in parts."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(parts, Sequence) or isinstance(parts, str) or not all(isinstance(p, Mapping) for p in parts):
+        return message
+    for part in parts:
+        if (kind := part.get("type")) != "text" or not isinstance(part.get("text"), str):
+            raise InputError(
+                f"{where}: a message of field {field_name!r} has a part of type {kind!r}.",
+                "Prompts are texts: rlctl does not train on images, sound or video.",
+            )
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _refuse_images(record: Mapping[str, Any], where: str) -> None:
+    """Raise InputError where a row brings pictures, sound or video, without which its question has no answer."""
+    for name in OTHER_MEDIA:
+        if record.get(name):
+            raise InputError(
+                f"{where}: field {name!r} holds {OTHER_MEDIA[name]}, and prompts are texts.",
+                "rlctl does not train on images, sound or video. If the text alone is meant, leave that field out.",
+            )
 
 
 def _is_message(value: Any) -> bool:
@@ -135,3 +209,34 @@ def _final_answer(answer: Any) -> Any:
 def instructions(data: DataConfig) -> str:
     """Return the text that is said to the model in addition to the rows."""
     return "\n".join(filter(None, (data.system_prompt, data.prompt_template, data.prompt_suffix)))
+
+
+def difficulties(source: PromptSource, data: DataConfig) -> np.ndarray:
+    """Return how difficult each row is by `data.difficulty_field`, float64 [rows]. Raises InputError for a row without
+    a number there."""
+    path = data.difficulty_field
+    if path is None:
+        raise InputError(
+            "data.order = difficulty needs the field that says how difficult a row is.",
+            "Name it with --set data.difficulty_field=...",
+        )
+    return np.array([_difficulty(source[index], path) for index in range(len(source))], dtype=np.float64)
+
+
+def _difficulty(row: PromptRow, path: str) -> float:
+    """Return the number at `path`, `field` or `field.key`; the only number of a text such as `Level 3`."""
+    value: Any = row.fields
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            names = [*value] if isinstance(value, Mapping) else []
+            hint = suggest(name, names) or f"There are {', '.join(names) or 'no fields'}."
+            raise InputError(f"{row.where}: no field {path!r} (data.difficulty_field).", hint)
+        value = value[name]
+    found = _NUMBERS.findall(value) if isinstance(value, str) else [value]
+    number = found[0] if len(found) == 1 and not isinstance(value, bool) else None
+    if isinstance(number, str | Real) and math.isfinite(float(number)):
+        return float(number)
+    raise InputError(
+        f"{row.where}: field {path!r} (data.difficulty_field) is {value!r:.60}, which is no number.",
+        "A difficulty is a number, or a text with one number in it.",
+    )

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 FILE_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+OTHER_SUFFIXES = {
+    ".json": "A list of objects becomes one object a line with: jq -c '.[]' in.json > out.jsonl",
+    ".csv": "A folder that holds only this file can be given as --data: Hugging Face datasets reads it.",
+    ".gz": "Unpack it first: gunzip FILE",
+}
+"""How files of other kinds become data."""
+ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
 LINE_LIMIT_BYTES = 64 << 20
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
@@ -44,11 +51,14 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
     path = Path(name)
     kind = FILE_SUFFIXES.get(path.suffix.lower())
     if kind is None and path.is_file():
-        raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}.")
+        way = OTHER_SUFFIXES.get(path.suffix.lower(), "")
+        raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
     if path.exists() and not path.is_file() and (kind or not path.is_dir()):
         raise InputError(f"Data file {name} cannot be read: {problem_with(path)}.", "Give a file.")
     if kind is None:
         return open_hub(name, data)
+    if "://" in name:
+        raise InputError(f"--data {name}: rlctl downloads no files.", "Fetch it, and give the path of the file.")
     if not path.parent.is_dir():
         raise InputError(f"Data file {name} does not exist: there is no folder {path.parent}.", "Check the path.")
     if not path.is_file():
@@ -98,9 +108,9 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise InputError(f"{path}, line {number}: not JSON ({error}).", "Each line must be one JSON object.") from error
+        raise InputError(f"{path}, line {number}: not JSON ({error}).", ONE_OBJECT) from error
     if not isinstance(record, dict):
-        raise InputError(f"{path}, line {number}: not a JSON object.", "Each line must be one JSON object.")
+        raise InputError(f"{path}, line {number}: not a JSON object.", ONE_OBJECT)
     return record
 
 
@@ -132,6 +142,12 @@ class HubPrompts:
         if len(dataset) == 0:
             raise InputError(f"Dataset {label} (split {data.split}) has no rows.")
         require_fields(dataset.column_names, data, f"Dataset {label}")
+        for column, feature in dataset.features.items():
+            if any(kind in repr(feature) for kind in ("Image(", "Audio(", "Video(")):
+                raise InputError(
+                    f"Dataset {label}: column {column!r} holds images, sound or video, and prompts are texts.",
+                    "rlctl does not train on them. If the text alone is meant, save the dataset without that column.",
+                )
         self.label, self.instructions = label, instructions(data)
         self._dataset, self._data = dataset, data
         self._rows = len(dataset) if data.size is None else min(len(dataset), data.size)

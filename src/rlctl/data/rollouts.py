@@ -62,8 +62,8 @@ class Rollout:
     response_tokens: int
     """Tokens that the policy chose, counted by the loss mask."""
     reward: float
-    terms: Mapping[str, float]
-    """Score of each reward term before its weight."""
+    terms: Mapping[str, float | None]
+    """Score of each reward term before its weight; None where it does not apply."""
     accuracy: float | None
     """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
 

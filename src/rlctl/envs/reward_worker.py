@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.scorers import RewardPlan, Rewards
 from rlctl.envs.scoring_process import Score, ScoringProcess, Work
 from rlctl.envs.user_function import LARGEST_REWARD
 from rlctl.errors import InputError
@@ -32,8 +33,8 @@ class GroupScores:
     rewards: tuple[float, ...]
     accuracies: tuple[float, ...] | None
     """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
-    terms: dict[str, tuple[float, ...]]
-    """Score of each reward term before its weight."""
+    terms: dict[str, tuple[float | None, ...]]
+    """Score of each reward term before its weight; None where it does not apply."""
     failures: int = 0
     """Completions on which a built-in scorer failed, and which count as wrong for it."""
 
@@ -41,7 +42,7 @@ class GroupScores:
 class RewardWorker:
     """Scores completions where they are fetched, so that texts do not pass through the driver."""
 
-    def __init__(self, plan: RewardPlan, fetch: Callable[[object], list[str]]) -> None:
+    def __init__(self, plan: Rewards, fetch: Callable[[object], list[str]]) -> None:
         """`fetch` turns a handle of texts into the texts."""
         self._plan, self._fetch = plan, fetch
         self._process = ScoringProcess(plan)
@@ -54,46 +55,39 @@ class RewardWorker:
     def score(self, requests: Sequence[ScoreRequest]) -> list[GroupScores]:
         """Return scores of each group, in the order of `requests`; errors are those of `ScoringProcess.score`."""
         texts = [self._fetch(request.texts) for request in requests]
+        parts = [self._plan.part(request.row.source) for request in requests]
         work = [
-            Work(scorer, text, request.row)
-            for request, group in zip(requests, texts, strict=True)
-            for scorer in range(len(self._plan.scorers))
+            Work(first + scorer, text, request.row)
+            for request, group, (plan, first) in zip(requests, texts, parts, strict=True)
+            for scorer in range(len(plan.scorers))
             for text in group
         ]
         scores = iter(self._process.score(work))
         return [
-            self._group_scores(request, [list(islice(scores, len(group))) for _ in self._plan.scorers])
-            for request, group in zip(requests, texts, strict=True)
+            self._group_scores(plan, request, [list(islice(scores, len(group))) for _ in plan.scorers])
+            for request, group, (plan, _) in zip(requests, texts, parts, strict=True)
         ]
 
-    def _group_scores(self, request: ScoreRequest, scores_by_scorer: list[list[Score]]) -> GroupScores:
+    def _group_scores(
+        self, plan: RewardPlan, request: ScoreRequest, scores_by_scorer: list[list[Score]]
+    ) -> GroupScores:
         values = {
             name: tuple(score.value for score in scores)
-            for name, scores in zip(self._plan.scorers, scores_by_scorer, strict=True)
+            for name, scores in zip(plan.scorers, scores_by_scorer, strict=True)
         }
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        right = None if self._plan.accuracy_by is None else values[self._plan.accuracy_by]
-        rewards = tuple(sum(term.weight * scores[term.name] for term in self._plan.terms) for scores in rollouts)
-        for reward, scores in zip(rewards, rollouts, strict=True):
-            if not abs(reward) <= LARGEST_REWARD:
-                parts = " + ".join(
-                    f"{term.weight:g} x {scores[term.name]:g} ({term.name})" for term in self._plan.terms
-                )
-                raise InputError(
-                    f"The reward for {request.row.where} is {reward:g}: {parts}.",
-                    f"Lower the weights in --reward: a reward is between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
-                )
+        right = None if plan.accuracy_by is None else values[plan.accuracy_by]
         return GroupScores(
-            rewards=rewards,
-            accuracies=None if right is None else tuple(float(value >= 1.0) for value in right),
-            terms={term.name: values[term.name] for term in self._plan.terms},
-            failures=self._count_failures(request, scores_by_scorer),
+            rewards=tuple(weighted_sum(plan.terms, scores, request.row) for scores in rollouts),
+            accuracies=None if right is None else tuple(float(value is not None and value >= 1.0) for value in right),
+            terms={term.name: values[term.name] for term in plan.terms},
+            failures=self._count_failures(plan, request, scores_by_scorer),
         )
 
-    def _count_failures(self, request: ScoreRequest, scores_by_scorer: list[list[Score]]) -> int:
+    def _count_failures(self, plan: RewardPlan, request: ScoreRequest, scores_by_scorer: list[list[Score]]) -> int:
         """Return number of failed scores; the first of each scorer is logged."""
         failures = 0
-        for name, scores in zip(self._plan.scorers, scores_by_scorer, strict=True):
+        for name, scores in zip(plan.scorers, scores_by_scorer, strict=True):
             failed = [score.failure for score in scores if score.failure is not None]
             failures += len(failed)
             if failed and name not in self._logged:
@@ -104,3 +98,21 @@ class RewardWorker:
     def close(self) -> None:
         """Ends the scoring process."""
         self._process.close()
+
+
+def weighted_sum(terms: Sequence[RewardTerm], scores: Mapping[str, float | None], row: PromptRow) -> float:
+    """Return the weighted sum of the terms that apply. Raises InputError where none does, or it is too large."""
+    applying = [(term, value) for term in terms if (value := scores[term.name]) is not None]
+    if not applying:
+        raise InputError(
+            f"No reward applies to {row.where}: {', '.join(term.name for term in terms)} returned None.",
+            "Return a number for every row, add another --reward, or leave the row out.",
+        )
+    reward = sum(term.weight * value for term, value in applying)
+    if not abs(reward) <= LARGEST_REWARD:
+        parts = " + ".join(f"{term.weight:g} x {value:g} ({term.name})" for term, value in applying)
+        raise InputError(
+            f"The reward for {row.where} is {reward:g}: {parts}.",
+            f"Lower the weights in --reward: a reward is between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
+        )
+    return reward

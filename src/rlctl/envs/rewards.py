@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
+from itertools import islice
 
-from rlctl.config.schema import RewardConfig, RewardTerm
+from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.names import suggest
-from rlctl.data.prompt_rows import PromptSource
+from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
-from rlctl.envs.scorers import BUILT_IN, RewardPlan
+from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError
@@ -20,13 +22,27 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
 
     Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
     """
+    plan = _plan(reward, source)
+    return dataclasses.replace(plan, notes=_trial(plan, {"": source})[""])
+
+
+def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> Rewards:
+    """Return the plan of one source, or those of several by their labels; errors are those of `prepare_rewards`."""
+    listed = {label: (reward, source) for label, reward, source in sources}
+    if len(listed) == 1:
+        return prepare_rewards(*next(iter(listed.values())))
+    plans = {label: _plan(reward, source) for label, (reward, source) in listed.items()}
+    notes = _trial(MixedRewards(plans), {label: source for label, (_, source) in listed.items()})
+    return MixedRewards({label: dataclasses.replace(plan, notes=notes[label]) for label, plan in plans.items()})
+
+
+def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     terms = _checked_terms(reward, source)
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    plan = RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms, source), reward.timeout_s)
-    return dataclasses.replace(plan, notes=_trial(plan, source))
+    return RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms, source), reward.timeout_s)
 
 
-def require_known(reward: RewardConfig) -> None:
+def require_known(reward: SourceReward) -> None:
     """Raises InputError for a scorer that no data could bring: an unknown name, or a file that is not there."""
     for term in reward.terms:
         _known_name(term.name)
@@ -78,9 +94,15 @@ def _checked_name(name: str, source: PromptSource) -> str:
     elif source[0].answer is None:
         raise InputError(
             f"Reward {name!r} compares with a reference answer, and {source[0].where} has none.",
-            "Name the field that holds it with --set data.answer_field=...",
+            f"{_fields_of(source[0])} Name the one that holds it with --set data.answer_field=...",
         )
     return name
+
+
+def _fields_of(row: PromptRow) -> str:
+    usual = [name for name in USUAL_NAMES["data.answer_field"] if name in row.fields]
+    meant = f"; `{usual[0]}` may be it" if usual else ""
+    return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
 
 
 def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> str | None:
@@ -93,15 +115,27 @@ def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> st
     return None if source[0].answer is None else "exact-match"
 
 
-def _trial(plan: RewardPlan, source: PromptSource) -> tuple[str, ...]:
-    """Scores the first row's own answer with every scorer; notes on those that do not find it right."""
-    row = source[0]
-    completion = written_as(str(row.answer if row.answer is not None else ""), plan.extraction)
-    with contextlib.closing(ScoringProcess(plan)) as process:
-        scores = process.score([Work(index, completion, row) for index in range(len(plan.scorers))])
-    return tuple(
-        f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
-        + (f" ({score.failure})" if score.failure else "")
-        for name, score in zip(plan.scorers, scores, strict=True)
-        if name in BUILT_IN and score.value < 1 and row.answer is not None
-    )
+def _trial(rewards: Rewards, sources: dict[str, PromptSource]) -> dict[str, tuple[str, ...]]:
+    """Score the first row's own answer of each source with every scorer; return notes on those that do not find it
+    right."""
+    tried = [(label, source[0], *rewards.part(label)) for label, source in sources.items()]
+    work = [
+        Work(first + scorer, _own_answer(row, plan), row)
+        for _, row, plan, first in tried
+        for scorer in range(len(plan.scorers))
+    ]
+    with contextlib.closing(ScoringProcess(rewards)) as process:
+        scores = iter(process.score(work))
+    return {
+        label: tuple(
+            f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
+            + (f" ({score.failure})" if score.failure else "")
+            for name, score in zip(plan.scorers, islice(scores, len(plan.scorers)), strict=True)
+            if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
+        )
+        for label, row, plan, _ in tried
+    }
+
+
+def _own_answer(row: PromptRow, plan: RewardPlan) -> str:
+    return written_as(str(row.answer if row.answer is not None else ""), plan.extraction)

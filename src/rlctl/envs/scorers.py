@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
 from rlctl.envs.extraction import DESCRIPTION, Extraction, as_number, extract, readable_math
-from rlctl.envs.user_function import UserScorer
+from rlctl.envs.user_function import UserBatchScorer, user_scorer
 from rlctl.errors import InputError, MachineError
 
 BUILT_IN = ("task", "exact-match", "math-verify", "ifeval")
@@ -154,11 +154,15 @@ class RewardPlan:
         names = tuple(term.name for term in self.terms)
         return names if self.accuracy_by is None or self.accuracy_by in names else (*names, self.accuracy_by)
 
-    def build(self) -> list[Scorer]:
+    def part(self, source: str) -> tuple[RewardPlan, int]:
+        """Return the plan for the rows of a source, and the place of its first scorer among all."""
+        return self, 0
+
+    def build(self) -> list[Scorer | UserBatchScorer]:
         """Return the scorers, in the order of `scorers`; imports what they need."""
         return [self._scorer(name) for name in self.scorers]
 
-    def _scorer(self, name: str) -> Scorer:
+    def _scorer(self, name: str) -> Scorer | UserBatchScorer:
         match name:
             case "task":
                 assert self.task is not None  # `prepare_rewards` has checked it
@@ -169,7 +173,7 @@ class RewardPlan:
                 return IfEval()
             case "math-verify":  # keeps to an extraction that the user chose
                 return MathVerify(self.extraction if self.extraction_reason is None else None)
-        return UserScorer(name)
+        return user_scorer(name)
 
     def describe(self) -> list[str]:
         """Return lines that say what is rewarded, how answers are found, and what to mind."""
@@ -177,3 +181,36 @@ class RewardPlan:
         reason = self.extraction_reason or "reward.extract"
         accuracy = f"accuracy: {self.accuracy_by}" if self.accuracy_by else "accuracy: none, without reference answers"
         return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]
+
+
+@dataclass(frozen=True)
+class MixedRewards:
+    """The rewards of a run with several sources of prompts, by the label of the source."""
+
+    plans: dict[str, RewardPlan]
+
+    @property
+    def timeout_s(self) -> float:
+        return max(plan.timeout_s for plan in self.plans.values())
+
+    @property
+    def scorers(self) -> tuple[str, ...]:
+        """Names of the scorers of each source, source after source."""
+        return tuple(name for plan in self.plans.values() for name in plan.scorers)
+
+    def part(self, source: str) -> tuple[RewardPlan, int]:
+        """Return the plan for the rows of a source, and the place of its first scorer among all."""
+        before = list(self.plans).index(source)
+        return self.plans[source], sum(len(plan.scorers) for plan in list(self.plans.values())[:before])
+
+    def build(self) -> list[Scorer | UserBatchScorer]:
+        """Return the scorers, in the order of `scorers`."""
+        return [scorer for plan in self.plans.values() for scorer in plan.build()]
+
+    def describe(self) -> list[str]:
+        """Return the lines of each source under its label."""
+        return [f"{label}: {line}" for label, plan in self.plans.items() for line in plan.describe()]
+
+
+Rewards = RewardPlan | MixedRewards
+"""How the rollouts of a run are scored."""

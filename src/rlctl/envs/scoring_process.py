@@ -11,14 +11,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.scorers import BUILT_IN, RewardPlan, Scorer
+from rlctl.envs.scorers import BUILT_IN, Rewards, Scorer
 from rlctl.envs.supervisor import supervise
+from rlctl.envs.user_function import UserBatchScorer
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
 
 START_TIMEOUT_S = 180.0
@@ -43,9 +45,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Score:
-    """The answer of a scorer; `failure` says why a built-in one could not score (the value is then 0)."""
+    """The answer of a scorer, None where it does not apply; `failure` says why a built-in one could not score (0)."""
 
-    value: float
+    value: float | None
     failure: str | None = None
 
 
@@ -56,6 +58,8 @@ class Batch:
     work: list[Work]
     first: int
     """Number of the first answer."""
+    done: int = 0
+    """Pieces at the beginning that another child has answered; scorers of many completions at once see them too."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Answer:
 class ScoringProcess:
     """Scores in a child process, which is started again after a scorer hung or crashed on a completion."""
 
-    def __init__(self, plan: RewardPlan) -> None:
+    def __init__(self, plan: Rewards) -> None:
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -122,7 +126,7 @@ class ScoringProcess:
                 self.start()
             assert self._connection is not None  # `start` made it
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
-                self._connection.send(Batch(work[len(scores) :], self._answered))
+                self._connection.send(Batch(work, self._answered, len(scores)))
             failure = self._receive(work, scores, deadline)
             if failure is not None and failure.startswith(DIED) and died_at < len(scores):
                 died_at = len(scores)
@@ -214,7 +218,7 @@ def main() -> None:
     os.set_inheritable(number, False)
     os.register_at_fork(after_in_child=connection.close)
     os.environ.pop("PYTHONSAFEPATH", None)  # a script that a reward function starts may have neighbours of its own
-    plan: RewardPlan = connection.recv()
+    plan: Rewards = connection.recv()
     try:
         scorers = plan.build()
     except RlctlError as error:
@@ -226,16 +230,40 @@ def main() -> None:
             batch: Batch = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        for answer, work in enumerate(batch.work, start=batch.first):
-            outcome = _score(plan.scorers[work.scorer], scorers[work.scorer], work)
+        for answer, outcome in enumerate(_outcomes(batch, plan, scorers), start=batch.first):
             if os.getpid() != process:
-                print(f"rlctl: {plan.scorers[work.scorer]} forked; the process that came back from it twice ends here")
+                name = plan.scorers[batch.work[batch.done + answer - batch.first].scorer]
+                print(f"rlctl: {name} forked; the process that came back from it twice ends here")
                 sys.stdout.flush()
                 os._exit(0)
             try:
                 connection.send(Answer(answer, outcome))
             except ConnectionError:
                 return  # the parent raised the first error that it was told, and is gone
+
+
+def _outcomes(batch: Batch, plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer]) -> Iterator[Score | RlctlError]:
+    """Yield the outcome of each piece of work that is not done. A function of many completions is called once, when
+    the first of them is due."""
+    together: dict[int, dict[int, Score | RlctlError]] = {}
+    for number, work in enumerate(batch.work[batch.done :], start=batch.done):
+        scorer = scorers[work.scorer]
+        if not isinstance(scorer, UserBatchScorer):
+            yield _score(plan.scorers[work.scorer], scorer, work)
+            continue
+        if work.scorer not in together:
+            together[work.scorer] = _score_together(scorer, work.scorer, batch.work)
+        yield together[work.scorer][number]
+
+
+def _score_together(scorer: UserBatchScorer, index: int, work: list[Work]) -> dict[int, Score | RlctlError]:
+    """Return the outcomes of all the work for one scorer, by their places in `work`."""
+    places = [place for place, one in enumerate(work) if one.scorer == index]
+    try:
+        values = scorer.score_all([work[place].completion for place in places], [work[place].row for place in places])
+    except RlctlError as error:
+        return dict.fromkeys(places, error)
+    return {place: Score(value) for place, value in zip(places, values, strict=True)}
 
 
 def _score(name: str, scorer: Scorer, work: Work) -> Score | RlctlError:

@@ -1,4 +1,7 @@
-"""Functions of the user's own, `path/to/file.py:function`: how they are loaded, and how one scores."""
+"""Functions of the user's own, `path/to/file.py:function`: how they are loaded, and how one scores.
+
+A reward function takes one completion, or, where a parameter is called `completions`, all of a step in TRL's form.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +28,9 @@ from rlctl.errors import InputError
 LARGEST_REWARD = 1e30
 """Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""
 SIGNATURE = "(completion: str, answer, prompt: str, **row) -> float"
+BATCHED_SIGNATURE = "(prompts: list, completions: list, **columns) -> list[float | None]"
+ONLY_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that TRL's trainer gives to reward functions and that rlctl does not have."""
 
 
 @dataclass(frozen=True)
@@ -87,32 +93,40 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
     return path, function
 
 
-class UserScorer:
-    """Calls the function with what its signature takes. Raises InputError, naming row and line, where that fails."""
+class UserFunction:
+    """A reward function that is loaded, and what its signature takes."""
 
-    def __init__(self, name: str) -> None:
-        """Imports the file. Raises InputError where that fails or it has no such function."""
-        self.name = name
-        self._code = UserCode.read(name, "Reward")
-        self._function = self._code.load()
-        try:
-            parameters = inspect.signature(self._function).parameters.values()
-        except ValueError as error:  # some built-in ones have none
-            raise InputError(f"Reward {name!r}: {error}.", f"Its form is {SIGNATURE}.") from error
+    form = SIGNATURE
+
+    def __init__(self, name: str, code: UserCode, function: Callable[..., Any]) -> None:
+        self.name, self._code, self._function = name, code, function
+        parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._takes = {parameter.name for parameter in named}
         self._required = {parameter.name for parameter in named if parameter.default is parameter.empty}
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise InputError(f"Reward {name!r} has positional-only parameters.", f"Its form is {SIGNATURE}.")
+            raise InputError(f"Reward {name!r} has positional-only parameters.", f"Its form is {self.form}.")
 
-    def __call__(self, completion: str, row: PromptRow) -> float:
+    def _call(self, given: dict[str, Any], rows: str) -> Any:
+        """Return what the function returns for the arguments of `given` that it takes; `rows` names what is scored."""
+        missing = sorted(self._required - given.keys())
+        if missing:
+            absent = [name for name in missing if name in ONLY_TRL]
+            raise InputError(
+                f"Reward function {self.name} needs {', '.join(missing)}, which "
+                + (f"rlctl does not give ({rows})." if absent == missing else f"{rows} does not have."),
+                f"It can have {', '.join(given)}; its form is {self.form}.",
+            )
+        taken = given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
         try:
-            value = self._function(**self._arguments(completion, row))
+            return self._function(**taken)
         except InputError:
             raise
         except Exception as error:
-            raise self._code.error(error, f"scoring {row.where}") from error
+            raise self._code.error(error, f"scoring {rows}") from error
+
+    def _number(self, value: Any, row: PromptRow) -> float:
         number = _finite(value)
         if number is None or abs(number) > LARGEST_REWARD:
             what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
@@ -122,15 +136,63 @@ class UserScorer:
             )
         return number
 
-    def _arguments(self, completion: str, row: PromptRow) -> dict[str, Any]:
+
+class UserScorer(UserFunction):
+    """Scores one completion. Raises InputError, naming row and line, where that fails."""
+
+    def __call__(self, completion: str, row: PromptRow) -> float:
         given = {**row.fields, "completion": completion, "answer": row.answer, "prompt": row.question}
-        missing = sorted(self._required - given.keys())
-        if missing:
+        return self._number(self._call(given, row.where), row)
+
+
+class UserBatchScorer(UserFunction):
+    """Scores the completions of a step in one call, in TRL's form. Raises InputError where that fails."""
+
+    form = BATCHED_SIGNATURE
+
+    def score_all(self, completions: Sequence[str], rows: Sequence[PromptRow]) -> list[float | None]:
+        """Return the score of each completion; None where the function does not apply to it."""
+        scored = f"{len(rows)} completions from {rows[0].where} on" if len(rows) > 1 else rows[0].where
+        values = self._call(self._columns(completions, rows), scored)
+        if inspect.iscoroutine(values):
+            values.close()
+            raise InputError(f"Reward function {self.name} returned a coroutine; it must not be async.")
+        if hasattr(values, "tolist"):  # an array or a tensor
+            values = values.tolist()
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(rows):
+            what = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(values)[:80]
             raise InputError(
-                f"Reward function {self.name} needs {', '.join(missing)}, which {row.where} does not have.",
-                f"It can have {', '.join(given)}; its form is {SIGNATURE}.",
+                f"Reward function {self.name} returned {what} for {scored}.",
+                f"It takes `completions`, so it must return a list with one number (or None) for each of them: "
+                f"{self.form}.",
             )
-        return given if self._takes_all else {name: value for name, value in given.items() if name in self._takes}
+        return [None if value is None else self._number(value, row) for value, row in zip(values, rows, strict=True)]
+
+    @staticmethod
+    def _columns(completions: Sequence[str], rows: Sequence[PromptRow]) -> dict[str, list[Any]]:
+        """Return the arguments: chats where prompts are chats, as TRL has them, and None where a row lacks a field."""
+        names = dict.fromkeys(name for row in rows for name in row.fields)
+        return {
+            **{name: [row.fields.get(name) for row in rows] for name in names},
+            "answer": [row.answer for row in rows],
+            "prompts": [row.prompt for row in rows],
+            "completions": [
+                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+                for text, row in zip(completions, rows, strict=True)
+            ],
+        }
+
+
+def user_scorer(name: str) -> UserScorer | UserBatchScorer:
+    """Import the file and return the scorer of the form that the function's signature has. Raises InputError where the
+    import fails, or there is no such function."""
+    code = UserCode.read(name, "Reward")
+    function = code.load()
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:  # some built-in ones have none
+        raise InputError(f"Reward {name!r}: {error}.", f"Its form is {SIGNATURE}.") from error
+    return (UserBatchScorer if "completions" in parameters else UserScorer)(name, code, function)
 
 
 def _finite(value: Any) -> float | None:

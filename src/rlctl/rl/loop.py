@@ -260,12 +260,11 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
     rollouts = batch.rollouts
     rewards_N = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
-    terms = list(rollouts[0].terms)
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()),
         "accuracy": float(np.mean(accuracy_N)) if len(accuracy_N) == len(rollouts) else None,
-        "reward_terms": {name: float(np.mean([rollout.terms[name] for rollout in rollouts])) for name in terms},
+        **reward_parts(batch),
         "groups_without_signal": float(np.mean([np.ptp(group.rewards_G) == 0 for group in batch.groups])),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
@@ -274,6 +273,25 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
         "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
         "weight_version": min(rollout.first_version for rollout in rollouts),
+    }
+
+
+def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
+    """Return the mean of each reward term over the rollouts that it applies to, and where there are several sources of
+    prompts the mean reward of each."""
+    terms: dict[str, list[float]] = {}
+    sources: dict[str, list[float]] = {}
+    for group in batch.groups:
+        for rollout in group.rollouts:
+            for name, value in rollout.terms.items():
+                terms.setdefault(name, []).extend([] if value is None else [value])
+        if group.prompt.source:
+            sources.setdefault(group.prompt.source, []).extend(group.rewards_G)
+    means = {"reward_terms": terms, "reward_by_source": sources}
+    return {
+        kind: {name: float(np.mean(values)) for name, values in sorted(found.items()) if values}
+        for kind, found in means.items()
+        if found or kind == "reward_terms"
     }
 
 

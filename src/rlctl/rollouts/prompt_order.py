@@ -2,56 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import DataConfig, RewardConfig, RlctlConfig
 from rlctl.data.chat import PromptEncoder, load_tokenizer
 from rlctl.data.holdout import hold_out
-from rlctl.data.prompt_rows import PromptRow, PromptSource
+from rlctl.data.mixing import Mixing, source_settings
+from rlctl.data.prompt_rows import PromptRow, PromptSource, difficulties
 from rlctl.data.prompts import open_prompts
-from rlctl.errors import InputError
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.errors import ConfigError, InputError
 
 SCANNED_PROMPTS = 2048
 # What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
 TOKENS_AROUND = 2
+ORDERS_KEPT = 2
+"""Epochs whose order is kept, and saved where it follows from pass rates: the one under way and the one before it."""
+ROWS_KEPT = 1_000_000
+"""Rows of epochs by pass rates that are kept in memory, more than any batch has: it may span many short epochs."""
+
+
+@dataclass(frozen=True)
+class MixedSource:
+    """One source of a run's prompts, opened."""
+
+    label: str
+    """Its name among several; empty where it is the only one."""
+    prompts: PromptSource
+    encoder: PromptEncoder
+    reward: RewardConfig
+    order: PromptOrder
 
 
 class PromptStream:
-    """The prompt at each position: a pure function of the position, so that prompts can be taken in any order."""
+    """The prompt at each position: a pure function of the position, so that prompts can be taken in any order. Only an
+    order by pass rates also follows from what was `observe`d, and then `state` holds all that it follows from."""
 
     def __init__(
-        self,
-        source: PromptSource,
-        encoder: PromptEncoder,
-        config: RlctlConfig,
-        held_out: PromptSource | None = None,
+        self, sources: Sequence[MixedSource], mixing: Mixing, planned: int, held_out: PromptSource | None = None
     ) -> None:
-        self.source, self.encoder, self.held_out = source, encoder, held_out
-        rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
-        self._planned = config.batch.prompts * config.run.steps * rounds  # at most
-        self._order = PromptOrder(len(source), config.run.seed, config.data.shuffle)
+        """`planned`: largest number of positions that the run will use; `held_out`: prompts taken away from it."""
+        self.sources, self._mixing, self._planned, self.held_out = sources, mixing, planned, held_out
+        self._named = {source.label: source for source in sources}
         self.limit: int | None = None
         """Most tokens of a prompt; set once the plan is known."""
 
     @classmethod
     def open(cls, config: RlctlConfig, model_dir: Path) -> PromptStream:
         """Open data and tokenizer. Raises InputError for what is wrong with either."""
-        opened = open_prompts(config.data, seed=config.run.seed)
-        source, held_out = hold_out(opened, config.validation.holdout, config.run.seed)
+        settings = source_settings(config)
+        opened = [open_prompts(one.data, seed=config.run.seed) for one in settings]
+        held_out = None
+        if config.validation.holdout:
+            if len(opened) > 1:
+                raise ConfigError(
+                    f"validation.holdout = {config.validation.holdout}: prompts are held out of one source, and "
+                    f"data.sources lists {len(opened)}.",
+                    "Name other prompts with --set validation.data.name=...",
+                )
+            opened[0], held_out = hold_out(opened[0], config.validation.holdout, config.run.seed)
         tokenizer = load_tokenizer(model_dir, config.model)
-        return cls(source, PromptEncoder.build(tokenizer, config.model, config.data, model_dir), config, held_out)
+        sources = [
+            MixedSource(
+                label=one.label,
+                prompts=prompts,
+                encoder=PromptEncoder.build(tokenizer, config.model, one.data, model_dir),
+                reward=one.reward,
+                order=PromptOrder.of(prompts, one.data, config.run.seed, number),
+            )
+            for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
+        ]
+        rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
+        planned = config.batch.prompts * config.run.steps * rounds
+        return cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """How prompts of the first source are written. Tokens and texts that end a completion are those of them all."""
+        return self.sources[0].encoder
 
     def prompt_at(self, position: int) -> PromptRow:
         """Return the row of the data at `position`."""
-        return self.source[self._order.at(position)]
+        number, place = self._mixing.at(position)
+        source = self.sources[number]
+        return self._row(source, source.order.at(place))
 
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
-        tokens = self.encoder.encode(row)
+        tokens = self._named[row.source].encoder.encode(row)
         if self.limit is not None and len(tokens) > self.limit:
             raise InputError(
                 f"{row.where}: the prompt has {len(tokens)} tokens, and {self.limit} leave room for a completion.",
@@ -61,39 +105,150 @@ class PromptStream:
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each of the first prompts that the run will use."""
-        return [len(self.tokens(self.prompt_at(position))) for position in self._positions(SCANNED_PROMPTS)]
+        return [len(self.tokens(row)) for row in self._first(SCANNED_PROMPTS)]
 
     def require_fit(self) -> None:
         """Raise InputError for a prompt that is too long for the run: better now than at its step."""
-        for row in map(self.prompt_at, self._positions(len(self.source))):
-            if self.limit is None or len(self.encoder.text(row).encode()) + TOKENS_AROUND > self.limit:
+        for row in self._first(self._planned):
+            text = self._named[row.source].encoder.text(row)
+            if self.limit is None or len(text.encode()) + TOKENS_AROUND > self.limit:
                 self.tokens(row)
 
-    def _positions(self, limit: int) -> range:
-        """Return the first positions that the run will use, at most `limit`, each prompt once."""
-        return range(min(self._planned, limit, len(self.source)))
+    def observe(self, groups: Iterable[RolloutGroup]) -> None:
+        """Take note of how well the prompts of finished groups were solved."""
+        for group in groups:
+            self._named[group.prompt.source].order.observe(group)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the orders of later epochs follow from, as JSON, by source; sources without such are left out."""
+        states = ((source.label, source.order.state()) for source in self.sources)
+        return {label: state for label, state in states if state}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned. Raises ValueError, TypeError or KeyError where it is not that."""
+        for label, saved in state.items():
+            self._named[label].order.restore(saved)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the manifest keeps, to tell on resume whether the data is still the same."""
+        prints = {source.label: source.prompts.fingerprint() for source in self.sources}
+        return prints if len(prints) > 1 else prints[self.sources[0].label]
+
+    def describe(self) -> list[str]:
+        """Return a line for each source: its name, size and share of the prompts."""
+        total = sum(self._mixing.parts)
+        shares = [f", {part / total:.1%} of the prompts" if part < total else "" for part in self._mixing.parts]
+        return [
+            f"data: {source.label or source.prompts.label} ({len(source.prompts)} prompts{share})"
+            for source, share in zip(self.sources, shares, strict=True)
+        ]
+
+    def _first(self, limit: int) -> Iterator[PromptRow]:
+        """Yield the rows of the first positions that the run will use, at most `limit`, each row once."""
+        turns = self._mixing.turns(min(self._planned, limit))
+        for source, count in zip(self.sources, turns, strict=True):
+            for place in range(min(count, len(source.prompts))):
+                yield self._row(source, source.order.at(place))
+
+    def _row(self, source: MixedSource, index: int) -> PromptRow:
+        row = source.prompts[index]
+        return replace(row, source=source.label) if source.label else row
 
 
 class PromptOrder:
-    """Epoch after epoch over `size` prompts; every epoch holds each prompt once, in an order that the seed fixes."""
+    """Epoch after epoch over `size` prompts; every epoch holds each prompt once, in an order that the seed fixes.
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+    `number` tells the sources of a run apart, so that two of the same size are not shuffled alike. With difficulties,
+    the easy prompts of an epoch come first, and equal ones in the order that they would have without.
+    """
+
+    def __init__(
+        self, size: int, seed: int, shuffle: bool = True, *, number: int = 0, difficulty: np.ndarray | None = None
+    ) -> None:
         if size < 1:
             raise ValueError("an order needs at least one prompt")
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.size, self.seed, self.shuffle, self.number, self.difficulty = size, seed, shuffle, number, difficulty
+        self._rows = lru_cache(maxsize=ORDERS_KEPT)(self._epoch)
+
+    @classmethod
+    def of(cls, prompts: PromptSource, data: DataConfig, seed: int, number: int = 0) -> PromptOrder:
+        """Return the order that `data` asks for. Raises InputError for a difficulty that is none."""
+        kind = PassRateOrder if data.order == "pass-rate" else PromptOrder
+        difficulty = difficulties(prompts, data) if data.order == "difficulty" else None
+        shuffle = data.shuffle and data.order != "as-written"
+        return kind(len(prompts), seed, shuffle, number=number, difficulty=difficulty)
 
     def at(self, position: int) -> int:
         """Return the row of the source at `position`."""
         epoch, offset = divmod(position, self.size)
-        return int(_permutation(self.size, self.seed, epoch)[offset]) if self.shuffle else offset
+        return int(self._rows(epoch)[offset])
+
+    def observe(self, group: RolloutGroup) -> None:
+        """Take note of a finished group; this order follows from none."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what the order of later epochs follows from: nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        """Return the rows of one epoch in their order, int64 [size]."""
+        rows = self._permutation(epoch) if self.shuffle else np.arange(self.size)
+        return rows if self.difficulty is None else rows[np.argsort(self.difficulty[rows], kind="stable")]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        """Return a shuffled order of one epoch, int64 [size].
+
+        Sorts raw 64-bit draws: numpy keeps the streams of its bit generators the same between versions, but not what
+        `Generator.permutation` makes of them. The number of the first source, 0, changes nothing.
+        """
+        draws = np.random.PCG64(np.random.SeedSequence((self.seed, epoch, self.number))).random_raw(self.size)
+        return np.argsort(draws, kind="stable")
 
 
-@lru_cache(maxsize=2)
-def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return order of one epoch, int64 [size].
+class PassRateOrder(PromptOrder):
+    """Every epoch but the first holds those prompts first whose pass rate is nearest to one half.
 
-    Sorts raw 64-bit draws: numpy keeps the streams of its bit generators the same between versions, but not what
-    `Generator.permutation` makes of them.
+    A prompt's pass rate is the share of its completions that were right when it last came up. Where nothing says what
+    is right, the mean reward stands for it, taken as 0 below 0 and as 1 above 1. An epoch's order is fixed when its
+    first prompt is asked for.
     """
-    draws = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
-    return np.argsort(draws, kind="stable")
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rates: dict[int, float] = {}
+        self._fixed: dict[int, np.ndarray] = {}
+
+    def observe(self, group: RolloutGroup) -> None:
+        right = [
+            min(max(rollout.reward, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
+            for rollout in group.rollouts
+        ]
+        self._rates[group.prompt.index] = sum(right) / len(right)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "rates": sorted(self._rates.items()),
+            "orders": {str(epoch): self._fixed[epoch].tolist() for epoch in sorted(self._fixed)[-ORDERS_KEPT:]},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._rates = {int(row): float(rate) for row, rate in state["rates"]}
+        self._fixed = {int(epoch): np.array(rows, dtype=np.int64) for epoch, rows in state["orders"].items()}
+        if any(sorted(rows.tolist()) != list(range(self.size)) for rows in self._fixed.values()):
+            raise ValueError("an order of prompts does not hold each prompt once")
+
+    def at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.size)
+        if epoch and epoch not in self._fixed:
+            self._fixed[epoch] = self._by_rate(epoch)
+            for old in sorted(self._fixed)[: -max(ORDERS_KEPT, ROWS_KEPT // self.size)]:
+                del self._fixed[old]
+        return int((self._fixed[epoch] if epoch else self._rows(0))[offset])
+
+    def _by_rate(self, epoch: int) -> np.ndarray:
+        rows = self._epoch(epoch)
+        distance = np.array([abs(self._rates.get(row, 0.5) - 0.5) for row in range(self.size)])
+        return rows[np.argsort(distance[rows], kind="stable")]

@@ -88,6 +88,7 @@ class SynchronousSource:
         with self._timer(Phase.REWARD):
             groups, failures = scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
         self._ledger.finish(positions)
+        self._prompts.observe(groups)
         return groups, failures, freed_bytes
 
     def _request(self, position: int) -> GroupRequest:
@@ -97,8 +98,10 @@ class SynchronousSource:
         return GroupRequest(position, tuple(self._prompts.tokens(self._prompts.prompt_at(position))), tuple(seeds))
 
     def state(self) -> dict[str, Any]:
-        """Return the ledger. Between two calls of `next` nothing is under way or finished."""
-        return self._ledger.state()
+        """Return the ledger, and what the order of prompts follows from. Between two calls of `next` nothing is under
+        way or finished."""
+        orders = self._prompts.state()
+        return {**self._ledger.state(), **({"orders": orders} if orders else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the trained positions of `state`; positions that were under way are begun again.
@@ -107,9 +110,10 @@ class SynchronousSource:
         """
         try:
             self._ledger = Ledger.restored(state)
+            self._prompts.restore(state.get("orders", {}))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"The checkpoint's ledger of prompts cannot be read: {error}.",
+                f"The checkpoint's ledger and order of prompts cannot be read: {error}.",
                 "Resume from a checkpoint before it, or start a new run.",
             ) from error
         if self._ledger.finished:

@@ -624,7 +624,12 @@ def prompt_file(found: Found) -> None:
     if len(parts) != 2:
         found.say("not yet", "a template has one {}, where the question stands", "data.prompt_template")
         return
-    found.map("data.prompt_template", "{prompt}".join(part.replace("{{", "{").replace("}}", "}") for part in parts))
+    texts = [part.replace("{{", "{").replace("}}", "}") for part in parts]
+    # Such braces would name a column in rlctl's template: Jinja can say that they are text.
+    if any(re.search(r"\{\w+\}|\{\{|\{%", text) for text in texts):
+        found.map("data.prompt_template", "{{ prompt }}".join(f"{{% raw %}}{text}{{% endraw %}}" for text in texts))
+    else:
+        found.map("data.prompt_template", "{prompt}".join(texts))
 
 
 def system_prompt_file(found: Found) -> None:

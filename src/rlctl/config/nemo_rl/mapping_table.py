@@ -378,7 +378,7 @@ _REST: dict[str, Rule] = {
     },
     "data.default.*": without("read with the dataset"),
     "data.train": rules.own_kind(
-        only(None, why="there is one source of prompts, and this is a list of them", settled_by="data.name")
+        only(None, why="lists of datasets are not read from recipes: set data.sources", settled_by="data.name")
     ),
     "data.train.*": without("read with the dataset"),
     "data.validation": without("there is none"),
@@ -397,7 +397,7 @@ _REST: dict[str, Rule] = {
     "data.train_split": to("data.split"),
     "data.max_input_seq_length": without("prompts that leave no room for a completion are refused"),
     "data.num_workers": without("prompts are read by the driver"),
-    "data.use_multiple_dataloader": only(None, False, why="there is one source of prompts"),
+    "data.use_multiple_dataloader": only(None, False, why="sources are mixed in every batch (data.sources)"),
     "data.num_prompts_per_dataloader": without("read with data.use_multiple_dataloader"),
     "data.custom_dataloader": only(None, why="prompts are read by rlctl"),
     **dict.fromkeys(

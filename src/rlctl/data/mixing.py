@@ -1,0 +1,103 @@
+"""Several sources of prompts in one run: the settings of each, and the order in which they take turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+
+import numpy as np
+
+from rlctl.config.schema import DataConfig, DataSource, RewardConfig, RlctlConfig
+from rlctl.data.prompt_rows import GYM_PREFIX
+
+LONGEST_ROUND = 100_000
+"""Positions after which the turns of the sources repeat; finer weights are rounded to parts of it."""
+NOT_OF_DATA = ("name", "weight", "reward")
+"""Keys of a source that do not replace one of `data`."""
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """One source of a run's prompts, as if it were the only one."""
+
+    label: str
+    """Its name, with a number where several have the same name; empty where a run has one source."""
+    weight: float
+    data: DataConfig
+    reward: RewardConfig
+
+
+def source_settings(config: RlctlConfig) -> tuple[SourceSettings, ...]:
+    """Return the settings of each source: its own keys, and those of `data` and `reward` for the others."""
+    if not config.data.sources:
+        return (SourceSettings("", 1.0, config.data, config.reward),)
+    named = Counter(source.name for source in config.data.sources)
+    seen: Counter[str] = Counter()
+    found = []
+    for source in config.data.sources:
+        seen[source.name] += 1
+        label = f"{source.name} #{seen[source.name]}" if named[source.name] > 1 else source.name
+        found.append(SourceSettings(label, source.weight, _data_of(source, config), _reward_of(source, config)))
+    return tuple(found)
+
+
+def _data_of(source: DataSource, config: RlctlConfig) -> DataConfig:
+    own = {key: getattr(source, key) for key in type(source).model_fields if key not in NOT_OF_DATA}
+    given = {key: value for key, value in own.items() if value is not None}
+    if "params" not in given and not source.name.startswith(GYM_PREFIX):
+        given["params"] = {}  # `data.params` are for the tasks among the sources
+    shared = config.data.model_dump(exclude={"sources", "name"})
+    return DataConfig.model_validate({**shared, "name": source.name, **given})
+
+
+def _reward_of(source: DataSource, config: RlctlConfig) -> RewardConfig:
+    if source.reward is None:
+        return config.reward
+    return RewardConfig(terms=source.reward.terms, extract=source.reward.extract, timeout_s=config.reward.timeout_s)
+
+
+class Mixing:
+    """Turns of sources with weights: a pure function of the position.
+
+    A source with the share p of all weights has p x n of the first n positions, rounded up or down, for every n. (The
+    quota method of Balinski and Young, 1975: the next turn goes to the source that is due first among those that
+    would not get ahead of their share.)
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.parts = whole_parts(weights)
+        parts, total = np.array(self.parts, dtype=np.int64), sum(self.parts)
+        counts = np.zeros_like(parts)
+        owners, places = np.empty(total, np.int32), np.empty(total, np.int64)
+        for turn in range(total):
+            behind = counts * total < parts * (turn + 1)
+            owner = int(np.argmin(np.where(behind, (counts + 1) / parts, np.inf)))
+            owners[turn], places[turn] = owner, counts[owner]
+            counts[owner] += 1
+        self._owners, self._places = owners, places
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Return the number of the source whose turn it is, and how many turns it has had before."""
+        rounds, turn = divmod(position, len(self._owners))
+        owner = int(self._owners[turn])
+        return owner, rounds * self.parts[owner] + int(self._places[turn])
+
+    def turns(self, positions: int) -> list[int]:
+        """Return how many of the first `positions` each source has."""
+        rounds, rest = divmod(positions, len(self._owners))
+        begun = np.bincount(self._owners[:rest], minlength=len(self.parts))
+        return [rounds * part + int(more) for part, more in zip(self.parts, begun, strict=True)]
+
+
+def whole_parts(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers in the proportion of `weights`, each at least 1."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(part.denominator for part in exact))
+    parts = [int(part * scale) for part in exact]
+    if (total := sum(parts)) // gcd(*parts) > LONGEST_ROUND:
+        parts = [max(1, round(Fraction(part * LONGEST_ROUND, total))) for part in parts]
+    common = gcd(*parts)
+    return [part // common for part in parts]

@@ -1,0 +1,113 @@
+"""Prompt templates: a text with places for the columns of a row."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlctl.config.schema import DataConfig
+from rlctl.data.names import first_line, suggest
+from rlctl.errors import InputError, MachineError
+
+PROMPT = "prompt"
+"""Name under which a template has the prompt itself, whatever the field with it is called."""
+ANSWER = "answer"
+# After a command of LaTeX braces are text: \boxed{answer} names no column.
+_PLACE = re.compile(r"\\[A-Za-z]+\{\w*\}|\{([A-Za-z_]\w*)\}")
+
+
+class PromptTemplate:
+    """A template; made by `template_of`. `{name}` stands for a column. A text with `{{` or `{%` is Jinja instead."""
+
+    def __init__(self, text: str) -> None:
+        self.jinja = "{{" in text or "{%" in text
+        if self.jinja:
+            self._compiled, self.names = _compiled(text)
+        else:
+            self._text, self.names = text, frozenset(filter(None, _PLACE.findall(text)))
+        if not self.names:
+            raise InputError(
+                "data.prompt_template has no place for the prompt.",
+                "Write {prompt}, or the columns of a row such as {question}, where they stand.",
+            )
+
+    def render(self, columns: Mapping[str, Any], where: str) -> str:
+        """Return the text for the row at `where`. Raises InputError where it lacks a column."""
+        if not self.jinja:
+            return _PLACE.sub(lambda place: self._filled(place, columns, where), self._text)
+        import jinja2
+
+        try:
+            return self._compiled.render(columns)
+        except jinja2.UndefinedError as error:
+            raise InputError(
+                f"{where}: data.prompt_template cannot be filled in: {error.message}.", columns_there(columns)
+            ) from error
+        # A template is a program: what it computes with may be missing or zero.
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise InputError(
+                f"{where}: data.prompt_template cannot be filled in: {type(error).__name__}: {first_line(error)}."
+            ) from error
+
+    @staticmethod
+    def _filled(place: re.Match[str], columns: Mapping[str, Any], where: str) -> str:
+        name = place[1]
+        if name is None:
+            return place[0]
+        if (value := columns.get(name)) is None:
+            raise missing_column(name, columns, where)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def template_of(data: DataConfig) -> PromptTemplate | None:
+    """Return the template of `data`. Raises InputError for one that names no column, or the reference answer."""
+    if data.prompt_template is None:
+        return None
+    template = _template(data.prompt_template)
+    if shown := template.names & {ANSWER, data.answer_field}:
+        raise InputError(
+            f"data.prompt_template names {min(shown)!r}, which is the reference answer: the model would be shown it.",
+            "Leave it out; braces that are meant as text are written {{ '{...}' }}.",
+        )
+    return template
+
+
+def missing_column(name: str, present: Iterable[str], where: str) -> InputError:
+    """Return the error for a row that has nothing for `{name}`."""
+    return InputError(f"{where}: no column {name!r} for data.prompt_template.", columns_there(present, name))
+
+
+def columns_there(present: Iterable[str], near: str = "") -> str:
+    """Return a hint that names the columns a template can have."""
+    names = sorted({PROMPT, *present} - {ANSWER})
+    if names == [PROMPT]:
+        return "There is nothing but a prompt; --set data.prompt_template={prompt} takes it as it is."
+    meant = suggest(near, names) if near else None
+    return f"{meant + ' ' if meant else ''}It can have {', '.join(names)}; braces that are text: {{{{ '{{...}}' }}}}."
+
+
+@functools.lru_cache(maxsize=16)
+def _template(text: str) -> PromptTemplate:
+    return PromptTemplate(text)
+
+
+def _compiled(text: str) -> tuple[Any, frozenset[str]]:
+    """Return the Jinja template, and the names of the columns in it."""
+    try:
+        import jinja2
+        import jinja2.meta
+        import jinja2.sandbox
+    except ModuleNotFoundError as error:
+        raise MachineError("A prompt template with {{ }} needs jinja2.", "Install rlctl[cpu] or [cuda].") from error
+    # A recipe of somebody else's may bring the template: it may not reach what Python objects lead to.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        return environment.from_string(text), frozenset(names)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(f"data.prompt_template, line {error.lineno}: {error.message}.") from error
