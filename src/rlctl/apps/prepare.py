@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.apps.crew import CrewSpec, EnginesSpec
+from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
 from rlctl.backends.base import Device, Dtype, PolicySpec, resolve_dtype
 from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
@@ -32,12 +34,14 @@ from rlctl.models.families import facts_from_hf_config
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.views.render import plan_json
+from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.telemetry.metrics import wants_wandb
 
+log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 ASSUMED_GPU = "h100"
 """The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
@@ -120,7 +124,7 @@ def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool
     """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
     none, or none that rlctl knows the family of."""
     if not model.name:
-        raise InputError("No model: model.name is not set.", "Give --model, or start from --preset laptop.")
+        raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
         model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
     )
@@ -134,7 +138,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
     Raises InputError, with near names of the catalog, for a model that none of them has.
     """
     if not model.name:
-        raise InputError("No model: model.name is not set.", "Give --model, or a preset that names one.")
+        raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
     if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
         return known
     try:
@@ -291,6 +295,9 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     config = resolved.config
     require_backend(config.training.backend)
     _require_places(config)
+    if not config.model.name:
+        raise InputError("No model: --model is not given.", what_there_is(config))
+    wants_wandb(config.run.wandb)
     algorithm = algorithm_from_config(config)
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
@@ -311,6 +318,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
              f"it ends at --max-length {length}")  # fmt: skip
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
+    log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards, algorithm)
 
 

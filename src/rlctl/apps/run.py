@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics
+from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics, wants_wandb
 from rlctl.telemetry.phases import StepTimer
 from rlctl.telemetry.report import write_report
 
@@ -250,8 +249,7 @@ def _loggers(
     if job.config.run.tensorboard:
         loggers.append(TensorBoardLogger(run.path / "tensorboard", keep_before=first))
         stack.callback(loggers[-1].close)
-    wandb = job.config.run.wandb
-    if wandb or (wandb is None and os.environ.get("WANDB_API_KEY")):
+    if wants_wandb(job.config.run.wandb):
         loggers.append(WandbLogger(run.name, job.config.model_dump(mode="json"), run.path))
         stack.callback(loggers[-1].close)
     return loggers

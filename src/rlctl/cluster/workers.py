@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import logging
 import os
 import resource
 import sys
@@ -26,6 +27,7 @@ from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
+log = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
 """The class of a group's workers, or a Protocol that it satisfies."""
 R = TypeVar("R")
@@ -236,6 +238,8 @@ class WorkerGroup(Generic[W_co]):
         is not ready in `start_timeout_s`; the processes are ended then."""
         try:
             self.pids = PendingCall(self.within(self.start_timeout_s), "start", self._started).results()
+            for rank, pid in enumerate(self.pids):
+                log.info("%s rank %d is process %d; its output is in %s", self.name, rank, pid, self.log_path(rank))
         except BaseException:
             self.kill()
             raise

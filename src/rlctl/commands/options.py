@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from rlctl.commands import completion
 from rlctl.commands.output import want_json
 from rlctl.errors import InputError
 
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     from rlctl.config.load import Resolved
 
 Model: TypeAlias = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local Hugging Face directory.")
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME|DIR",
+        help="Hub name or local Hugging Face directory.",
+        autocompletion=completion.models,
+    ),
 ]
 Tokenizer: TypeAlias = Annotated[
     str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Tokenizer to use instead of the model's own.")
@@ -34,6 +42,7 @@ Data: TypeAlias = Annotated[
         metavar="SOURCE",
         help="reasoning-gym:<task> (parameters: --set data.params.<key>=<value>), a .jsonl or .parquet file, or a "
         "Hugging Face dataset.",
+        autocompletion=completion.data,
     ),
 ]
 Reward: TypeAlias = Annotated[
@@ -42,6 +51,7 @@ Reward: TypeAlias = Annotated[
         "--reward",
         metavar="NAME[=WEIGHT]",
         help="task, exact-match, math-verify, or path/to/file.py:function. Can be repeated; the scores are added up.",
+        autocompletion=completion.rewards,
     ),
 ]
 Backend: TypeAlias = Annotated[
@@ -67,7 +77,10 @@ GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", h
 Gpu: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--gpu", metavar="TYPE|auto|cpu", help="Type of GPU; auto takes the one that is installed, and cpu uses none."
+        "--gpu",
+        metavar="TYPE|auto|cpu",
+        help="Type of GPU; auto takes the one that is installed, and cpu uses none.",
+        autocompletion=completion.gpus,
     ),
 ]
 RayAddress: TypeAlias = Annotated[
@@ -75,7 +88,13 @@ RayAddress: TypeAlias = Annotated[
 ]
 Preset: TypeAlias = Annotated[
     str | None,
-    typer.Option("--preset", "-p", metavar="NAME|FILE", help="Preset to start from; `rlctl presets ls` lists them."),
+    typer.Option(
+        "--preset",
+        "-p",
+        metavar="NAME|FILE",
+        help="Preset to start from; `rlctl presets ls` lists them.",
+        autocompletion=completion.presets,
+    ),
 ]
 Config: TypeAlias = Annotated[
     list[str] | None,

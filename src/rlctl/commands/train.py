@@ -23,9 +23,15 @@ AllowDifferences = Annotated[
 ]
 
 
-@app.callback(epilog=examples("rlctl train grpo --preset laptop"))
-def train() -> None:
+@app.callback(invoke_without_command=True, epilog=examples("rlctl train grpo --preset laptop"))
+def train(context: typer.Context) -> None:
     """Train a model with reinforcement learning."""
+    if context.invoked_subcommand is None:
+        from rlctl.apps.first_choice import what_there_is
+
+        raise InputError(
+            "`rlctl train` needs an algorithm and a model.", what_there_is(options.resolve_config().config)
+        )
 
 
 @app.command(
