@@ -136,8 +136,8 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
 
 
 def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:
-    """Return the prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text with one prompt a line
-    in a file or (`-`) on stdin. Raises InputError naming the flag, the file and the line."""
+    """Return the prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text with one prompt a
+    line in a file or (`-`) on stdin. Raises InputError naming the flag, the file and the line."""
     found: list[tuple[str, Any]] = [(f"--prompt number {i + 1}", text) for i, text in enumerate(texts)]
     if file is not None:
         found += _file_prompts(Path(file), field)

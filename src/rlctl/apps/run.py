@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
+from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
@@ -26,10 +27,14 @@ from rlctl.rollouts.source import RolloutBatch
 from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
+from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics, wants_wandb
-from rlctl.telemetry.phases import StepTimer
+from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.report import write_report
+
+SAMPLES_EVERY = 10
+"""Steps between two looks at samples in a terminal, where run.show_samples is unset."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +101,15 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.config.model.convert:
-            display.close()  # a conversion has a bar of its own
+        if job.config.model.convert and job.source.megatron is None:
+            display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
-        display.doing("starting policy and engines")
-        crew = stack.enter_context(start_crew(job.crew_spec(), run.logs))
+        crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
         policy = _policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, stack)
@@ -117,6 +121,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         saver = Saver(run, policy, job.config.run)
         stack.callback(saver.close, display.say)
         timer = StepTimer()
+        timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
         assert crew.reward is not None  # a run is started with its rewards
         source = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
         begun = {"step": 0, "version": 0}
@@ -142,6 +147,20 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             require_processes()
         _keep_memory(run, crew, display)
         return loop.step, interrupted
+
+
+def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
+    """Return how far a phase of a step has come: completions of all engines, or micro-batches of a rank."""
+
+    def progress(phase: Phase) -> tuple[int, int] | None:
+        if phase is Phase.GENERATION:
+            told = crew.engines.group.progress()
+            return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
+        if phase in (Phase.TRAINING, Phase.LOGPROBS):
+            return crew.policy.group.part([0]).progress().get(0)
+        return None
+
+    return progress
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
@@ -192,10 +211,17 @@ class RunJournal:
 
     def __init__(self, job: Job, run: RunDirectory, display: Display, loggers: Sequence[Logger]) -> None:
         self._kept = job.config.run.log_rollouts
+        every = job.config.run.show_samples
+        self._show_every = (SAMPLES_EVERY if display.in_terminal else 0) if every is None else every
+        self._encoder = job.prompts.encoder
         self._run, self._display, self._loggers = run, display, loggers
+        self._examples: list[Sample] = []
 
     def doing(self, what: str) -> None:
         self._display.doing(what)
+
+    def begin_step(self, step: int) -> None:
+        self._display.begin_step(step)
 
     def say(self, text: str) -> None:
         self._display.say(text)
@@ -214,25 +240,35 @@ class RunJournal:
         for logger in self._loggers:
             logger.log(step, metrics)
         self._display.step(step, metrics)
+        for name, example in zip(("best", "worst"), self._examples, strict=False):
+            self.say(one_line(example, name, self._display.width))
 
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
-        kept = [(group, rollout) for group in batch.groups for rollout in group.rollouts][: self._kept]
-        self._run.write_rollouts(step, [_as_row(group, rollout) for group, rollout in kept])
+        """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
+        shows = self._show_every > 0 and step % self._show_every == 0
+        rows = [
+            self._as_row(step, group, rollout) for group, rollout in chosen(batch.groups, max(self._kept, 2 * shows))
+        ]
+        self._examples = rows[:2] if shows else []
+        if self._kept:
+            self._run.write_rollouts(step, rows[: self._kept])
 
-
-def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
-    return {
-        "prompt": group.prompt.prompt,
-        "answer": group.prompt.answer,
-        "completion": fetch(group.texts)[rollout.sample],
-        "reward": rollout.reward,
-        "right": rollout.accuracy == 1,
-        "tokens": rollout.response_tokens,
-        "truncated": rollout.truncated,
-        "position": rollout.position,
-        "sample": rollout.sample,
-        "seed": rollout.seed,
-    }
+    def _as_row(self, step: int, group: RolloutGroup, rollout: Rollout) -> Sample:
+        return {
+            "step": step + 1,
+            "prompt": group.prompt.prompt,
+            "rendered": self._encoder.text(group.prompt),
+            "answer": group.prompt.answer,
+            "completion": fetch(group.texts)[rollout.sample],
+            "reward": rollout.reward,
+            "terms": dict(rollout.terms),
+            "right": rollout.accuracy == 1,
+            "tokens": rollout.response_tokens,
+            "truncated": rollout.truncated,
+            "position": rollout.position,
+            "sample": rollout.sample,
+            "seed": rollout.seed,
+        }
 
 
 def _loggers(

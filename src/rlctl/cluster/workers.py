@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
+from rlctl.cluster import progress
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
@@ -76,6 +77,7 @@ class _Host:
         os.dup2(log, 1)
         os.dup2(log, 2)
         listen_at_node_address()
+        progress.host(Path(log_path).stem)
         self.worker: Any = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
@@ -328,6 +330,11 @@ class WorkerGroup(Generic[W_co]):
             submitted.append(result)
             handles.append(rest)
         return PendingCall(self, name, submitted), handles
+
+    def progress(self) -> dict[int, tuple[int, int]]:
+        """How far each rank has come in its call, as (done, total), where it has told that (`progress.report`)."""
+        told = progress.look(log.stem for log in self._logs)
+        return {rank: told[log.stem] for rank, log in enumerate(self._logs) if log.stem in told}
 
     def peak_memory(self) -> list[dict[str, int]]:
         """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""

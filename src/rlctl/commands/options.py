@@ -130,6 +130,12 @@ Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Numbe
 Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
+ShowSamples: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--show-samples", metavar="N", help="Show the best and the worst completion every N steps; 0 shows none."
+    ),
+]
 RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")]
 
 # parameter name -> configuration key
@@ -141,7 +147,7 @@ KEYS = {
     "steps": "run.steps", "prompts": "batch.prompts", "generations": "batch.generations", "lr": "optimizer.lr",
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
-    "mover": "refit.mover", "sparse": "refit.sparse",
+    "mover": "refit.mover", "show_samples": "run.show_samples", "sparse": "refit.sparse",
 }  # fmt: skip
 
 
