@@ -97,6 +97,14 @@ def test_a_log_has_each_phase_of_the_start_with_its_seconds_and_each_step(tmp_pa
     assert (tmp_path / "stderr").read_text()[:4].isdigit()
 
 
+def test_a_phase_that_failed_is_not_shown_as_done(tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w") as stream:
+        with pytest.raises(ValueError), Display(steps=3, stream=stream) as display:  # noqa: PT011, PT012
+            display.doing("starting Ray")
+            raise ValueError
+    assert (tmp_path / "stderr").read_text() == ""
+
+
 def test_a_log_is_reminded_of_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "REMIND_S", 0.01)
     path = tmp_path / "stderr"

@@ -28,12 +28,12 @@ from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.views.render import plan_json, plan_text, wrapped
+from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
 DECIDED = (DEFAULT, PLANNER, "prompts")
 """Origins of values that nobody set."""
-MOST_COLUMNS = 40
+LEAST_COLUMNS, MOST_COLUMNS = 12, 40
 """Columns that values take before their origins; longer ones push theirs to the right."""
 
 
@@ -81,8 +81,15 @@ class DryRun:
             if every or origin[key] not in DECIDED
         ]
         keys = max((len(key) for key, _, _ in rows), default=0)
-        values = min(max((len(value) for _, value, _ in rows), default=0), MOST_COLUMNS)
-        return [f"    {key:<{keys}}  {value:<{values}}  {origin}" for key, value, origin in rows]
+        origins = max((len(origin) for _, _, origin in rows), default=0)
+        room = min(MOST_COLUMNS, max(LEAST_COLUMNS, columns() - keys - origins - 8))
+        values = min(max((len(value) for _, value, _ in rows), default=0), room)
+        indent = " " * (keys + 6)
+        return [
+            line
+            for key, value, origin in rows
+            for line in wrapped(f"{value:<{values}}  {kept(origin)}", f"    {key:<{keys}}  ", indent)
+        ]
 
     def _notes(self) -> list[str]:
         notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]

@@ -145,6 +145,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         interrupted = loop.run(stop)
         if loop.step < job.config.run.steps:
             require_processes()
+        display.doing("stopping the processes")
         _keep_memory(run, crew, display)
         return loop.step, interrupted
 

@@ -218,7 +218,9 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # the phase under way was not finished
+            self._now = _Now(self.steps)
         self.close()
         if self._log is not None:
             os.close(self._log)
@@ -261,7 +263,9 @@ class _Now(NamedTuple):
         return self._replace(what="", since=now, waits=False, step=step, step_since=now, phase=None, seen={})
 
     def finished(self, seconds: float) -> _Now:
-        return self._replace(what="", waits=False, phase=None, took=(*self.took, seconds)[-RECENT:])
+        last = self.step is not None and self.step + 1 == self.steps
+        step = None if last else self.step
+        return self._replace(what="", waits=False, step=step, phase=None, took=(*self.took, seconds)[-RECENT:])
 
     def line(self) -> str:
         """Return the line at the foot of a terminal: `step 3/12 · generating 18/32 · 00:07 · 1:40 left`."""
