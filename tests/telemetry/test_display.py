@@ -11,6 +11,7 @@ from typing import TextIO
 
 import pytest
 
+from rlctl.errors import InputError
 from rlctl.telemetry import display as shown
 from rlctl.telemetry.display import Display, clock, heading_line, step_line
 from rlctl.telemetry.metrics import Metric
@@ -98,10 +99,13 @@ def test_a_log_has_each_phase_of_the_start_with_its_seconds_and_each_step(tmp_pa
 
 
 def test_a_phase_that_failed_is_not_shown_as_done(tmp_path: Path) -> None:
-    with (tmp_path / "stderr").open("w") as stream:
-        with pytest.raises(ValueError), Display(steps=3, stream=stream) as display:  # noqa: PT011, PT012
+    def fails() -> None:
+        with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream) as display:
             display.doing("starting Ray")
-            raise ValueError
+            raise InputError("x")
+
+    with pytest.raises(InputError):
+        fails()
     assert (tmp_path / "stderr").read_text() == ""
 
 

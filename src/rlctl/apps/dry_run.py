@@ -13,6 +13,8 @@ from rlctl.apps.prepare import (
     ASSUMED_GPU,
     Job,
     NamedModel,
+    check_names,
+    check_plan,
     planned_crew,
     prepare_job,
     published_facts,
@@ -102,12 +104,14 @@ def dry_train(resolved: Resolved) -> DryRun:
     facts = lookup(model.name) if model.name else None
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
+    check_names(resolved)
     try:
         job = prepare_job(resolved)
     except (InputError, MachineError) as error:
         # A model that is not on this machine, or a GPU that is not, can still be planned for.
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
             raise
+        check_plan(resolved, facts, ASSUMED_GPU)
         resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
         notes = [error.message]
         if not isinstance(error, MachineError):

@@ -291,14 +291,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    resolved.require_supported()
-    config = resolved.config
-    require_backend(config.training.backend)
-    _require_places(config)
-    if not config.model.name:
-        raise InputError("No model: --model is not given.", what_there_is(config))
-    wants_wandb(config.run.wandb)
-    algorithm = algorithm_from_config(config)
+    algorithm, config = check_names(resolved), resolved.config
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
         require_devices(early, config)
@@ -322,13 +315,26 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     return Job(resolved.with_values(plan.config_values()), source, facts, plan, prompts, rewards, algorithm)
 
 
-def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
+def check_names(resolved: Resolved) -> Algorithm:
+    """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
+    yet, and names of backends, files, scorers, algorithms and packages that are not there."""
+    resolved.require_supported()
+    config = resolved.config
+    require_backend(config.training.backend)
+    _require_places(config)
+    if not config.model.name:
+        raise InputError("No model: --model is not given.", what_there_is(config))
+    wants_wandb(config.run.wandb)
+    return algorithm_from_config(config)
+
+
+def check_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None) -> Plan:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
     _check_stop_tokens(resolved.config, facts)
     refuse_cut_sampling(resolved.config)
-    planned, plan = runnable_plan(resolved, facts)
+    planned, plan = runnable_plan(resolved, facts, assume)
     config = planned.config
     planned_policy(config, facts, plan)
     engine_backend().refuse(config, facts, device_of(plan))
