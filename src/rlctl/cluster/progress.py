@@ -47,7 +47,10 @@ def report(done: int, total: int) -> None:
         return
     _Told.at, _Told.something = now, not ended
     try:
-        _store().internal_kv_put(_Told.key, b"" if ended else b"%d %d" % (done, total), True, NAMESPACE)
+        if ended:
+            _store().internal_kv_del(_Told.key, False, NAMESPACE)
+        else:
+            _store().internal_kv_put(_Told.key, b"%d %d" % (done, total), True, NAMESPACE)
     except Exception:  # noqa: BLE001 - whatever keeps a number from being shown ends no generation
         _Told.key = None
 
@@ -61,7 +64,7 @@ def look(workers: Iterable[str]) -> dict[str, tuple[int, int]]:
         told = _store().internal_kv_multi_get(list(keys), NAMESPACE)
     except Exception:  # noqa: BLE001 - as above
         return {}
-    pairs = {keys[key]: value.split() for key, value in told.items() if value}
+    pairs = {keys[key]: value.split() for key, value in told.items()}
     return {worker: (int(done), int(total)) for worker, (done, total) in pairs.items()}
 
 
