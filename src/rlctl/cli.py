@@ -33,7 +33,7 @@ REFUSALS = frozenset({
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
-    "rollouts": ("rlctl.commands.rollouts", "Show completions that a run has sampled, with their rewards."),
+    "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
     "refit-test": (

@@ -111,7 +111,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", "")  # put back afterwards
     monkeypatch.setenv("TERM", "xterm")
     terminal: Any = Terminal()
     assert verbosity.coloured("ok", "ok", terminal) == "\x1b[32mok\x1b[0m"
