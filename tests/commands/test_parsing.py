@@ -52,6 +52,7 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
         ("train ppo", ["`rlctl train` has no command `ppo`", "    grpo "]),
         ("presets", ["`rlctl presets` needs a command", "    ls ", "    cp "]),
         ("train --preset laptop", ["no flag --preset", "`rlctl train grpo --preset ...`"]),
+        ("-q presets ls", ["no flag -q", "`rlctl ... -q`"]),
         ("train grpo --stepz 3", ["no flag --stepz", "Did you mean --steps?"]),
         ("train grpo --max-step 3", ["Did you mean --steps?"]),
         ("train grpo --beta 0.1", ["loss.kl_coefficient"]),

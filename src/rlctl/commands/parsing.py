@@ -181,6 +181,8 @@ def explained(error: Any) -> InputError:
 def _meant(option: str, path: str, command: Any) -> str | None:
     """Return what to use in place of a flag that the command does not have."""
     own = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
+    if any(option in param.opts for param in everywhere()):
+        return f"Give it after the whole command: `{path} ... {option}`."
     for name, sub in getattr(command, "commands", {}).items():
         if option in (names := list(_flags(sub))) or ALIASES.get(option) in names:
             return f"Give it to the command: `{path} {name} {option} ...`."
