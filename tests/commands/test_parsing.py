@@ -127,6 +127,7 @@ def test_train_without_a_model_names_presets_and_models_that_fit(asked: Asked) -
         code, out, err = asked(*line)
         assert (code, out) == (2, "")
         assert "rlctl train grpo --preset laptop" in err
+        assert len(line) == 1 or "give --model and --data" in err  # all that is missing, at once
         assert "    1node " in err
         assert "SmolLM2-135M" in err
         assert "70B" not in err

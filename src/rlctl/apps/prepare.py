@@ -323,7 +323,8 @@ def check_names(resolved: Resolved) -> Algorithm:
     require_backend(config.training.backend)
     _require_places(config)
     if not config.model.name:
-        raise InputError("No model: --model is not given.", what_there_is(config))
+        missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
+        raise InputError(f"{missing}.", what_there_is(config))
     wants_wandb(config.run.wandb)
     return algorithm_from_config(config)
 

@@ -143,7 +143,8 @@ class Group(TyperGroup):
 
     def there_are(self, ctx: Any) -> str:
         """Return the subcommands with what each does, a line each."""
-        commands = [(name, self.get_command(ctx, name).get_short_help_str(160)) for name in self.list_commands(ctx)]
+        found: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        commands = [(name, command.get_short_help_str(160)) for name, command in found.items()]
         width = max(len(name) for name, _ in commands)
         return "\n".join(["There are:", *(f"    {name:<{width}}  {text}" for name, text in commands)])
 
