@@ -15,15 +15,13 @@ from io import TextIOWrapper
 from typing import Annotated, Any, TextIO, cast
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from rlctl import __version__
 from rlctl.commands import output
-from rlctl.errors import EXIT_INTERRUPTED, InputError, MachineError, RlctlError
+from rlctl.commands.parsing import App, Command, CommandLineError, Group, explained
+from rlctl.errors import EXIT_INTERRUPTED, MachineError, RlctlError
+from rlctl.telemetry import verbosity
 from rlctl.telemetry.streams import Unbreakable, open_closed_ones
-
-# Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
-CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 REFUSALS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
@@ -36,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
+    "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
     "refit-test": (
@@ -54,7 +53,7 @@ EXAMPLES = (
 )
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """The top-level group: knows its commands' names and summaries, imports a command when it is invoked."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -64,7 +63,7 @@ class LazyGroup(TyperGroup):
         """A bare command with name and summary: enough for the help and for completing names."""
         if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(name=cmd_name, help=COMMANDS[cmd_name][1])
+        return Command(name=cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # for "did you mean"
@@ -80,7 +79,7 @@ def load_command(name: str) -> Any:
     return command
 
 
-app = output.command_app()
+app = App(add_completion=True, cls=LazyGroup)
 
 
 def show_version(value: bool) -> None:
@@ -89,7 +88,7 @@ def show_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(cls=LazyGroup, no_args_is_help=True, epilog=output.examples(*EXAMPLES))
+@app.callback(no_args_is_help=True, epilog=output.examples(*EXAMPLES))
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
@@ -119,23 +118,27 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
+    verbosity.reset()
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing
-            output.message("rlctl: interrupted")
+            output.complain("rlctl: interrupted")
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     except CommandLineError as error:
-        error.show()
-        if "--json" in (sys.argv[1:] if argv is None else argv):
-            output.print_error(InputError(error.format_message()))
-        return error.exit_code
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # the help
+            return error.exit_code
+        known = explained(error)
+        output.JsonMode.wanted |= "--json" in (sys.argv[1:] if argv is None else argv)
+        output.report_error(known)
+        return known.exit_code
     except typer.Abort:
-        output.message("rlctl: stopped")
+        output.complain("rlctl: stopped")
         return 1
     except KeyboardInterrupt:
-        output.message("rlctl: interrupted")
+        output.complain("rlctl: interrupted")
         return EXIT_INTERRUPTED
     except (RlctlError, ModuleNotFoundError) as error:
         if os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):

@@ -65,7 +65,7 @@ def test_help_lists_every_command_with_its_summary(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["trian"], "Did you mean 'train'"),
+        (["trian"], "Did you mean `rlctl train`"),
         (["config", "show", "--preset", "laptpo"], "`laptop`"),
         (["config", "show", "--set", "run.stepps=3"], "`run.steps`"),
         (["config", "show", "--set", "run.steps=none-at-all"], "`run.steps` = 'none-at-all' (--set)"),
@@ -152,7 +152,7 @@ def test_a_wrong_command_line_is_an_object_too(
     assert cli.run(list(arguments)) == 2
     said = capsys.readouterr()
     assert words in json.loads(said.out)["error"]["message"]
-    assert "Usage:" in said.err
+    assert said.err.startswith("rlctl: ")
 
 
 def test_json_is_printed_once_when_a_check_fails() -> None:

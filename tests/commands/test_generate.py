@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlctl.apps.generate import read_prompts
+from rlctl.commands.generate import text_of
+from rlctl.errors import InputError
 from support.commands import Run
 
 
@@ -42,6 +47,26 @@ def test_generate_json_lines_agree_with_transformers(run_here: Run, tiny_llama: 
                 logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1] / 0.5
             expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
             assert torch.allclose(expected, torch.tensor(completion["logprobs"]), atol=1e-4)
+
+
+def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 3 + 4?\n\nName a colour.\n"))
+    rows = read_prompts([], "-", "prompt")
+    assert [(row.where, row.prompt) for row in rows] == [
+        ("stdin, line 1", "What is 3 + 4?"), ("stdin, line 3", "Name a colour."),
+    ]  # fmt: skip
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", terminal)
+    with pytest.raises(InputError, match="stdin is a terminal"):
+        read_prompts([], "-", "prompt")
+
+
+def test_several_completions_of_a_prompt_are_numbered() -> None:
+    one, other = {"text": " Seven. ", "finish_reason": "stop"}, {"text": "Eig", "finish_reason": "length"}
+    assert text_of({"prompt": "3 + 4?", "completions": [one]}) == "> 3 + 4?\nSeven.\n"
+    numbered = text_of({"prompt": "3 + 4?", "completions": [one, other]})
+    assert numbered == "> 3 + 4?\n1. Seven.\n2. Eig [cut off at the length limit]\n"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ FILES_AND_MODULES = ("model.safetensors", "data.jsonl", "refit.session", "megatr
 def texts() -> Iterator[tuple[str, str]]:
     """Each text of the sources that has more than one word, with its place; f-strings as a whole."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if "nemo_rl" in path.parts:  # names the keys of recipes
+        if "nemo_rl" in path.parts or path.stem == "other_trainers":  # these name the keys of other trainers
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
@@ -67,3 +67,11 @@ def test_variables_without_a_key_are_those_that_the_environment_may_hold() -> No
     assert {name for name in named if "__" not in name} - wrong_example <= set(OWN_VARIABLES)
     code = (path.read_text() for path in SOURCE.rglob("*.py") if path.name != "sources.py")
     assert {name for text in code for name in re.findall(r'"(RLCTL_[A-Z_]+[A-Z])"', text)} == set(OWN_VARIABLES)
+
+
+def test_every_key_of_another_trainer_leads_to_a_key_that_exists() -> None:
+    from rlctl.config.keys import field, nearest
+    from rlctl.config.other_trainers import KEYS
+
+    assert [key for key in KEYS.values() if field(key) is None] == []
+    assert nearest("actor_rollout_ref.rollout.n") == "batch.generations"

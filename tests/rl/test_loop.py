@@ -95,6 +95,8 @@ class Recorder:
     # the journal
     def doing(self, what: str) -> None: ...
 
+    def begin_step(self, step: int) -> None: ...
+
     def say(self, text: str) -> None:
         self.said.append(text)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import time
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from rlctl.telemetry.display import Display
+from rlctl.errors import InputError
+from rlctl.telemetry import display as shown
+from rlctl.telemetry.display import Display, clock, heading_line, step_line
+from rlctl.telemetry.metrics import Metric
+from rlctl.telemetry.phases import Phase, StepTimer
 
 
 def closed_pipe() -> TextIO:
@@ -50,7 +56,9 @@ def test_a_terminal_that_cannot_be_written_is_told_once_in_the_log(tmp_path: Pat
         broken.flush()  # as Python does at its end
     lines = [line.split(" ", 2)[2] for line in log.read_text().splitlines()]
     assert lines[0] == "before the run has its directory"
-    assert lines[2:] == ["after it"]
+    assert lines[2] == "after it"
+    assert lines[3].startswith("step 1/3 reward 0.500")
+    assert lines[4:] == []
     assert lines[1].startswith(f"stderr cannot be written ({why}")
 
 
@@ -62,6 +70,108 @@ def test_every_message_is_in_the_log_and_a_log_that_cannot_be_written_ends_nothi
         if Path("/dev/full").exists():
             display.log_to(Path("/dev/full"))
         display.say("two")
-    assert (tmp_path / "stderr").read_text() == "one é\ntwo\n"
+    assert [line.split(" ", 2)[2] for line in (tmp_path / "stderr").read_text().splitlines()] == ["one é", "two"]
     assert (tmp_path / "driver.log").read_text().endswith(" one é\ntwo\n") is False
     assert " one é\n" in (tmp_path / "driver.log").read_text()
+
+
+STEP = {"reward_mean": 0.5, "accuracy": 0.25, "seconds": {"total": 60.0, "generation": 20.0, "training": 40.0}}
+
+
+def in_log(path: Path) -> list[str]:
+    return [line.split(" ", 2)[2] for line in path.read_text().splitlines()]
+
+
+def test_a_log_has_each_phase_of_the_start_with_its_seconds_and_each_step(tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream) as display:
+        display.doing("starting Ray")
+        display.doing("starting engines", own_bar=True)
+        display.begin_step(0)
+        display.phase(Phase.GENERATION)
+        display.phase(Phase.OTHER)
+        display.step(0, STEP)
+    lines = in_log(tmp_path / "stderr")
+    assert [line.partition(":")[0] for line in lines[:2]] == ["starting Ray", "starting engines"]
+    assert all(line.endswith(" s") for line in lines[:2])
+    assert lines[2].startswith("step 1/3 reward 0.500")
+    assert len(lines) == 3
+    assert (tmp_path / "stderr").read_text()[:4].isdigit()
+
+
+def test_a_phase_that_failed_is_not_shown_as_done(tmp_path: Path) -> None:
+    def fails() -> None:
+        with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream) as display:
+            display.doing("starting Ray")
+            raise InputError("x")
+
+    with pytest.raises(InputError):
+        fails()
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def test_a_log_is_reminded_of_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shown, "REMIND_S", 0.01)
+    path = tmp_path / "stderr"
+    with path.open("w", buffering=1) as stream, Display(steps=3, stream=stream) as display:
+        display.progress = lambda phase: (18, 32) if phase is Phase.GENERATION else None
+        display.begin_step(1)
+        display.phase(Phase.GENERATION)
+        for _ in range(1000):
+            if path.stat().st_size:
+                break
+            time.sleep(0.01)
+    assert in_log(path)[0].startswith("step 2/3 · generating 18/32 · 0:0")
+
+
+def test_the_last_line_says_what_goes_on_how_long_and_how_much_is_left(tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream, quiet=True) as display:
+        timer = StepTimer()
+        timer.watch = display.phase
+        display.doing("starting Ray")
+        assert display._now.line() == "starting Ray · 0:00"
+        display.begin_step(0)
+        with timer(Phase.TRAINING):
+            assert display._now.line() == "step 1/3 · training · 0:00"
+            with timer(Phase.CHECKPOINT):
+                assert display._now.line() == "step 1/3 · saving · 0:00"
+            assert "training" in display._now.line()
+        display.step(0, STEP)
+        display.begin_step(1)
+        assert display._now.line() in ("step 2/3 · 0:00 · 2:00 left", "step 2/3 · 0:00 · 1:59 left")
+    assert (tmp_path / "stderr").read_text() == ""
+
+
+def test_durations_are_clocks() -> None:
+    assert [clock(seconds) for seconds in (7.9, 100, 3723)] == ["0:07", "1:40", "1:02:03"]
+
+
+def test_columns_fit_the_width_and_the_less_important_go_first() -> None:
+    declared = [Metric("kl", "mean", column="kl"), Metric("entropy", "mean", column="entropy")]
+    for width in (200, 120, 100, 80, 60, 40, 20):
+        heading = heading_line(declared, width)
+        line = step_line(0, 3, STEP, declared, plain=False, width=width)
+        assert max(len(heading), len(line)) <= width
+        values = line.partition("gen 20.0")[0].split()
+        assert len(heading.split()) - 2 * ("phases (s)" in heading) == len(values)
+    assert heading_line(declared, 40).split() == ["step", "reward", "length", "total"]
+    assert heading_line(declared, 20).split() == ["step", "reward"]
+    assert "phases" in heading_line(declared, 200)
+
+
+def test_a_terminal_is_drawn_in_and_left_clean(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream, Display(steps=3, stream=stream) as display:
+        assert display.in_terminal
+        display.doing("starting Ray")
+        display.begin_step(0)
+        display.step(0, STEP)
+        assert display._live is not None
+    text = ""
+    with contextlib.suppress(OSError):  # the terminal is closed, and all is read
+        while part := os.read(ours, 1 << 16):
+            text += part.decode()
+    os.close(ours)
+    assert "starting Ray" in text
+    assert "1/3" in text
+    assert text.rpartition("\x1b[?25h")[1]  # the cursor is shown again
+    assert "\x1b[2K" in text.rpartition("step 1/3")[2]  # the last line is taken away

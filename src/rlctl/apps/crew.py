@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,26 +109,33 @@ class Crew:
 
 
 @contextlib.contextmanager
-def start_crew(spec: CrewSpec, log_dir: Path) -> Iterator[Crew]:
-    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once."""
+def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None) -> Iterator[Crew]:
+    """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
+    hears what is waited for: the two engines start side by side, and the second takes what is left of it."""
     with _placed(spec.devices, spec.policy.device == "cuda", spec.limits, log_dir) as start:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
         engines = start.engines(spec.engines)
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
+        doing("starting processes")
         start.ready()
         start_s = spec.limits.start_timeout_s
         ranks_starting, engines_starting = ranks.within(start_s), engines.within(start_s)
         if spec.engine.sleeps:  # vLLM measures what is free on the device: alone, and gives it back before others come
+            doing("starting engines")
             engines_starting.call(EngineWorker.start)
             engines.call(EngineWorker.sleep)
+            doing("starting policy")
             ranks_starting.call(PolicyWorker.setup, _meeting_port(ranks))
         else:
             setup = ranks_starting.submit(PolicyWorker.setup, _meeting_port(ranks))
             loading = engines_starting.submit(EngineWorker.start)
+            doing("starting policy")
             setup.results()
+            doing("starting engines")
             loading.results()
         for scorer in filter(None, (reward, validation)):
+            doing("starting scorer")
             scorer.within(start_s).call(RewardWorker.setup)
         policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
         yield Crew(spec, policy, EngineClient(engines), reward, validation)

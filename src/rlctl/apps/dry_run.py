@@ -13,6 +13,8 @@ from rlctl.apps.prepare import (
     ASSUMED_GPU,
     Job,
     NamedModel,
+    check_names,
+    check_plan,
     planned_crew,
     prepare_job,
     published_facts,
@@ -28,12 +30,12 @@ from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.views.render import plan_json, plan_text, wrapped
+from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
 DECIDED = (DEFAULT, PLANNER, "prompts")
 """Origins of values that nobody set."""
-MOST_COLUMNS = 40
+LEAST_COLUMNS, MOST_COLUMNS = 12, 40
 """Columns that values take before their origins; longer ones push theirs to the right."""
 
 
@@ -81,8 +83,15 @@ class DryRun:
             if every or origin[key] not in DECIDED
         ]
         keys = max((len(key) for key, _, _ in rows), default=0)
-        values = min(max((len(value) for _, value, _ in rows), default=0), MOST_COLUMNS)
-        return [f"    {key:<{keys}}  {value:<{values}}  {origin}" for key, value, origin in rows]
+        origins = max((len(origin) for _, _, origin in rows), default=0)
+        room = min(MOST_COLUMNS, max(LEAST_COLUMNS, columns() - keys - origins - 8))
+        values = min(max((len(value) for _, value, _ in rows), default=0), room)
+        indent = " " * (keys + 6)
+        return [
+            line
+            for key, value, origin in rows
+            for line in wrapped(f"{value:<{values}}  {kept(origin)}", f"    {key:<{keys}}  ", indent)
+        ]
 
     def _notes(self) -> list[str]:
         notes = [*(f"pinned: {line}" for line in self.arguments.pinned(self.resolved)), *self.notes]
@@ -95,12 +104,14 @@ def dry_train(resolved: Resolved) -> DryRun:
     facts = lookup(model.name) if model.name else None
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
+    check_names(resolved)
     try:
         job = prepare_job(resolved)
     except (InputError, MachineError) as error:
         # A model that is not on this machine, or a GPU that is not, can still be planned for.
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
             raise
+        check_plan(resolved, facts, ASSUMED_GPU)
         resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
         notes = [error.message]
         if not isinstance(error, MachineError):

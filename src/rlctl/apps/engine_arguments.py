@@ -13,6 +13,7 @@ from rlctl.backends.lookup import SectionArguments
 from rlctl.config.installed import fields_of
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import TARGETS, not_checked
+from rlctl.planner.from_config import local_gpus
 
 OWN_CHOICE = "the engine's own choice"
 
@@ -86,5 +87,6 @@ def differences(resolved: Resolved) -> list[str]:
     """Return what runs otherwise than a file says, and what could not be checked here, a line each."""
     notes = not_checked(list(resolved.origin))
     if resolved.config.megatron.passed.get("fp8") and find_spec("transformer_engine") is None:
-        notes.append("megatron.fp8 needs TransformerEngine where the GPUs are; it is not installed here")
+        here = "; it is not installed here" if local_gpus() else ""
+        notes.append(f"megatron.fp8 needs TransformerEngine where the GPUs are{here}")
     return [*resolved.notes, *(f"note: {line}." for line in notes)]

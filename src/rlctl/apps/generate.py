@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,8 +138,8 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
 
 
 def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[PromptRow]:
-    """Prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text file with one prompt a line.
-    Raises InputError naming the flag, the file and the line."""
+    """Return the prompts of `--prompt` and `--prompts-file`: a .jsonl file with `field`, or a text with one prompt a
+    line in a file or (`-`) on stdin. Raises InputError naming the flag, the file and the line."""
     found: list[tuple[str, Any]] = [(f"--prompt number {i + 1}", text) for i, text in enumerate(texts)]
     if file is not None:
         found += _file_prompts(Path(file), field)
@@ -150,14 +151,25 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
 
 
 def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(read_text(path, "--prompts-file").splitlines(), 1):
-        where = f"{path.name}, line {number}"
+    text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
         if not line.strip():
             continue
         yield (
             where,
             (_json_prompt(line, where, field) if path.suffix == ".jsonl" else checked_prompt(line, "prompt", where)),
         )
+
+
+def _stdin() -> str:
+    """Return all of stdin. Raises InputError where that is a terminal or no text."""
+    if sys.stdin.isatty():
+        raise InputError("--prompts-file -: stdin is a terminal.", "Pipe the prompts in, one on each line.")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"--prompts-file -: stdin is no UTF-8 text: {error}.") from error
 
 
 def _json_prompt(line: str, where: str, field: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.apps.crew import CrewSpec, EnginesSpec
+from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
 from rlctl.backends.base import Device, Dtype, PolicySpec, resolve_dtype
 from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
@@ -35,13 +37,15 @@ from rlctl.models.families import facts_from_hf_config
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
-from rlctl.planner.views.render import plan_json
+from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
+from rlctl.telemetry.metrics import wants_wandb
 
+log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 ASSUMED_GPU = "h100"
 """The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
@@ -132,7 +136,7 @@ def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool
     """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
     none, or none that rlctl knows the family of."""
     if not model.name:
-        raise InputError("No model: model.name is not set.", "Give --model, or start from --preset laptop.")
+        raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
         model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
     )
@@ -146,7 +150,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
     Raises InputError, with near names of the catalog, for a model that none of them has.
     """
     if not model.name:
-        raise InputError("No model: model.name is not set.", "Give --model, or a preset that names one.")
+        raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
     if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
         return known
     try:
@@ -299,11 +303,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    resolved.require_supported()
-    config = resolved.config
-    require_backend(config.training.backend)
-    _require_places(config)
-    algorithm = algorithm_from_config(config)
+    algorithm, config = check_names(resolved), resolved.config
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
         require_devices(early, config)
@@ -326,17 +326,32 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
              f"it ends at --max-length {length}")  # fmt: skip
     plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
     refuse_unrunnable(plan)
+    log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation)
 
 
-def check_plan(resolved: Resolved, facts: ModelFacts) -> Plan:
+def check_names(resolved: Resolved) -> Algorithm:
+    """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
+    yet, and names of backends, files, scorers, algorithms and packages that are not there."""
+    resolved.require_supported()
+    config = resolved.config
+    require_backend(config.training.backend)
+    _require_places(config)
+    if not config.model.name:
+        missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
+        raise InputError(f"{missing}.", what_there_is(config))
+    wants_wandb(config.run.wandb)
+    return algorithm_from_config(config)
+
+
+def check_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None) -> Plan:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
     _check_stop_tokens(resolved.config, facts)
     refuse_cut_sampling(resolved.config)
-    planned, plan = runnable_plan(resolved, facts)
+    planned, plan = runnable_plan(resolved, facts, assume)
     config = planned.config
     planned_policy(config, facts, plan)
     engine_backend().refuse(config, facts, device_of(plan))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
+from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
@@ -28,15 +28,16 @@ from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
+from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics
-from rlctl.telemetry.phases import StepTimer
+from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics, wants_wandb
+from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.report import write_report
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of validation that a line of the terminal has."""
-SHOWN_SAMPLES, SHOWN_CHARACTERS = 2, 70
-"""Samples of a validation that the terminal shows, and how much of their texts."""
+SAMPLES_EVERY = 10
+"""Steps between two looks at samples in a terminal, where run.show_samples is unset."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,15 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.config.model.convert:
-            display.close()  # a conversion has a bar of its own
+        if job.config.model.convert and job.source.megatron is None:
+            display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
-        display.doing("starting policy and engines")
-        crew = stack.enter_context(start_crew(job.crew_spec(), run.logs))
+        crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
         policy = _policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, stack)
@@ -124,6 +124,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         saver = Saver(run, policy, job.config.run, job.config.cluster.step_timeout_s, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
+        timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
         assert crew.reward is not None  # a run is started with its rewards
         rollouts = SynchronousSource(
             job.config, job.prompts, crew.engines, crew.reward, sync, timer, job.algorithm.trains_on
@@ -156,8 +157,23 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         interrupted = loop.run(stop)
         if loop.step < job.config.run.steps:
             require_processes()
+        display.doing("stopping the processes")
         _keep_memory(run, crew, display)
         return loop.step, interrupted
+
+
+def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:
+    """Return how far a phase of a step has come: completions of all engines, or micro-batches of a rank."""
+
+    def progress(phase: Phase) -> tuple[int, int] | None:
+        if phase is Phase.GENERATION:
+            told = crew.engines.group.progress()
+            return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
+        if phase in (Phase.TRAINING, Phase.LOGPROBS):
+            return crew.policy.group.part([0]).progress().get(0)
+        return None
+
+    return progress
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
@@ -208,10 +224,17 @@ class RunJournal:
 
     def __init__(self, job: Job, run: RunDirectory, display: Display, loggers: Sequence[Logger]) -> None:
         self._kept = job.config.run.log_rollouts
+        every = job.config.run.show_samples
+        self._show_every = (SAMPLES_EVERY if display.in_terminal else 0) if every is None else every
+        self._prompts = job.prompts
         self._run, self._display, self._loggers = run, display, loggers
+        self._examples: list[Sample] = []
 
     def doing(self, what: str) -> None:
         self._display.doing(what)
+
+    def begin_step(self, step: int) -> None:
+        self._display.begin_step(step)
 
     def say(self, text: str) -> None:
         self._display.say(text)
@@ -230,44 +253,46 @@ class RunJournal:
         for logger in self._loggers:
             logger.log(step, metrics)
         self._display.step(step, metrics)
+        for name, example in zip(("best", "worst"), self._examples, strict=False):
+            self.say(one_line(example, name, self._display.width))
 
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
-        kept = [(group, rollout) for group in batch.groups for rollout in group.rollouts][: self._kept]
-        self._run.write_rollouts(step, [_as_row(group, rollout) for group, rollout in kept])
+        """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
+        shows = self._show_every > 0 and step % self._show_every == 0
+        rows = [
+            self._as_row(step, group, rollout) for group, rollout in chosen(batch.groups, max(self._kept, 2 * shows))
+        ]
+        self._examples = rows[:2] if shows else []
+        if self._kept:
+            self._run.write_rollouts(step, rows[: self._kept])
 
     def validated(self, step: int, found: Validated) -> None:
         metrics = ", ".join(f"{name} {found.metrics[name]:.4g}" for name in SHOWN_METRICS if name in found.metrics)
         when = f"after step {step}" if step else "before step 1"
         self.say(f"validation {when}: {metrics} ({len(found.groups)} prompts)")
-        kept = [(group, group.rollouts[0]) for group in found.groups][: self._kept]
-        rows = [_as_row(group, rollout) for group, rollout in kept]
-        self._run.write_rollouts(step - 1, rows, "validation")
-        for row in rows[:SHOWN_SAMPLES]:
-            self.say(_shown_sample(row))
+        pairs = chosen(found.groups, max(self._kept, 2))
+        rows = [self._as_row(step - 1, group, rollout, trained=False) for group, rollout in pairs]
+        self._run.write_rollouts(step - 1, rows[: self._kept], "validation")
+        for name, example in zip(("best", "worst"), rows, strict=False):
+            self.say(one_line(example, name, self._display.width))
 
-
-def _shown_sample(row: dict[str, Any]) -> str:
-    """Return a sample of validation in one line, its texts shortened."""
-    prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-    texts = [" ".join(str(text).split()) for text in (prompt, row["completion"])]
-    prompt, completion = (text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..." for text in texts)
-    return f"  {prompt} -> {completion} (reward {row['reward']:g})"
-
-
-def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
-    return {
-        "prompt": group.prompt.prompt,
-        "answer": group.prompt.answer,
-        "completion": fetch(group.texts)[rollout.sample],
-        **({"source": group.prompt.source} if group.prompt.source else {}),
-        "reward": rollout.reward,
-        "right": rollout.accuracy == 1,
-        "tokens": rollout.response_tokens,
-        "truncated": rollout.truncated,
-        "position": rollout.position,
-        "sample": rollout.sample,
-        "seed": rollout.seed,
-    }
+    def _as_row(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
+        return {
+            "step": step + 1,
+            "prompt": group.prompt.prompt,
+            **({"rendered": self._prompts.text(group.prompt)} if trained else {}),
+            "answer": group.prompt.answer,
+            "completion": fetch(group.texts)[rollout.sample],
+            **({"source": group.prompt.source} if group.prompt.source else {}),
+            "reward": rollout.reward,
+            "terms": dict(rollout.terms),
+            "right": rollout.accuracy == 1,
+            "tokens": rollout.response_tokens,
+            "truncated": rollout.truncated,
+            "position": rollout.position,
+            "sample": rollout.sample,
+            "seed": rollout.seed,
+        }
 
 
 def _loggers(
@@ -284,8 +309,7 @@ def _loggers(
     if job.config.run.tensorboard:
         loggers.append(TensorBoardLogger(run.path / "tensorboard", keep_before=first))
         stack.callback(loggers[-1].close)
-    wandb = job.config.run.wandb
-    if wandb or (wandb is None and os.environ.get("WANDB_API_KEY")):
+    if wants_wandb(job.config.run.wandb):
         loggers.append(WandbLogger(run.name, job.config.model_dump(mode="json"), run.path))
         stack.callback(loggers[-1].close)
     return loggers

@@ -28,17 +28,17 @@ RUNS = Path("runs")
 # may have moved: what it holds is compared.
 CHANGEABLE = (
     "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
-    "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
-    "reward.timeout_s", "model.name", "checks.", "validation.every", "validation.at_start", "validation.at_end",
-    "validation.data", "validation.max_prompts", "validation.samples", "validation.temperature", "validation.reward",
-    "validation.stop_after",
+    "run.log_rollouts", "run.show_samples", "run.tensorboard", "run.wandb", "cluster.", "refit.",
+    "generation.mean_length", "reward.timeout_s", "model.name", "checks.", "validation.every", "validation.at_start",
+    "validation.at_end", "validation.data", "validation.max_prompts", "validation.samples", "validation.temperature",
+    "validation.reward", "validation.stop_after",
 )  # fmt: skip
 
 
 def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False) -> RunSummary:
     """Begin or continue a run; returns when it is finished or was asked to stop."""
     with Display(steps=resolved.config.run.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
-        display.doing("model, data and plan")
+        display.doing("reading model and data, planning")
         try:
             return _resume(resolved, display, stop, allow_changes) if resume else _begin(resolved, display, stop)
         except Exception as error:

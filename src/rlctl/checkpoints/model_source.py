@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +36,7 @@ class ModelSource:
         return self.megatron or self.directory
 
 
+log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 """Called with a line before anything that takes long."""
 Supplier = Callable[[str, str | None, Tell], ModelSource | None]
@@ -56,6 +58,14 @@ def resolve_model(
     content with config and tokenizer. `otherwise` is asked where the hub cannot be reached. Raises InputError where a
     directory has no config or lacks shards, or a name is unknown, gated or cannot be reached.
     """
+    found = _resolved(name, revision, weights, trust_remote_code, tell, otherwise)
+    log.info("%s of %s: %s", "weights" if weights else "configuration and tokenizer", name, found.weights)
+    return found
+
+
+def _resolved(
+    name: str, revision: str | None, weights: bool, trust_remote_code: bool, tell: Tell, otherwise: Supplier
+) -> ModelSource:
     local = user_path(name)
     if local.is_dir() and (checkpoint := find(local)) is not None:
         return of_megatron(name, checkpoint)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import logging
 import os
 import resource
 import sys
@@ -22,10 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
+from rlctl.cluster import progress
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
+log = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
 """The class of a group's workers, or a Protocol that it satisfies."""
 R = TypeVar("R")
@@ -74,6 +77,7 @@ class _Host:
         os.dup2(log, 1)
         os.dup2(log, 2)
         listen_at_node_address()
+        progress.host(Path(log_path).stem)
         self.worker: Any = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
@@ -236,6 +240,8 @@ class WorkerGroup(Generic[W_co]):
         is not ready in `start_timeout_s`; the processes are ended then."""
         try:
             self.pids = PendingCall(self.within(self.start_timeout_s), "start", self._started).results()
+            for rank, pid in enumerate(self.pids):
+                log.info("%s rank %d is process %d; its output is in %s", self.name, rank, pid, self.log_path(rank))
         except BaseException:
             self.kill()
             raise
@@ -325,6 +331,11 @@ class WorkerGroup(Generic[W_co]):
             submitted.append(result)
             handles.append(rest)
         return PendingCall(self, name, submitted), handles
+
+    def progress(self) -> dict[int, tuple[int, int]]:
+        """How far each rank has come in its call, as (done, total), where it has told that (`progress.report`)."""
+        told = progress.look(log.stem for log in self._logs)
+        return {rank: told[log.stem] for rank, log in enumerate(self._logs) if log.stem in told}
 
     def peak_memory(self) -> list[dict[str, int]]:
         """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""

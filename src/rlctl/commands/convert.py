@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import typer
 
 from rlctl.checkpoints.staging import require_absent
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json
+from rlctl.commands.output import command_app, examples, message, print_json, shows_progress
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
@@ -43,11 +43,19 @@ def convert() -> None:
     epilog=examples(
         "rlctl convert hf-to-megatron meta-llama/Llama-3.1-8B ./ckpt",
         "rlctl convert hf-to-megatron ./my-model ./ckpt --dtype bfloat16 --json",
+        "rlctl convert hf-to-megatron Qwen/Qwen3-0.6B",
     ),
 )
 def hf_to_megatron(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory or hub name.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    destination: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DST]",
+            help="Directory to write; by default the one where runs look for the converted model.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Dtype = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     trust_remote_code: Annotated[
@@ -64,19 +72,25 @@ def hf_to_megatron(
 
     Every tensor is read back and compared with the source unless --no-verify is given.
     """
-    if not (force or reuse):
+    if destination is not None and not (force or reuse):
         require_absent(destination)
     if (revision or trust_remote_code) and user_path(source).is_dir():
         flag = "--revision" if revision else "--trust-remote-code"
         raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
     from rlctl.apps.laptop_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
+    from rlctl.checkpoints.conversion.prepared_model import place_of
     from rlctl.checkpoints.conversion.stream import progress_bar
+    from rlctl.checkpoints.hf.hf_model import open_hf_model
 
     found = find_model(source, revision, trust_remote_code=trust_remote_code, tell=message)
     if found.note:
         message(found.note)
-    with StopRequest(lambda _: None), progress_bar(not json_) as show:  # SIGTERM, too, leaves nothing behind
+    if destination is None:
+        dtype = dtype or cast(Any, open_hf_model(found.directory).dtype)
+        destination, reuse = place_of(found.directory, dtype), not force
+        message(f"writing to {destination}, where runs that compute in {dtype} look for it")
+    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
         settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
         report = conversion.hf_to_megatron(found.directory, destination, settings)
     _print(report, json_)
@@ -115,7 +129,7 @@ def megatron_to_hf(
 
     companions = find_model(config_from, weights=False, tell=message).directory if config_from else None
     size = parse_size(shard_size)
-    with StopRequest(lambda _: None), progress_bar(not json_) as show:  # SIGTERM, too, leaves nothing behind
+    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
         settings = _settings(dtype, no_verify, force, show, size)
         report = conversion.megatron_to_hf(source, destination, companions, settings)
     _print(report, json_)

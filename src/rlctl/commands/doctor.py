@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 from rlctl.errors import MachineError
+from rlctl.telemetry.verbosity import coloured
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RlctlConfig
@@ -104,7 +106,8 @@ def measure(json_: bool) -> None:
 
 
 def show(check: Check) -> None:
-    typer.echo(f"{MARKS[check.status]}  {check.name:<19} {check.detail}")
+    mark = coloured(MARKS[check.status], check.status, sys.stdout)
+    typer.echo(f"{mark}  {check.name:<19} {check.detail}", color=True)
     if check.fix:
         typer.echo(f"{'':26}-> {check.fix}")
 

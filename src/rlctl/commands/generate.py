@@ -29,7 +29,9 @@ Prompt = Annotated[
 PromptsFile = Annotated[
     str | None,
     typer.Option(
-        "--prompts-file", metavar="FILE", help="File with one prompt on each line, or a .jsonl file with `prompt`."
+        "--prompts-file",
+        metavar="FILE|-",
+        help="File with one prompt on each line, or a .jsonl file with `prompt`; - reads lines from stdin.",
     ),
 ]
 Samples = Annotated[int, typer.Option("--n", "-n", min=1, help="Number of completions of each prompt.")]
@@ -46,6 +48,7 @@ Step = Annotated[
     epilog=examples(
         'rlctl generate --preset laptop --prompt "What is 3 + 4?"',
         "rlctl generate --model ./my-model --prompts-file questions.txt --n 4 --temperature 0.7",
+        "grep 'How many' questions.txt | rlctl generate --model ./my-model --prompts-file -",
         'rlctl generate --run-dir runs/my-run --prompt "What is 3 + 4?" --json',
     ),
 )
@@ -126,8 +129,8 @@ def sample(resolved: Resolved, checkpoint: Checkpoint | None, rows: list[PromptR
 def text_of(record: dict[str, Any]) -> str:
     """One prompt and its completions for a reader at the terminal."""
     prompt = record["prompt"] if isinstance(record["prompt"], str) else record["prompt"][-1]["content"]
-    lines = [f"> {prompt}"]
-    for completion in record["completions"]:
+    lines, several = [f"> {prompt}"], len(record["completions"]) > 1
+    for number, completion in enumerate(record["completions"], 1):
         cut = "" if completion["finish_reason"] == "stop" else " [cut off at the length limit]"
-        lines.append(completion["text"].strip() + cut)
+        lines.append(f"{number}. " * several + completion["text"].strip() + cut)
     return "\n".join([*lines, ""])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from rlctl.commands import completion
 from rlctl.commands.output import want_json
 from rlctl.errors import InputError
 
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     from rlctl.config.load import Resolved
 
 Model: TypeAlias = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="NAME|DIR", help="Hub name or local Hugging Face directory.")
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME|DIR",
+        help="Hub name or local Hugging Face directory.",
+        autocompletion=completion.models,
+    ),
 ]
 Tokenizer: TypeAlias = Annotated[
     str | None, typer.Option("--tokenizer", metavar="NAME|DIR", help="Tokenizer to use instead of the model's own.")
@@ -34,6 +42,7 @@ Data: TypeAlias = Annotated[
         metavar="SOURCE",
         help="reasoning-gym:<task> (parameters: --set data.params.<key>=<value>), a .jsonl or .parquet file, or a "
         "Hugging Face dataset. Can be repeated: prompts of all are mixed (data.sources has weights).",
+        autocompletion=completion.data,
     ),
 ]
 Reward: TypeAlias = Annotated[
@@ -43,6 +52,7 @@ Reward: TypeAlias = Annotated[
         metavar="NAME[=WEIGHT]",
         help="task, exact-match, math-verify, ifeval, or path/to/file.py:function. Can be repeated; the "
         "scores are added up.",
+        autocompletion=completion.rewards,
     ),
 ]
 Backend: TypeAlias = Annotated[
@@ -68,7 +78,10 @@ GpusPerNode: TypeAlias = Annotated[int | None, typer.Option("--gpus-per-node", h
 Gpu: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--gpu", metavar="TYPE|auto|cpu", help="Type of GPU; auto takes the one that is installed, and cpu uses none."
+        "--gpu",
+        metavar="TYPE|auto|cpu",
+        help="Type of GPU; auto takes the one that is installed, and cpu uses none.",
+        autocompletion=completion.gpus,
     ),
 ]
 RayAddress: TypeAlias = Annotated[
@@ -76,7 +89,13 @@ RayAddress: TypeAlias = Annotated[
 ]
 Preset: TypeAlias = Annotated[
     str | None,
-    typer.Option("--preset", "-p", metavar="NAME|FILE", help="Preset to start from; `rlctl presets ls` lists them."),
+    typer.Option(
+        "--preset",
+        "-p",
+        metavar="NAME|FILE",
+        help="Preset to start from; `rlctl presets ls` lists them.",
+        autocompletion=completion.presets,
+    ),
 ]
 Config: TypeAlias = Annotated[
     list[str] | None,
@@ -120,6 +139,12 @@ Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Numbe
 Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
+ShowSamples: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--show-samples", metavar="N", help="Show the best and the worst completion every N steps; 0 shows none."
+    ),
+]
 RunDir: TypeAlias = Annotated[str | None, typer.Option("--run-dir", metavar="DIR", help="Directory of the run.")]
 
 # parameter name -> configuration key
@@ -132,6 +157,7 @@ KEYS = {
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
     "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
+    "show_samples": "run.show_samples",
 }  # fmt: skip
 
 

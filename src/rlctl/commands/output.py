@@ -7,11 +7,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from rlctl.commands.parsing import App
 from rlctl.errors import RlctlError
 from rlctl.telemetry.metrics import finite
 from rlctl.telemetry.streams import discard
+from rlctl.telemetry.verbosity import Verbosity
 
 if TYPE_CHECKING:
     from rlctl.apps.dry_run import DryRun
@@ -24,10 +24,9 @@ class JsonMode:
     printed = False
 
 
-def command_app() -> typer.Typer:
-    """The Typer app of a command module, with the settings that all commands share. Plain help instead of panels: it
-    renders in a third of the time and reads the same in a log."""
-    return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
+def command_app() -> App:
+    """The Typer app of a command module, with the settings that all commands share."""
+    return App()
 
 
 def examples(*lines: str) -> str:
@@ -63,16 +62,27 @@ def show_dry_run(report: DryRun, json_: bool, explain: bool) -> None:
 
 
 def message(text: str) -> None:
-    """Print a message for the person at the terminal (stderr)."""
+    """Print a message for the person at the terminal (stderr), unless -q was given."""
+    if not Verbosity.quiet:
+        complain(text)
+
+
+def shows_progress(json_: bool) -> bool:
+    """Return whether to show bars and spinners: not for a program, and not with -q."""
+    return not (json_ or Verbosity.quiet)
+
+
+def complain(text: str) -> None:
+    """Print what has to be said, also with -q."""
     if sys.stderr is not None:  # None: closed by whoever started this process
         print(text, file=sys.stderr, flush=True)
 
 
 def report_error(error: RlctlError) -> None:
     """Say what went wrong and what to do next; a reader of --json gets an object, unless it already got one."""
-    message(f"rlctl: {error.message}")
+    complain(f"rlctl: {error.message}")
     if error.hint:
-        message(f"  {error.hint}")
+        complain(f"  {error.hint}")
     if JsonMode.wanted:
         with contextlib.suppress(RlctlError):  # a stdout that cannot be written changes no exit code
             print_error(error)

@@ -52,10 +52,12 @@ Run = Annotated[
         "rlctl plan --model Qwen/Qwen3-32B --nodes 8 --gpu h100 --max-length 16384 --explain",
         "rlctl plan --preset 8nodes --model Qwen/Qwen2.5-72B --set training.tp=8 --set training.pp=2",
         "rlctl plan --preset 1node --model Qwen/Qwen3-8B --compare training.tp=1 training.tp=2",
+        "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
 def plan(
     context: typer.Context,
+    overrides: options.Overrides = None,
     model: options.Model = None,
     preset: options.Preset = None,
     nodes: options.Nodes = None,
@@ -85,7 +87,14 @@ def plan(
     """
     if run is not None:
         others = {options.flag(name): value for name, value in context.params.items() if name in options.KEYS}
-        others |= {"--preset": preset, "--config": config, "--set": set_, "--compare": compare, "--top": top}
+        others |= {
+            "KEY=VALUE": overrides or None,
+            "--preset": preset,
+            "--config": config,
+            "--set": set_,
+            "--compare": compare,
+            "--top": top,
+        }
         others["--explain"] = explain or None
         refuse_with(f"--run {run} shows the plan that the run was made with", others)
         show_run(run, json_)
@@ -162,7 +171,7 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
     from rlctl.apps.engine_arguments import EngineArguments, differences
     from rlctl.apps.prepare import planned_crew
     from rlctl.planner.views.explain import explain as arithmetic
-    from rlctl.planner.views.render import plan_json, plan_text
+    from rlctl.planner.views.render import plan_json, plan_text, wrapped
 
     name = resolved.config.model.name or ""
     planned = resolved.with_values(made.config_values())
@@ -178,9 +187,17 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
         return
     typer.echo(plan_text(made, name))
     if explain:
-        typer.echo("\n".join(("", arithmetic(made), "", *arguments.text())))
+        typer.echo("\n".join(("", *folded(arithmetic(made)), "", *arguments.text())))
     for line in (*(f"pinned: {line}" for line in pinned), *differences(planned)):
-        typer.echo(line)
+        typer.echo("\n".join(wrapped(line, rest="  ")))
+
+
+def folded(text: str) -> list[str]:
+    """Return the lines of an explanation, those that are too long in several."""
+    from rlctl.planner.views.render import wrapped
+
+    lines = [(line.strip(), " " * (len(line) - len(line.lstrip()))) for line in text.splitlines()]
+    return [part for line, indent in lines for part in wrapped(line, indent, f"{indent}  ")]
 
 
 def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, json_: bool) -> None:
@@ -195,7 +212,7 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
         return
     typer.echo(compare_text(plans[0], plans[1], names))
     for plan, name in zip(plans, names, strict=True) if explain else ():
-        typer.echo(f"\n{name}\n\n{arithmetic(plan)}")
+        typer.echo("\n".join(("", name, "", *folded(arithmetic(plan)))))
 
 
 def show_run(run: Path, json_: bool) -> None:

@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
-from rlctl.commands import options
+from rlctl.commands import completion, options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.errors import InputError
 
 app = command_app()
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A preset's name, or a .yaml file.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="A preset's name, or a .yaml file.", show_default=False, autocompletion=completion.presets
+    ),
+]
 
 
 @app.callback(epilog=examples("rlctl presets ls", "rlctl presets show laptop", "rlctl presets cp 1node mine.yaml"))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rlctl.commands import options
-from rlctl.commands.output import command_app, examples, message, print_json, show, show_dry_run
+from rlctl.commands.output import command_app, examples, message, print_json, show, show_dry_run, shows_progress
 from rlctl.errors import EXIT_INTERRUPTED, InputError
 
 app = command_app()
@@ -23,9 +23,15 @@ AllowDifferences = Annotated[
 ]
 
 
-@app.callback(epilog=examples("rlctl train grpo --preset laptop"))
-def train() -> None:
+@app.callback(invoke_without_command=True, epilog=examples("rlctl train grpo --preset laptop"))
+def train(context: typer.Context) -> None:
     """Train a model with reinforcement learning."""
+    if context.invoked_subcommand is None:
+        from rlctl.apps.first_choice import what_there_is
+
+        raise InputError(
+            "`rlctl train` needs an algorithm and a model.", what_there_is(options.resolve_config().config)
+        )
 
 
 @app.command(
@@ -56,6 +62,7 @@ def grpo(
     lr: options.LearningRate = None,
     seed: options.Seed = None,
     run_dir: options.RunDir = None,
+    show_samples: options.ShowSamples = None,
     resume: Resume = False,
     allow_changes: AllowChanges = False,
     allow_differences: AllowDifferences = False,
@@ -91,7 +98,7 @@ def grpo(
         return
     from rlctl.apps import train as launch
 
-    summary = launch.train_grpo(resolved, resume=resume, quiet=json_, allow_changes=allow_changes)
+    summary = launch.train_grpo(resolved, resume=resume, quiet=not shows_progress(json_), allow_changes=allow_changes)
     try:
         print_json(dataclasses.asdict(summary)) if json_ else show(summary.text())
     finally:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.parallel import SIZES
 from rlctl.config.passthrough import annotation, installed_field, section_class, section_with
 from rlctl.config.schema import PassThrough, RlctlConfig, Section
@@ -89,7 +90,10 @@ def known_keys() -> tuple[str, ...]:
 
 
 def nearest(key: str) -> str | None:
-    """Return the known key that was probably meant: the same name in another section, else the most similar one."""
+    """Return the known key that was probably meant: that for another trainer's key, the same name in another section,
+    or the most similar one."""
+    if key in OTHER_TRAINERS:
+        return OTHER_TRAINERS[key]
     last = key.rpartition(".")[2]
     passing = section_with(last)
     if passing is not None:

@@ -655,6 +655,8 @@ class RunConfig(Section):
     """Save a checkpoint at the end."""
     log_rollouts: NonNegative = 4
     """Number of rollouts of each step that are written to rollouts/."""
+    show_samples: NonNegative | None = None
+    """Interval of steps with which the best and the worst completion are shown, 0: never; unset: 10 in a terminal."""
     tensorboard: bool = True
     """Write TensorBoard events to the run directory."""
     wandb: bool | None = None

@@ -6,6 +6,7 @@ off` and `lr: 1e-5`.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from rlctl.config.files import read_text
 from rlctl.errors import ConfigError
 
+log = logging.getLogger(__name__)
 FILE_LIMIT_BYTES = 1 << 18
 VALUE_LIMIT = 10_000
 """Values of a document, its aliases written out; the recipes of NeMo-RL hold a few hundred."""
@@ -121,6 +123,7 @@ def parse_value(text: str) -> Any:
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset"). Raises
     ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys."""
+    log.info("reading %s", path)
     text = read_text(path, what, FILE_LIMIT_BYTES)
     try:
         value = yaml.load(text, Loader)

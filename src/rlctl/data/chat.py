@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from rlctl.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 PLAIN_STOP = "\nQuestion:"
 """A base model that goes on after its answer asks itself the next question."""
 PLAIN_NOTE = (
@@ -172,6 +174,7 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
 
     name = model.tokenizer or str(model_directory)
     origin = f"--tokenizer {name}" if model.tokenizer else f"The model directory {name}"
+    log.info("reading the tokenizer of %s", name)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except StrictDataclassError as error:  # it reads the model's configuration for the tokenizer's class

@@ -53,10 +53,29 @@ def family_of_config(config: dict[str, Any]) -> Family:
     if not architectures and not config.get("model_type"):
         raise InputError("config.json names no `architectures`.", "Take the model's own config.json.")
     name = architectures[0] if architectures else str(config.get("model_type"))
+    if config.get("is_encoder_decoder") and not any(config.get(key) for key in OTHER_SENSES):
+        raise InputError(f"`{name}` is an encoder-decoder model; rlctl trains decoder-only models.", "Name another.")
+    if sees(config):
+        raise InputError(
+            f"`{name}` is a model that takes images, sound or video as well as text; rlctl trains text models.",
+            "Name a text model, perhaps the one that it was made from.",
+        )
     known = [a for f in families() for a in f.architectures]
     near = difflib.get_close_matches(name, known, 1, 0.0)
     hint = f"Nearest known: {near[0]}. A new family is one file in src/rlctl/models (docs/adding_a_model.md)."
     raise InputError(f"Unknown architecture `{name}`.", hint)
+
+
+OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "visual", "mm_vision_tower", "thinker_config")
+"""Keys of a configuration that describe how a model takes in something else than text."""
+
+
+def sees(config: dict[str, Any]) -> bool:
+    """Return whether a configuration is of a model that takes more than text."""
+    named = [str(name) for name in config.get("architectures") or ()]
+    return any(config.get(key) for key in OTHER_SENSES) or any(
+        name.endswith(("ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")) for name in named
+    )
 
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:

@@ -45,6 +45,9 @@ class Journal(Protocol):
     def doing(self, what: str) -> None:
         """Show what the run is busy with."""
 
+    def begin_step(self, step: int) -> None:
+        """Show that a step begins (counted from 0); its phases are those of the timer."""
+
     def say(self, text: str) -> None:
         """Show a message that stays."""
 
@@ -108,7 +111,7 @@ class Loop:
         parts, step = self.parts, self.step
         parts.timer.restart()
         at_start = {} if self.step else self._validate("validation_at_start")
-        parts.journal.doing(f"step {step + 1}")
+        parts.journal.begin_step(step)
         batch = parts.source.next(self.version)
         metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics, **at_start}
         self.step += 1
@@ -189,7 +192,7 @@ class Loop:
         """Begin a save when one is due; the last one is waited for."""
         saver = self.parts.saver
         if saver.due(step, ending):
-            self.parts.journal.doing(f"saving step {step + 1}")
+            self.parts.journal.doing("saving")
             self.parts.sync.to_policy()  # the refit left the optimizer aside
             state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
             if self.parts.validation is not None:

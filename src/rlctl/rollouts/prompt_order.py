@@ -93,6 +93,10 @@ class PromptStream:
         source = self.sources[number]
         return self._row(source, source.order.at(place))
 
+    def text(self, row: PromptRow) -> str:
+        """Return a prompt as the model sees it."""
+        return self._named[row.source].encoder.text(row)
+
     def tokens(self, row: PromptRow) -> Sequence[int]:
         """Return the token ids of a prompt. Raises InputError when it is too long for the run."""
         tokens = self._named[row.source].encoder.encode(row)
@@ -110,8 +114,7 @@ class PromptStream:
     def require_fit(self) -> None:
         """Raise InputError for a prompt that is too long for the run: better now than at its step."""
         for row in self._first(self._planned):
-            text = self._named[row.source].encoder.text(row)
-            if self.limit is None or len(text.encode()) + TOKENS_AROUND > self.limit:
+            if self.limit is None or len(self.text(row).encode()) + TOKENS_AROUND > self.limit:
                 self.tokens(row)
 
     def observe(self, groups: Iterable[RolloutGroup]) -> None:

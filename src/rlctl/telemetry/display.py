@@ -1,21 +1,37 @@
-"""The lines of a run while it trains: a table that grows in a terminal, one plain line a step in a log file."""
+"""The terminal of a run: its phases as they begin, a clock, and a line a step.
+
+In a terminal the last line says what goes on now, and steps are a table that grows. Where stderr is a log file every
+line has its time, and a phase that takes long says so now and then.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, TextIO, cast
 
 from rich.console import Console
-from rich.status import Status
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
 
 from rlctl.telemetry.metrics import Metric, Metrics, flatten
 from rlctl.telemetry.phases import Phase
 from rlctl.telemetry.streams import Unbreakable
+
+LOOK_S = 0.5
+"""Time between two looks at how far a phase has come."""
+REMIND_S = 60.0
+"""Time after which a log says again what goes on."""
+RECENT = 10
+"""Steps whose mean duration foretells the rest."""
+HEADING_EVERY = 20
+LOG_WIDTH = 160
 
 
 class Column(NamedTuple):
@@ -26,18 +42,20 @@ class Column(NamedTuple):
     """Its name in metrics.jsonl, nested names joined by a slash."""
     form: str
     width: int
+    importance: int = 1
+    """Columns of the least importance go first where a terminal is narrow, the last of them before the others."""
 
 
 COLUMNS = (
-    Column("step", "", "", 7),
-    Column("reward", "reward_mean", ".3f", 7),
-    Column("acc", "accuracy", ".2f", 6),
-    Column("length", "response_tokens_mean", ".1f", 7),
+    Column("step", "", "", 7, 9),
+    Column("reward", "reward_mean", ".3f", 7, 8),
+    Column("acc", "accuracy", ".2f", 6, 4),
+    Column("length", "response_tokens_mean", ".1f", 7, 5),
 )
 LAST_COLUMNS = (
-    Column("grad", "grad_norm", ".3f", 8),
-    Column("tok/s", "tokens_per_s", ".0f", 7),
-    Column("total", "seconds/total", ".1f", 7),
+    Column("grad", "grad_norm", ".3f", 8, 2),
+    Column("tok/s", "tokens_per_s", ".0f", 7, 3),
+    Column("total", "seconds/total", ".1f", 7, 7),
 )
 DECLARED_WIDTH = 9
 PHASE_LABELS = {
@@ -50,12 +68,25 @@ PHASE_LABELS = {
     Phase.CHECKPOINT: "save",
     Phase.OTHER: "other",
 }
+PHASE_WORDS = {
+    Phase.GENERATION: "generating",
+    Phase.REWARD: "scoring",
+    Phase.LOGPROBS: "computing log-probs",
+    Phase.TRAINING: "training",
+    Phase.REFIT: "refitting the engines",
+    Phase.CHECKPOINT: "saving",
+}
+PHASES_WIDTH = 44
+"""Columns that the seconds of the phases of a usual step take."""
+
+Progress = Callable[[Phase], tuple[int, int] | None]
+"""How far a phase has come, as (done, total); None: nobody knows."""
 
 
 class Display:
-    """Messages and step lines on stderr; `what is going on now` as a spinner where stderr is a terminal.
+    """Messages, phases and step lines on stderr, and messages and step lines in the run's log file.
 
-    Messages go to a log file too. A stderr that cannot be written is told there, and nothing else comes of it.
+    A stderr that cannot be written is told there, and nothing else comes of it.
     """
 
     def __init__(self, *, steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
@@ -66,21 +97,35 @@ class Display:
         self.steps = steps
         self.metrics: Sequence[Metric] = ()
         """Further metrics that may have a column: those of the framework and of the run's algorithm."""
-        self._status: Status | None = None
+        self.progress: Progress = lambda phase: None
+        """Asked every now and then while a phase of a step is under way."""
+        self._live: Live | None = None
+        self._now = _Now(steps)
         self._lines = 0
         self._log: int | None = None
         self._unlogged: list[str] = []
         self._loss_told = False
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def in_terminal(self) -> bool:
+        """Whether a person looks on."""
+        return self.console.is_terminal
+
+    @property
+    def width(self) -> int:
+        """Columns of a line: those of the terminal, or of a line of a log that is easily read."""
+        return self.console.width if self.in_terminal else LOG_WIDTH
 
     def say(self, text: str) -> None:
         """Show a message that stays."""
         self.note(text)
-        self.console.print(text, markup=False)
-        self._tell_loss()
+        self._print(text)
 
     def note(self, text: str) -> None:
         """Write a message to the log file alone; one that comes before `log_to` is kept until then."""
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+        line = f"{_time()} {text}\n"
         if self._log is None:
             self._unlogged.append(line)
             return
@@ -95,64 +140,206 @@ class Display:
             os.write(self._log, "".join(self._unlogged).encode(errors="backslashreplace"))
             self._unlogged = []
 
-    def _tell_loss(self) -> None:
+    def doing(self, what: str, *, own_bar: bool = False) -> None:
+        """Begin a phase: of the start, whose predecessor is shown with its seconds, or within a step. `own_bar`: it
+        draws in the terminal itself."""
+        self._finish_phase()
+        self._now = self._now.turned_to(what)
+        if own_bar:
+            self._stop_live()
+        else:
+            self._show_live()
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, counted from 0."""
+        self._finish_phase()
+        self._now = self._now.in_step(step)
+        self._show_live()
+
+    def phase(self, phase: Phase) -> None:
+        """Begin a phase of the step; `StepTimer` calls this."""
+        if self._now.step is not None:
+            self._now = self._now.turned_to(PHASE_WORDS.get(phase, ""), phase)
+            if self._live is not None:
+                self._live.refresh()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Show the line of a finished step."""
+        self.note(step_line(step, self.steps, metrics, self.metrics, plain=True))
+        self._now = self._now.finished(metrics["seconds"]["total"])
+        if not self.in_terminal:
+            self._print(step_line(step, self.steps, metrics, self.metrics, plain=True))
+            return
+        width = self.console.width
+        if self._lines % HEADING_EVERY == 0:
+            self.console.print(heading_line(self.metrics, width), style="bold")
+        self._lines += 1
+        self._print(step_line(step, self.steps, metrics, self.metrics, plain=False, width=width))
+
+    def _print(self, text: str) -> None:
+        self.console.print(text if self.in_terminal else f"{_time()} {text}", markup=False)
         if self._stream.lost and not self._loss_told:
             self._loss_told = True
             self.note(f"stderr cannot be written ({self._stream.lost}): the run goes on, and its messages are here")
 
-    def doing(self, what: str) -> None:
-        """Show what the run is busy with: a spinner in a terminal, nothing in a log."""
-        if not self.console.is_terminal:
-            return
-        if self._status is None:
-            self._status = self.console.status(what)
-            self._status.start()
-        self._status.update(what)
+    def _finish_phase(self) -> None:
+        """Show how long a phase of the start took."""
+        if self._now.step is None and self._now.what and self._now.waits:
+            self._print(f"{self._now.what}: {time.monotonic() - self._now.since:.1f} s")
+            self._now = self._now._replace(waits=False)
 
-    def step(self, step: int, metrics: Metrics) -> None:
-        """Show the line of a finished step."""
-        columns = _columns(self.metrics)
-        if self._lines % 20 == 0 and self.console.is_terminal:
-            headings = [*((column.heading, column.width) for column in columns), ("phases (s)", 10)]
-            self.console.print("  ".join(f"{name:>{width}}" for name, width in headings), style="bold")
-        self._lines += 1
-        plain = not self.console.is_terminal
-        self.console.print(step_line(step, self.steps, metrics, self.metrics, plain=plain), markup=False)
-        self._tell_loss()
+    def _show_live(self) -> None:
+        """Keep a line with a spinner at the foot of a terminal; in a log, a reminder of what takes long."""
+        if self.console.quiet:
+            return
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="display", daemon=True)
+            self._watcher.start()
+        if self.in_terminal and self._live is None:
+            spinner = Spinner("dots")
+
+            def line() -> Spinner:
+                spinner.update(text=Text(self._now.line(), no_wrap=True, overflow="ellipsis"))
+                return spinner
+
+            self._live = Live(get_renderable=line, console=self.console, transient=True, refresh_per_second=4)
+            self._live.start()
+        elif self._live is not None:
+            self._live.refresh()
+
+    def _watch(self) -> None:
+        """Look how far phases have come. It may wait for a store that does not answer: nobody waits for this thread."""
+        while not self._closed.wait(LOOK_S if self.in_terminal else REMIND_S):
+            before = self._now
+            if before.phase is not None:
+                self._now.seen[before.phase] = self.progress(before.phase)
+            if not self.in_terminal and before.what and time.monotonic() - before.since >= REMIND_S:
+                self._print(before.line())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # the phase under way was not finished
+            self._now = _Now(self.steps)
         self.close()
         if self._log is not None:
             os.close(self._log)
             self._log = None
 
     def close(self) -> None:
-        """Take the spinner away and give the terminal its cursor back."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        """End the phase under way, take the last line away and give the terminal its cursor back."""
+        self._closed.set()
+        self._finish_phase()
+        self._now = _Now(self.steps)
+        self._stop_live()
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
-def _columns(declared: Sequence[Metric]) -> list[Column]:
+class _Now(NamedTuple):
+    """The run at this moment: the step and phase under way, and since when."""
+
+    steps: int
+    what: str = ""
+    since: float = 0.0
+    waits: bool = False
+    """Whether the phase's seconds are still to be shown."""
+    step: int | None = None
+    step_since: float = 0.0
+    phase: Phase | None = None
+    took: tuple[float, ...] = ()
+    """Seconds of the last steps."""
+    seen: dict[Phase, tuple[int, int] | None] = {}  # noqa: RUF012 - each phase begins with one of its own
+    """How far each phase has come; another thread writes it."""
+
+    def turned_to(self, what: str, phase: Phase | None = None) -> _Now:
+        return self._replace(what=what, since=time.monotonic(), waits=self.step is None, phase=phase, seen={})
+
+    def in_step(self, step: int) -> _Now:
+        now = time.monotonic()
+        return self._replace(what="", since=now, waits=False, step=step, step_since=now, phase=None, seen={})
+
+    def finished(self, seconds: float) -> _Now:
+        last = self.step is not None and self.step + 1 == self.steps
+        step = None if last else self.step
+        return self._replace(what="", waits=False, step=step, phase=None, took=(*self.took, seconds)[-RECENT:])
+
+    def line(self) -> str:
+        """Return the line at the foot of a terminal: `step 3/12 · generating 18/32 · 00:07 · 1:40 left`."""
+        now = time.monotonic()
+        if self.step is None:
+            return f"{self.what} · {clock(now - self.since)}"
+        done = self.seen.get(self.phase) if self.phase is not None else None
+        what = self.what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
+        inside = now - self.step_since
+        parts = [f"step {self.step + 1}/{self.steps}", what, clock(inside), self._left(inside)]
+        return " · ".join(part for part in parts if part)
+
+    def _left(self, inside: float) -> str:
+        if not self.took or self.step is None:
+            return ""
+        usual = sum(self.took) / len(self.took)
+        return f"{clock(max(0.0, usual - inside) + usual * (self.steps - self.step - 1))} left"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as `0:07` or `1:02:03`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _time() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _columns(declared: Sequence[Metric], width: int | None = None) -> list[Column]:
+    """Return the columns of a step line; of those that do not fit `width`, the less important ones are left out."""
     shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
-    return [*COLUMNS, *shown, *LAST_COLUMNS]
+    columns = [*COLUMNS, *shown, *LAST_COLUMNS]
+    while width is not None and len(columns) > 1 and _width(columns) > width:
+        least = min(column.importance for column in columns)
+        columns.remove([column for column in columns if column.importance == least][-1])
+    return columns
 
 
-def step_line(step: int, steps: int, metrics: Metrics, declared: Sequence[Metric] = (), *, plain: bool) -> str:
-    """Return one step in one line; `plain` names each value, for logs where no heading is near."""
+def _width(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns) + 2 * (len(columns) - 1)
+
+
+def _has_phases(columns: Sequence[Column], width: int | None) -> bool:
+    """Whether the seconds of each phase find room behind the columns."""
+    return width is None or _width(columns) + 2 + PHASES_WIDTH <= width
+
+
+def heading_line(declared: Sequence[Metric], width: int | None = None) -> str:
+    """Return the headings above step lines of that width."""
+    columns = _columns(declared, width)
+    phases = ["phases (s)"] if _has_phases(columns, width) else []
+    return "  ".join([*(f"{column.heading:>{column.width}}" for column in columns), *phases])
+
+
+def step_line(
+    step: int, steps: int, metrics: Metrics, declared: Sequence[Metric] = (), *, plain: bool, width: int | None = None
+) -> str:
+    """Return one step in one line of at most `width` columns (unset: however many); `plain` names each value, for logs
+    where no heading is near."""
     found = dict(flatten(metrics))
     phases = " ".join(
         f"{PHASE_LABELS[Phase(name)]} {value:.1f}"
         for name, value in metrics["seconds"].items()
         if name != "total" and value >= 0.05
     )
-    shown = [(column, _shown(column, found, step, steps)) for column in _columns(declared)]
+    columns = _columns(declared, width)
+    shown = [(column, _shown(column, found, step, steps)) for column in columns]
     if plain:
         return " ".join(f"{column.heading} {value}" for column, value in shown) + f" | {phases}"
-    return "  ".join(f"{value:>{column.width}}" for column, value in shown) + "  " + phases
+    line = "  ".join(f"{value:>{column.width}}" for column, value in shown)
+    return f"{line}  {phases[: width and width - len(line) - 2]}" if _has_phases(columns, width) else line
 
 
 def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:

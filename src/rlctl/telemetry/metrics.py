@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -92,17 +93,25 @@ class TensorBoardLogger:
         self._writer.close()
 
 
+def wants_wandb(setting: bool | None) -> bool:
+    """Return whether to log to Weights & Biases; `setting` is run.wandb. Raises InputError where it is wanted and its
+    package is not installed."""
+    wanted = bool(os.environ.get("WANDB_API_KEY")) if setting is None else setting
+    if wanted and importlib.util.find_spec("wandb") is None:
+        why = "run.wandb=true" if setting else "WANDB_API_KEY is set"
+        raise InputError(
+            f"Logging to Weights & Biases ({why}) needs the package `wandb`, which is not installed.",
+            "Install it with `pip install 'rlctl[wandb]'`, or set run.wandb=false.",
+        )
+    return wanted
+
+
 class WandbLogger:
     """Weights & Biases; the run keeps its id across resumes."""
 
     def __init__(self, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]  # it need not be installed
-        except ImportError as error:
-            raise InputError(
-                "Logging to Weights & Biases needs the package `wandb`, which is not installed.",
-                "Install it, or set run.wandb=false.",
-            ) from error
+        import wandb  # pyright: ignore[reportMissingImports]  # it need not be installed
+
         try:
             self._run = wandb.init(
                 project="rlctl", name=run_name, id=run_name, resume="allow", config=dict(config), dir=str(directory)

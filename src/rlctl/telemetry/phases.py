@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 
@@ -42,6 +42,8 @@ class StepTimer:
     """Times one step after another. A phase entered inside another one is counted to the inner one only."""
 
     def __init__(self) -> None:
+        self.watch: Callable[[Phase], None] = lambda phase: None
+        """Called with each phase that begins, and with the one around it when it ends."""
         self.restart()
 
     def restart(self) -> None:
@@ -55,11 +57,13 @@ class StepTimer:
         """Count the block to `phase`."""
         self._count()
         self._open.append(phase)
+        self.watch(phase)
         try:
             yield
         finally:
             self._count()
             self._open.pop()
+            self.watch(self._open[-1])
 
     def _count(self) -> None:
         now = time.perf_counter()

@@ -18,6 +18,7 @@ from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.rank_loading import load_rank
+from rlctl.cluster.progress import report
 from rlctl.errors import InputError, WorkerError
 from rlctl.transport.collective import ServedStore
 from rlctl.weights.megatron import MegatronWorld
@@ -288,8 +289,8 @@ class MegatronWorker:
             chunk.train(not forward_only)
         for replay in (one for own in self._replays.values() for one in own):
             replay.begin(training=not forward_only)
-        iterators = [iter(rows) for _ in self.chunks]
-        return get_forward_backward_func()(
+        iterators = [self._counted(rows), *(iter(rows) for _ in self.chunks[1:])]
+        found = get_forward_backward_func()(
             forward_step_func=forward_step(loss_of, self._replays),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -298,6 +299,15 @@ class MegatronWorker:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        report(len(rows), len(rows))
+        return found
+
+    def _counted(self, rows: list[Any]) -> Iterator[Any]:
+        """Yield the rows, and tell the driver how many came before; one rank tells it for all."""
+        for number, row in enumerate(rows):
+            if self.rank == 0:
+                report(number, len(rows))
+            yield row
 
     @property
     def _data_group(self) -> Any:

@@ -19,6 +19,7 @@ from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.inflight import EngineLock, Flight, Sample, columns_of
 from rlctl.backends.vllm.routing import assembled
+from rlctl.cluster.progress import report
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
 from rlctl.errors import ConfigError, InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
@@ -144,6 +145,7 @@ class VllmEngine:
                     )
                 if not flight.done:
                     flight.take(flight.engine.step(), self._version)
+            report(flight.finished, len(flight.samples))
 
     def _routing(self, requests: Sequence[GroupRequest], flight: Flight) -> dict[tuple[int, int], np.ndarray]:
         """int16 [tokens, layers, experts a token] of each sample (row, index); empty unless they are recorded."""

@@ -75,6 +75,8 @@ def _size_rule(plan: Plan, t: TrainingChoice, key: str, request: Request, reject
         return "The model has no experts."
     if value == 1 and key == "vpp" and t.parallel.pp == 1:
         return "There are no pipeline stages to divide."
+    if value == 1 and key == "vpp":
+        return "More stages a rank would add more communication than they take from the pipeline bubble."
     if value == 1:
         return "More would only add communication: everything fits without it."
     if key == "vpp":
@@ -130,11 +132,12 @@ def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> It
     yield _reason(plan, "generation.engines", g.engines, _engines_rule(plan, g, request))
     longest = workload.lengths(request.constants.length_sigma).longest
     rollouts = _count(workload.share(g.engines, g.dp), "rollout", "rollouts")
-    fastest = f"It is the fastest for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
+    best = "the fastest" if workload.goal == "fast" else f"the best for --goal {workload.goal}"
+    fastest = f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
     yield _reason(plan, "generation.tp", g.tp, fastest)
     for key in ("pp", "dp", "ep"):
         one = "rlctl runs engines with 1 only."
-        yield _reason(plan, f"generation.{key}", getattr(g, key), one if getattr(g, key) == 1 else "It is the fastest.")
+        yield _reason(plan, f"generation.{key}", getattr(g, key), one if getattr(g, key) == 1 else f"It is {best}.")
     if g.memory_fraction is not None:
         most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
         rule = f"It holds all rollouts of an engine at full length, and is at most {most}."

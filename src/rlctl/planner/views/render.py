@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable
 from typing import Any
@@ -13,14 +14,20 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.make_plan import Plan
 from rlctl.telemetry.phases import Phase
 
+INDENT = " " * 14
 GENERATION_KEYS = (
     "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "kv_cache_tokens", "max_concurrent",
     "max_batched_tokens", "threads",
 )  # fmt: skip
 
 
-WIDTH = 100
-"""Columns that a plan takes at most."""
+WIDTH, LEAST_WIDTH = 100, 76
+"""Columns that a plan takes at most, and at least, as its tables do."""
+
+
+def columns() -> int:
+    """Return the columns of a line: those of a terminal (or of COLUMNS) where they are fewer than a plan likes."""
+    return max(LEAST_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -92,21 +99,25 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
     if plan.training is not None:
         number = plan.workload.optimizer_steps
         steps = "one optimizer step" if number == 1 else f"each of {number:,} optimizer steps"
-        lines += [f"  training    {plan.backend}  {plan.training.name()}, {plan.training.precision}"]
-        lines += [
-            f"              {plan.micro_batches:,} row{'s' * (plan.micro_batches != 1)} of up to "
-            f"{plan.training.micro_batch_tokens:,} tokens on each rank in {steps}"
-        ]
+        lines += wrapped(f"{plan.backend}  {plan.training.name()}, {plan.training.precision}", "  training    ", INDENT)
+        lines += wrapped(
+            f"{plan.micro_batches:,} row{'s' * (plan.micro_batches != 1)} of up to "
+            f"{plan.training.micro_batch_tokens:,} tokens on each rank in {steps}", INDENT, INDENT,
+        )  # fmt: skip
     if plan.generation is not None:
         g = plan.generation
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
-        lines += [
-            f"  generation  vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = "
-            f"{g.kv_cache_tokens:,} tokens"
-        ]
+        lines += wrapped(
+            f"vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {g.kv_cache_tokens:,} tokens",
+            "  generation  ", INDENT,
+        )  # fmt: skip
         where = "on the same devices" if plan.colocated else "on devices of their own"
         placed = f", {where}; refit by {plan.mover}" if plan.training is not None else ""
-        lines += [f"              at most {g.max_concurrent:,} sequences at once in each replica{placed}"]
+        full = g.kv_cache_tokens // plan.workload.max_length
+        bound = f"; the KV cache bounds them: {full:,} of full length at once" if full < g.max_concurrent else ""
+        lines += wrapped(
+            f"at most {g.max_concurrent:,} sequences at once in each replica{bound}{placed}", INDENT, INDENT
+        )
     lines += ["", *_memory_table(plan), "", *_seconds_table(plan)]
     if not plan.runnable:
         lines += ["", "  rlctl cannot run this plan yet", *(f"    {why}" for why in plan.not_runnable_because)]
@@ -125,11 +136,20 @@ def _billions(plan: Plan) -> str:
     return total if plan.facts.moe is None else f"{total}, {parts.active / 1e9:.1f}B active"
 
 
+NO_BREAK = "\u00a0"
+
+
 def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Return `text` in lines of at most WIDTH columns, without breaking words; `first` and `rest` begin the lines."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    """Return `text` in lines of at most `columns()`, without breaking words; `first` and `rest` begin the lines."""
+    lines = textwrap.wrap(
+        text, columns(), initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
+    return [line.replace(NO_BREAK, " ") for line in lines]
+
+
+def kept(text: str) -> str:
+    """Return `text` so that `wrapped` keeps it in one line."""
+    return text.replace(" ", NO_BREAK)
 
 
 def aligned(pairs: Iterable[tuple[str, str]]) -> list[str]:
@@ -154,16 +174,17 @@ def _memory_table(plan: Plan) -> list[str]:
     available, host = plan.cluster.device.memory / GIB, plan.cluster.device.host_memory / GIB
     known = f" of {host:,.0f}" if host else ""
     rows.append(f"    of {available:.1f} GiB; host memory of a node {plan.host_memory / GIB:,.0f} GiB{known}")
-    return rows
+    return [row.rstrip() for row in rows]
 
 
 def _seconds_table(plan: Plan) -> list[str]:
-    parts = "  ".join(f"{phase.value} {plan.seconds[phase]:.1f}" for phase in Phase if plan.seconds[phase])
+    listed = [(phase.value, plan.seconds[phase]) for phase in Phase if plan.seconds[phase]] + [("total", plan.total_s)]
+    parts = "  ".join(kept(f"{name} {seconds:.1f}") for name, seconds in listed)
     devices = "node" if plan.cluster.is_cpu else "GPU"
     used = f", MFU {plan.mfu:.0%} while training" if plan.training is not None else ""
     what = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
     return [
-        *wrapped(f"{parts}  total {plan.total_s:.1f}", what, " " * len(what)),
+        *wrapped(parts, what, " " * len(what)),
         f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
     ]
 

@@ -1,0 +1,72 @@
+"""How far workers have come in a call that is under way: they tell it in Ray's own store, and the driver looks there.
+
+Nothing waits for it and nothing depends on it: a value that is not told or not found is not shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rlctl.cluster.ray_session import dead_process
+
+EVERY_S = 0.5
+"""Least time between two values that a worker tells."""
+MOST_WORKERS = 64
+"""Workers that the driver looks at."""
+NAMESPACE = b"rlctl-progress"
+
+
+class _Told:
+    """The worker in this process, and when it last told something."""
+
+    key: bytes | None = None
+    at = 0.0
+    something = False
+    """Whether the call under way has told something, which its end takes back."""
+
+
+def _key(worker: str) -> bytes:
+    import ray
+
+    return f"{ray.get_runtime_context().get_job_id()}/{worker}".encode()
+
+
+def host(worker: str) -> None:
+    """Let `report` of this process tell the progress of `worker`, by the name of its log."""
+    _Told.key = _key(worker)
+
+
+def report(done: int, total: int) -> None:
+    """Tell that `done` parts of `total` are done; when all are, take back what was told. Nothing happens outside of a
+    worker, or soon after the last time."""
+    now, ended = time.monotonic(), done >= total
+    if _Told.key is None or (not _Told.something if ended else now < _Told.at + EVERY_S):
+        return
+    _Told.at, _Told.something = now, not ended
+    try:
+        if ended:
+            _store().internal_kv_del(_Told.key, False, NAMESPACE)
+        else:
+            _store().internal_kv_put(_Told.key, b"%d %d" % (done, total), True, NAMESPACE)
+    except Exception:  # noqa: BLE001 - whatever keeps a number from being shown ends no generation
+        _Told.key = None
+
+
+def look(workers: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return what each of `workers` has told of the call under way, as (done, total), where it has."""
+    if dead_process() is not None:  # its store would be waited for without end
+        return {}
+    keys = {_key(worker): worker for worker in list(workers)[:MOST_WORKERS]}
+    try:
+        told = _store().internal_kv_multi_get(list(keys), NAMESPACE)
+    except Exception:  # noqa: BLE001 - as above
+        return {}
+    pairs = {keys[key]: value.split() for key, value in told.items()}
+    return {worker: (int(done), int(total)) for worker, (done, total) in pairs.items()}
+
+
+def _store() -> Any:
+    return sys.modules["ray"].experimental.internal_kv.internal_kv_get_gcs_client()

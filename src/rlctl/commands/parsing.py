@@ -1,0 +1,213 @@
+"""How command lines are read: flags of every command, other trainers' names for ours, and errors that list what exists.
+
+Users of TRL, NeMo-RL and verl type the names that they know. A name with the same meaning works and is not in the
+help; one with a similar meaning is refused with the flag or the key to use.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from rlctl.errors import InputError
+from rlctl.telemetry.verbosity import be_quiet, be_verbose, without_colour
+
+# Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
+CommandLineError: Any = typer.BadParameter.__mro__[2]
+
+ALIASES = {
+    "--learning-rate": "--lr", "--max-steps": "--steps", "--max-num-steps": "--steps",
+    "--total-training-steps": "--steps", "--num-generations": "--generations",
+    "--num-generations-per-prompt": "--generations", "--group-size": "--generations", "--model-name": "--model",
+    "--model-name-or-path": "--model", "--model-path": "--model", "--num-prompts-per-step": "--prompts",
+    "--max-completion-length": "--max-new-tokens", "--max-response-length": "--max-new-tokens",
+    "--max-tokens": "--max-new-tokens", "--dataset": "--data", "--dataset-name": "--data",
+    "--reward-funcs": "--reward", "--reward-function": "--reward", "--output-dir": "--run-dir",
+    "--num-nodes": "--nodes", "--nnodes": "--nodes", "--num-gpus-per-node": "--gpus-per-node",
+    "--n-gpus-per-node": "--gpus-per-node", "--nproc-per-node": "--gpus-per-node", "--config-file": "--config",
+    "--override": "--set", "--no-colour": "--no-color",
+}  # fmt: skip
+"""Names of other trainers with the meaning of ours, for every command that has ours."""
+
+SIMILAR = {
+    "--per-device-train-batch-size": "A step has --prompts times --generations rollouts on any number of devices; the "
+    "planner chooses micro-batches (training.micro_batch_tokens).",
+    "--train-batch-size": "A step has --prompts times --generations rollouts.",
+    "--batch-size": "A step has --prompts times --generations rollouts.",
+    "--train-global-batch-size": "A step has --prompts times --generations rollouts; --set batch.optimizer_steps=N "
+    "divides them.",
+    "--gradient-accumulation-steps": "The planner chooses micro-batches; --set batch.optimizer_steps=N takes several "
+    "optimizer steps on a batch.",
+    "--num-iterations": "--set batch.optimizer_steps=N divides a batch into N optimizer steps; each rollout is trained "
+    "on once.",
+    "--num-train-epochs": "Use --steps: each step takes the next --prompts prompts, in an endless order.",
+    "--epochs": "Use --steps: each step takes the next --prompts prompts, in an endless order.",
+    "--beta": "Use --set loss.kl_coefficient=VALUE, the weight of the KL penalty.",
+    "--kl-coef": "Use --set loss.kl_coefficient=VALUE, the weight of the KL penalty.",
+    "--epsilon": "Use --set loss.clip_low=VALUE and --set loss.clip_high=VALUE.",
+    "--epsilon-high": "Use --set loss.clip_high=VALUE.",
+    "--clip-ratio": "Use --set loss.clip_low=VALUE and --set loss.clip_high=VALUE.",
+    "--max-prompt-length": "Use --max-length, which counts prompt and completion together.",
+    "--max-seq-length": "Use --max-length, which counts prompt and completion together.",
+    "--max-model-len": "Use --max-length, which counts prompt and completion together.",
+    "--temperature": "Use --set generation.temperature=VALUE.",
+    "--top-p": "Use --set generation.top_p=VALUE.",
+    "--top-k": "Use --set generation.top_k=VALUE.",
+    "--weight-decay": "Use --set optimizer.weight_decay=VALUE.",
+    "--max-grad-norm": "Use --set optimizer.clip_grad=VALUE.",
+    "--warmup-steps": "Use --set scheduler.warmup_steps=N.",
+    "--lr-scheduler-type": "Use --set scheduler.decay=NAME.",
+    "--save-steps": "Use --set run.checkpoint_every=N.",
+    "--save-freq": "Use --set run.checkpoint_every=N.",
+    "--save-total-limit": "Use --set run.keep_last=N.",
+    "--logging-steps": "Every step is logged.",
+    "--report-to": "Use --set run.wandb=true or --set run.tensorboard=true.",
+    "--log-completions": "Use --show-samples N; rollouts/ in the run directory keeps some of each step.",
+    "--use-vllm": "Completions always come from vLLM; leave it out.",
+    "--vllm-mode": "The planner places the engines; --set generation.colocated=true shares the training devices.",
+    "--vllm-gpu-memory-utilization": "Use --set generation.memory_fraction=VALUE.",
+    "--gpu-memory-utilization": "Use --set generation.memory_fraction=VALUE.",
+    "--tensor-parallel-size": "Use --set training.tp=N and --set generation.tp=N, or leave both to the planner.",
+    "--tensor-model-parallel-size": "Use --set training.tp=N, or leave it to the planner.",
+    "--pipeline-model-parallel-size": "Use --set training.pp=N, or leave it to the planner.",
+    "--gradient-checkpointing": "The planner decides it; --set training.recompute=full pins it.",
+    "--bf16": "Use --set model.dtype=bfloat16, the default on GPUs.",
+    "--fp16": "Use --set model.dtype=bfloat16: float16 is not trained in.",
+    "--use-peft": "Use --set training.lora.rank=16.",
+    "--lora-r": "Use --set training.lora.rank=N.",
+    "--lora-rank": "Use --set training.lora.rank=N.",
+    "--lora-alpha": "Use --set training.lora.alpha=VALUE.",
+    "--resume-from-checkpoint": "Use --resume --run-dir DIR: a run goes on from its newest checkpoint.",
+    "--gpus": "Use --gpus-per-node and --nodes; --gpu names the type.",
+    "--num-gpus": "Use --gpus-per-node and --nodes; --gpu names the type.",
+    "--device": "Use --gpu TYPE, or --gpu cpu for none.",
+    "--trust-remote-code": "Use --set model.trust_remote_code=true.",
+    "--dtype": "Use --set model.dtype=NAME.",
+    "--verbose": "Use -v.",
+}
+"""Names of other trainers that mean something else or are a key here, with what to use."""
+
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print errors and the result alone."),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started."),
+]
+NoColor = Annotated[
+    bool,
+    typer.Option("--no-color", callback=without_colour, expose_value=False, help="Print without colours."),
+]
+
+
+@cache
+def everywhere() -> tuple[Any, ...]:
+    """Return the options that every command has, as Typer makes them of a function's parameters."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def flags(quiet: Quiet = False, verbose: Verbose = False, no_color: NoColor = False) -> None: ...
+
+    return tuple(typer.main.get_command(app).params)
+
+
+class Command(TyperCommand):
+    """A command with the flags of every command, which knows other trainers' names for its own."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.params = [*self.params, *everywhere()]
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser: Any = super().make_parser(ctx)
+        options = parser._long_opt  # the help lists parameters, so that an alias is in no help
+        options.update({name: options[ours] for name, ours in ALIASES.items() if ours in options})
+        return parser
+
+
+class Group(TyperGroup):
+    """A command with subcommands, which lists them where none of them is named."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if not ctx.resilient_parsing and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+            meant = f"Did you mean `{ctx.command_path} {near[0]}`? " if near else ""
+            raise InputError(f"`{ctx.command_path}` has no command `{args[0]}`.", f"{meant}{self.there_are(ctx)}")
+        return super().resolve_command(ctx, args)
+
+    def there_are(self, ctx: Any) -> str:
+        """Return the subcommands with what each does, a line each."""
+        found: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        commands = [(name, command.get_short_help_str(160)) for name, command in found.items()]
+        width = max(len(name) for name, _ in commands)
+        return "\n".join(["There are:", *(f"    {name:<{width}}  {text}" for name, text in commands)])
+
+
+class App(typer.Typer):
+    """A Typer app whose commands are ours: plain help instead of panels, which renders in a third of the time and
+    reads the same in a log."""
+
+    def __init__(self, *, add_completion: bool = False, cls: type[TyperGroup] = Group) -> None:
+        super().__init__(
+            cls=cls, rich_markup_mode=None, add_completion=add_completion, pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )  # fmt: skip
+
+    def command(self, name: str | None = None, **settings: Any) -> Any:
+        return super().command(name, **{"cls": Command} | settings)
+
+
+def explained(error: Any) -> InputError:
+    """Return what is wrong with a command line in rlctl's words; `error` is a CommandLineError."""
+    context = error.ctx
+    if context is None:
+        return InputError(error.format_message())
+    path, command = context.command_path, context.command
+    see = f"`{path} -h` shows its flags."
+    if (option := getattr(error, "option_name", None)) is not None and hasattr(error, "possibilities"):
+        return InputError(f"`{path}` has no flag {option}.", _meant(option, path, command) or see)
+    if type(error).__name__ == "MissingParameter" and error.param is not None:
+        return InputError(f"`{path}` needs {_missing(command, error.param)}.", f"Usage: {_usage(context)}")
+    if error.message == "Missing command." and isinstance(command, Group):
+        return InputError(f"`{path}` needs a command.", command.there_are(context))
+    return InputError(error.format_message(), see)
+
+
+def _meant(option: str, path: str, command: Any) -> str | None:
+    """Return what to use in place of a flag that the command does not have."""
+    own = [name for param in command.params for name in (*param.opts, *param.secondary_opts)]
+    if any(option in param.opts for param in everywhere()):
+        return f"Give it after the whole command: `{path} ... {option}`."
+    for name, sub in getattr(command, "commands", {}).items():
+        if option in (names := list(_flags(sub))) or ALIASES.get(option) in names:
+            return f"Give it to the command: `{path} {name} {option} ...`."
+    if option in SIMILAR:
+        return SIMILAR[option]
+    names = {name: name for name in own if name.startswith("--")}
+    names |= {alias: ours for alias, ours in ALIASES.items() if ours in names}
+    near = difflib.get_close_matches(option, [*names, *SIMILAR], 1, 0.75)
+    if not near:
+        return None
+    return f"Did you mean {names[near[0]]}?" if near[0] in names else SIMILAR[near[0]]
+
+
+def _flags(command: Any) -> Iterator[str]:
+    return (name for param in command.params for name in param.opts)
+
+
+def _missing(command: Any, first: Any) -> str:
+    """Return all that is missing: arguments are filled in order, so that those after the first are missing too."""
+    after = command.params[command.params.index(first) :]
+    needed = [param for param in after if param.required and param.param_type_name == first.param_type_name]
+    names = [(param.metavar or param.human_readable_name.upper()).strip("{}[]") for param in needed]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _usage(context: Any) -> str:
+    return " ".join(context.get_usage().removeprefix("Usage: ").split())

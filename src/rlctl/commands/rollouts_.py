@@ -1,0 +1,52 @@
+"""`rlctl rollouts`: the samples of completions that a run has kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlctl.commands import options
+from rlctl.commands.output import command_app, examples, print_json, show
+
+app = command_app()
+
+
+@app.command(
+    "rollouts",
+    epilog=examples(
+        "rlctl rollouts runs/my-run",
+        "rlctl rollouts runs/my-run --step 10 --best --worst -n 1",
+        "rlctl rollouts runs/my-run --worst --json",
+    ),
+)
+def rollouts(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="Step to show, counted from 1; by default the last one.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Show those with the highest rewards, of all steps unless --step is given.")
+    ] = False,
+    worst: Annotated[
+        bool, typer.Option("--worst", help="Show those with the lowest rewards, of all steps unless --step is given.")
+    ] = False,
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="Number of samples to show, of each kind.")] = 4,
+    json_: options.Json = False,
+) -> None:
+    """Show completions that a run has sampled: the prompt as the model saw it, the completion, and each reward.
+
+    A run keeps some of each step (run.log_rollouts), the best and the worst by reward among them.
+    """
+    from rlctl.runs.samples import kept_steps, read_samples, sample_text
+
+    last = max(kept_steps(run), default=None)
+    found = read_samples(run, last if step is None and not (best or worst) else step)
+    ranked = sorted(found, key=lambda sample: -sample.get("reward", 0.0))
+    shown: list[dict[str, Any]] = [*(ranked[:n] if best else ()), *(ranked[-n:] if worst else ())]
+    shown = shown if best or worst else found[:n]
+    if json_:
+        print_json({"run": str(run), "rollouts": shown})
+    else:
+        show("\n\n".join(map(sample_text, shown)))

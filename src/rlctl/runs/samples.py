@@ -1,0 +1,106 @@
+"""Samples of a run's rollouts, for people to read: which are kept, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.errors import InputError
+
+Sample = dict[str, Any]
+"""A line of rollouts/step_N.jsonl."""
+FOLDER = "rollouts"
+
+
+def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGroup, Rollout]]:
+    """Return up to `count` rollouts of a step with their groups: the one with the best reward, the worst (of another
+    group where there are several), then one of each further group before a second one of any."""
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    if not pairs or not count:
+        return []
+    best = max(pairs, key=lambda pair: pair[1].reward)
+    others = [pair for pair in pairs if pair[0] is not best[0]] or [pair for pair in pairs if pair is not best]
+    found = [best, *sorted(others, key=lambda pair: pair[1].reward)[:1]]
+    rest = [pair for pair in pairs if all(pair is not taken for taken in found)]
+    held = [group.position for group, _ in found]
+    places = {group.position: place for place, group in enumerate(groups)}
+    while rest and len(found) < count:
+        following = min(rest, key=lambda pair: (held.count(pair[0].position), places[pair[0].position], pair[1].sample))
+        rest.remove(following)
+        held.append(following[0].position)
+        found.append(following)
+    return found[:count]
+
+
+def kept_steps(run: Path) -> dict[int, Path]:
+    """Return the file of each step (counted from 1) that samples were kept of. Raises InputError for what is no run."""
+    if not (run / "manifest.json").exists():
+        raise InputError(f"{run} is not the directory of a run.", "Name one, such as runs/my-run.")
+    files = {path: re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (run / FOLDER).glob("step_*.jsonl")}
+    return {int(match[1]): path for path, match in sorted(files.items()) if match}
+
+
+def read_samples(run: Path, step: int | None = None) -> list[Sample]:
+    """Return the samples of `step` (unset: of every step, in order). Raises InputError where there are none, or a file
+    is not what a run wrote."""
+    steps = kept_steps(run)
+    if step is not None and step not in steps:
+        there = f"It kept some of steps {min(steps)} to {max(steps)}." if steps else "It kept none (run.log_rollouts)."
+        raise InputError(f"--step {step}: {run} holds no samples of it.", there)
+    found: list[Sample] = []
+    for number in sorted(steps) if step is None else [step]:
+        try:
+            for line in steps[number].read_text(encoding="utf-8").splitlines():
+                found.append({"step": number} | json.loads(line))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise InputError(
+                f"{steps[number]} cannot be read: {error}.", "Remove it, or name another --step."
+            ) from error
+    if not found:
+        raise InputError(f"{run} holds no samples of rollouts.", "A run keeps run.log_rollouts of each step.")
+    return found
+
+
+def sample_text(sample: Sample) -> str:
+    """Return a sample as a person reads it: what was scored how, the prompt as the model saw it, and the completion."""
+    terms = ", ".join(f"{name} {value:.3f}" for name, value in (sample.get("terms") or {}).items())
+    marks = ["right" * bool(sample.get("right")), "cut off at the length limit" * bool(sample.get("truncated"))]
+    heading = [
+        f"step {sample['step']}",
+        f"prompt {sample.get('position')}, sample {sample.get('sample')}",
+        f"reward {sample.get('reward', 0.0):.3f}" + f" ({terms})" * bool(terms),
+        *filter(None, marks),
+        f"{sample.get('tokens')} tokens",
+    ]
+    prompt = sample.get("rendered") or sample.get("prompt")
+    prompt = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt or ())
+    parts = [
+        " · ".join(heading),
+        "  prompt",
+        *_indented(prompt),
+        "  completion",
+        *_indented(sample.get("completion", "")),
+    ]
+    if sample.get("answer") is not None:
+        parts += ["  answer", *_indented(str(sample["answer"]))]
+    return "\n".join(parts)
+
+
+def one_line(sample: Sample, name: str, width: int) -> str:
+    """Return a sample in at most `width` columns: the end of its question, and the beginning of the completion."""
+    prompt = sample["prompt"]
+    asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
+    said = " ".join(sample["completion"].split())
+    head = f"{name:>7} {sample['reward']:.3f}  "
+    room = max(20, width - len(head) - 4)
+    asked = asked if len(asked) <= room // 2 else f"...{asked[-(room // 2 - 3) :]}"
+    left = room - len(asked)
+    return f"{head}{asked} -> {said if len(said) <= left else said[: left - 3] + '...'}"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}".rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,59 @@
+"""The journal of a run: which rollouts it keeps, with what, and when it shows the best and the worst."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlctl.apps import run as run_module
+from rlctl.apps.run import RunJournal
+from rlctl.config.schema import RlctlConfig
+from rlctl.rollouts.source import RolloutBatch
+from rlctl.runs.directory import RunDirectory
+from rlctl.telemetry.display import Display
+from support.groups import group
+
+STEP = {"seconds": {"total": 1.0}}
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Takes five steps with these keys of `run`; returns what was said."""
+    monkeypatch.setattr(run_module, "fetch", lambda handle: [f"{handle}.{sample}" for sample in range(2)])
+
+    def take(**keys: Any) -> str:
+        config = RlctlConfig.model_validate({"run": {"steps": 5, **keys}})
+        encoder = SimpleNamespace(text=lambda row: f"<user>{row.prompt}</user>")
+        job: Any = SimpleNamespace(config=config, prompts=SimpleNamespace(encoder=encoder))
+        path = tmp_path / "stderr"
+        with path.open("w") as stream, Display(steps=5, stream=stream) as display:
+            journal = RunJournal(job, RunDirectory(tmp_path), display, ())
+            for step in range(5):
+                journal.keep_rollouts(step, RolloutBatch((group(1, [0.5, 1.0], [3, 3]), group(2, [0.0, 0.5], [3, 3]))))
+                journal.log(step, STEP)
+        return path.read_text()
+
+    return take
+
+
+def test_samples_hold_step_rendered_prompt_and_terms(steps: Any, tmp_path: Path) -> None:
+    said = steps(log_rollouts=3)
+    assert "best" not in said  # nobody looks on, and nobody has asked
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_4.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward"], row["completion"]) for row in rows] == [
+        (4, 1.0, "texts1.1"), (4, 0.0, "texts2.0"), (4, 0.5, "texts1.0"),
+    ]  # fmt: skip
+    assert rows[0]["rendered"] == "<user>question 1</user>"
+    assert rows[0]["terms"] == {}
+
+
+def test_the_best_and_the_worst_are_shown_every_so_many_steps(steps: Any, tmp_path: Path) -> None:
+    lines = steps(show_samples=2, log_rollouts=0).splitlines()
+    kinds = [next(kind for kind in ("step", "best", "worst") if f" {kind} " in line) for line in lines]
+    assert kinds == ["step", "best", "worst", "step"] * 2 + ["step", "best", "worst"]
+    assert "best 1.000  question 1 -> texts1.1" in lines[1]
+    assert not (tmp_path / "rollouts").exists()

@@ -1,0 +1,24 @@
+"""`rlctl convert` with as little as a user may type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlctl import cli
+from rlctl.checkpoints.conversion.prepared_model import prepared
+from rlctl.checkpoints.model_source import resolve_model
+
+
+def test_a_model_alone_is_converted_to_where_runs_look_for_it(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path))
+    assert cli.run(["convert", "hf-to-megatron", str(tiny_llama), "-q"]) == 0
+    printed = capsys.readouterr()
+    assert str(tmp_path / "rlctl") in printed.out
+    assert printed.err == ""
+    said: list[str] = []
+    assert prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append).megatron is not None
+    assert "converted by an earlier run" in said[0]

@@ -1,0 +1,153 @@
+"""Command lines as people type them: flags of every command, other trainers' names, and what is missing or unknown."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rlctl import cli
+from rlctl.commands.output import JsonMode, message
+from rlctl.commands.parsing import ALIASES, SIMILAR
+from rlctl.config.keys import field
+from rlctl.telemetry import verbosity
+
+Asked = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def asked(capsys: pytest.CaptureFixture[str]) -> Iterator[Asked]:
+    """Runs a command line in this process; returns its exit code, stdout and stderr."""
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        JsonMode.wanted = JsonMode.printed = False
+        capsys.readouterr()
+        code = cli.run(list(arguments))
+        return code, *capsys.readouterr()
+
+    yield ask
+    JsonMode.wanted = JsonMode.printed = False
+    verbosity.reset()
+
+
+@pytest.mark.parametrize("path", [(), ("train",), ("train", "grpo"), ("doctor",), ("config", "show")])
+def test_h_is_help_everywhere(path: tuple[str, ...], asked: Asked) -> None:
+    assert asked(*path, "-h") == asked(*path, "--help")
+    assert asked(*path, "-h")[0] == 0
+
+
+def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
+    code, _, err = asked("convert", "megatron-to-hf")
+    assert (code, err.splitlines()[0]) == (2, "rlctl: `rlctl convert megatron-to-hf` needs SRC and DST.")
+    assert "needs DST." in asked("convert", "megatron-to-hf", "./ckpt")[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("tran grpo", ["`tran`", "Did you mean `rlctl train`?", "    doctor "]),
+        ("train ppo", ["`rlctl train` has no command `ppo`", "    grpo "]),
+        ("presets", ["`rlctl presets` needs a command", "    ls ", "    cp "]),
+        ("train --preset laptop", ["no flag --preset", "`rlctl train grpo --preset ...`"]),
+        ("-q presets ls", ["no flag -q", "`rlctl ... -q`"]),
+        ("train grpo --stepz 3", ["no flag --stepz", "Did you mean --steps?"]),
+        ("train grpo --max-step 3", ["Did you mean --steps?"]),
+        ("train grpo --beta 0.1", ["loss.kl_coefficient"]),
+        ("train grpo --per-device-train-batch-size 4", ["--prompts", "--generations"]),
+        ("train grpo trainer.n_gpus_per_node=4", ["`cluster.gpus_per_node`"]),
+        ("train grpo --set actor_rollout_ref.rollout.n=4", ["`batch.generations`"]),
+        ("train grpo --steps three", ["--steps", "`rlctl train grpo -h`"]),
+    ],
+)
+def test_what_is_unknown_is_answered_with_what_there_is(line: str, words: list[str], asked: Asked) -> None:
+    code, out, err = asked(*line.split())
+    assert (code, out) == (2, "")
+    assert all(word in err for word in words), err
+
+
+def test_another_trainers_name_with_our_meaning_works_and_is_in_no_help(asked: Asked) -> None:
+    assert asked("config", "show", "--learning-rate", "0.5")[0] == 2  # a command without --lr does not know it
+    command = cli.load_command("train").commands["grpo"]
+    with command.make_context("grpo", ["--learning-rate", "0.5", "--num-generations=4", "--max-steps", "7"]) as context:
+        assert (context.params["lr"], context.params["generations"], context.params["steps"]) == (0.5, 4, 7)
+    assert not any(alias in asked("train", "grpo", "-h")[1] for alias in ("--learning-rate", "--num-generations"))
+
+
+def test_every_name_leads_to_a_flag_or_key_that_exists() -> None:
+    grpo = cli.load_command("train").commands["grpo"]
+    flags = {name for param in grpo.params for name in param.opts}
+    assert set(ALIASES.values()) <= flags
+    assert not set(ALIASES) & flags
+    assert not set(SIMILAR) & (flags | set(ALIASES))
+    words = [word.strip(".,;:()").partition("=")[0] for text in SIMILAR.values() for word in text.split()]
+    assert {word for word in words if word.startswith("--")} <= flags
+    keys = [word for word in words if "." in word and not word.startswith("-") and word.islower()]
+    assert [key for key in keys if field(key) is None] == []
+
+
+def test_quiet_leaves_errors_and_results(asked: Asked, tmp_path: Any) -> None:
+    copied = tmp_path / "mine.yaml"
+    assert asked("presets", "cp", "laptop", str(copied), "-q") == (0, "", "")
+    code, out, err = asked("presets", "cp", "laptop", str(copied), "-q")
+    assert (code, out) == (2, "")
+    assert "exists already" in err
+    assert asked("presets", "ls", "--quiet")[1]
+    assert asked("presets", "ls")[0] == 0
+    message("said again")  # what one command line asked for is not the next one's
+
+
+def test_verbose_says_what_is_read(asked: Asked) -> None:
+    assert asked("config", "show", "--preset", "1node")[2] == ""
+    err = asked("config", "show", "--preset", "1node", "-v")[2]
+    assert "1node.yaml" in err
+    assert "1gpu.yaml" not in err
+    assert not logging.getLogger("rlctl").isEnabledFor(logging.INFO) or asked("presets", "ls")[2] == ""
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("NO_COLOR", "")  # put back afterwards
+    monkeypatch.setenv("TERM", "xterm")
+    terminal: Any = Terminal()
+    assert verbosity.coloured("ok", "ok", terminal) == "\x1b[32mok\x1b[0m"
+    with open(os.devnull, "w") as file:
+        assert verbosity.coloured("ok", "ok", file) == "ok"
+    verbosity.without_colour(True)
+    assert verbosity.coloured("ok", "ok", terminal) == "ok"
+
+
+def test_train_without_a_model_names_presets_and_models_that_fit(asked: Asked) -> None:
+    for line in (("train",), ("train", "grpo", "--gpu", "cpu")):
+        code, out, err = asked(*line)
+        assert (code, out) == (2, "")
+        assert "rlctl train grpo --preset laptop" in err
+        assert len(line) == 1 or "give --model and --data" in err  # all that is missing, at once
+        assert "    1node " in err
+        assert "SmolLM2-135M" in err
+        assert "70B" not in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("rlctl pl", "plan"),
+        ("rlctl train ", "grpo"),
+        ("rlctl train grpo --preset lap", "laptop"),
+        ("rlctl train grpo --model Qwen/Qwen3-0", "Qwen/Qwen3-0.6B"),
+        ("rlctl train grpo --data reasoning-gym:chain", "reasoning-gym:chain_sum"),
+        ("rlctl plan --gpu h1", "h100"),
+        ("rlctl presets show 1n", "1node"),
+    ],
+)
+def test_the_shell_completes(typed: str, offered: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_RLCTL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
+    assert cli.run([]) == 0
+    assert offered in capsys.readouterr().out.split()

