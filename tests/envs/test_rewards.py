@@ -76,7 +76,7 @@ def test_math_verify_runs_in_the_scoring_process(tmp_path: Path) -> None:
     assert score(plan, source, r"So \boxed{0.5}.", "2").rewards == (1, 0)
 
 
-def test_terms_are_weighted_and_accuracy_is_the_reference_scorer_s(tmp_path: Path) -> None:
+def test_terms_are_weighted_and_accuracy_is_that_of_the_term_that_knows_the_answer(tmp_path: Path) -> None:
     source = gym("chain_sum", max_terms=2, max_digits=1)
     name = user_file(tmp_path, "def score(completion, answer):\n    return len(completion) / 10\n")
     terms = (RewardTerm(name="task", weight=2.0), RewardTerm(name=name, weight=-0.5))
@@ -100,11 +100,11 @@ def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
     name = user_file(tmp_path, "def score(completion, answer):\n    return 0.25\n")
     with_answers = jsonl(tmp_path, {"prompt": "q", "answer": "yes"})
     scores = score(prepare_rewards(reward(name), with_answers), with_answers, "yes", "no")
-    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), (1, 0), [name])
+    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), None, [name])
     without = jsonl(tmp_path, {"prompt": "q"})
     plan = prepare_rewards(reward(name), without)
     assert score(plan, without, "yes").accuracies is None
-    assert "accuracy: none, without reference answers" in plan.describe()
+    assert "accuracy: none, no term of the reward compares with a reference answer" in plan.describe()
 
 
 def test_several_groups_keep_their_order_and_their_rows() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
-from rlctl.telemetry.phases import StepTimer
+from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.report import write_report
 from support.groups import group
 
@@ -130,6 +130,14 @@ def run(recorder: Recorder, steps: int, **options: Any) -> bool:
     return loop(recorder, steps, **options).run(stop)
 
 
+def test_tokens_per_second_leave_the_time_of_saving_out() -> None:
+    recorder = Recorder([[1.0, 0.0]])
+    one = loop(recorder, 1)
+    one.parts.timer.seconds = lambda: {**dict.fromkeys(map(str, Phase), 0.0), "checkpoint": 30.0, "total": 34.0}
+    one.run(cast(Any, Stop()))
+    assert recorder.logged[0]["tokens_per_s"] == recorder.logged[0]["rollout_tokens"] / 4.0
+
+
 def test_steps_and_versions_are_counted_apart() -> None:
     recorder = Recorder([[1.0, 0.0]] * 2)
     assert not run(recorder, 5, step=3, version=7)
@@ -138,10 +146,10 @@ def test_steps_and_versions_are_counted_apart() -> None:
         ("next", 7), ("load", [100, 100]), ("train", 1), ("refit", 8),
         ("next", 8), ("load", [200, 200]), ("train", 1), ("refit", 9), ("to_policy", None),
     ]  # fmt: skip
-    assert [line["step"] for line in recorder.logged] == [3, 4]
+    assert [line["step"] for line in recorder.logged] == [4, 5]
     assert [line["from_the_source"] for line in recorder.logged] == [1, 2]
     (saved,) = recorder.saved
-    assert (saved["step"], saved["version"], saved["source"]) == (4, 9, {"trained": [[0, 1]]})
+    assert (saved["step"], saved["version"], saved["source"]) == (5, 9, {"trained": [[0, 1]]})
     assert saved["metrics"]["reward_mean"] == 0.5
 
 
@@ -151,11 +159,11 @@ def test_a_stop_asked_for_while_a_step_is_logged_saves_that_step() -> None:
     class Interrupted(Recorder):
         def log(self, step: int, metrics: dict[str, Any]) -> None:
             super().log(step, metrics)
-            stop.requested = step == 1
+            stop.requested = step == 2
 
     recorder = Interrupted([[1.0, 0.0]] * 5)
     assert loop(recorder, 5).run(stop)
-    assert [(saved["step"], saved["version"]) for saved in recorder.saved] == [(1, 2)]
+    assert [(saved["step"], saved["version"]) for saved in recorder.saved] == [(2, 2)]
     assert recorder.saved[0]["metrics"]["reward_mean"] == 0.5
 
 
@@ -197,7 +205,7 @@ def test_a_policy_without_finite_gradients_stops_the_run_before_it_is_saved_agai
     recorder.due = lambda step, ending: True  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match=r"after step 5: .* in 2 step\(s\) in a row \(checks.max_skipped_steps\)"):
         run(recorder, 9, checks={"max_skipped_steps": 2})
-    assert [saved["step"] for saved in recorder.saved] == [0, 1, 2, 3]
+    assert [saved["step"] for saved in recorder.saved] == [1, 2, 3, 4]
     assert len(recorder.logged) == 5
 
 

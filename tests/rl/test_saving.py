@@ -68,7 +68,7 @@ def saved(run: RunDirectory, *steps: int) -> Any:
     policy: Any = FilePolicy()
     one = saver(run, policy)
     for step in steps:
-        one.begin(step - 1, state())
+        one.begin(step, state())
     one.finish()
     return policy
 
@@ -80,7 +80,7 @@ def steps(run: RunDirectory) -> list[int]:
 def test_a_save_is_completed_while_the_next_step_is_under_way(run: RunDirectory) -> None:
     policy: Any = FilePolicy()
     one = saver(run, policy)
-    one.begin(0, state())
+    one.begin(1, state())
     assert one._under_way is not None
     one._under_way.result(30)  # nobody asks for it
     assert steps(run) == [1]
@@ -91,7 +91,7 @@ def test_the_end_of_a_run_waits_for_a_save_that_is_being_written(run: RunDirecto
     policy: Any = FilePolicy()
     policy.may_write.clear()
     one, said = saver(run, policy), []
-    one.begin(1, state())
+    one.begin(2, state())
 
     def tell(text: str) -> None:
         said.append(text)
@@ -110,7 +110,7 @@ def test_a_save_whose_policy_dies_is_said_to_be_lost_and_the_one_before_stays(ru
     policy = saved(run, 1)
     policy.may_write.clear()
     one, said = saver(run, policy), []
-    one.begin(1, state())
+    one.begin(2, state())
     policy.dead = True
     one.close(said.append)
     assert said[-1] == "The checkpoint of step 2 is lost: policy rank 0 died."
@@ -136,14 +136,14 @@ def test_a_policy_with_parameters_that_are_not_finite_is_not_saved(run: RunDirec
     policy = saved(run, 1)
     policy.odd = ["decoder.weight"]
     with pytest.raises(DivergenceError, match=r"step 2, which is not saved: 1 .* \(decoder.weight\)"):
-        saver(run, policy, keep_last=1).begin(1, state())
+        saver(run, policy, keep_last=1).begin(2, state())
     assert steps(run) == [1]
 
 
 def test_keep_last_keeps_the_last_checkpoint_of_a_good_step(run: RunDirectory) -> None:
     policy: Any = FilePolicy()
     one = saver(run, policy, keep_last=1)
-    for step, found in enumerate([state(), state(), state(skipped=1), state(loss=float("nan"))]):
+    for step, found in enumerate([state(), state(), state(skipped=1), state(loss=float("nan"))], 1):
         one.begin(step, found)
         one.finish()
     assert steps(run) == [2, 4]
@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_named_again(run: RunDirec
     run.prune(1)  # it does not count among those to keep
     assert steps(run) == [2]
     one = saver(run, policy, keep_last=1)
-    one.begin(3, state())
+    one.begin(4, state())
     one.finish()
     assert steps(run) == [4]  # written again
 

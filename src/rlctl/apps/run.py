@@ -227,7 +227,7 @@ def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "completion": fetch(group.texts)[rollout.sample],
         "reward": rollout.reward,
-        "right": rollout.accuracy == 1,
+        "right": None if rollout.accuracy is None else rollout.accuracy == 1,
         "tokens": rollout.response_tokens,
         "truncated": rollout.truncated,
         "position": rollout.position,
@@ -240,15 +240,15 @@ def _loggers(
     job: Job, run: RunDirectory, resume_from: Checkpoint | None, stack: contextlib.ExitStack
 ) -> Sequence[Logger]:
     """Return the metrics file and what else is wanted; closed by `stack`."""
-    first = 0 if resume_from is None else resume_from.step
-    file = MetricsFile(run.metrics, keep_before=first)
+    finished = 0 if resume_from is None else resume_from.step
+    file = MetricsFile(run.metrics, finished=finished)
     loggers: list[Logger] = [file]
     stack.callback(file.close)
-    if resume_from is not None and first - 1 not in file.steps:
+    if resume_from is not None and finished not in file.steps:
         # The run was killed between the checkpoint and its metrics line.
-        file.log(first - 1, resume_from.state()["metrics"])
+        file.log(finished, resume_from.state()["metrics"])
     if job.config.run.tensorboard:
-        loggers.append(TensorBoardLogger(run.path / "tensorboard", keep_before=first))
+        loggers.append(TensorBoardLogger(run.path / "tensorboard", finished=finished))
         stack.callback(loggers[-1].close)
     wandb = job.config.run.wandb
     if wandb or (wandb is None and os.environ.get("WANDB_API_KEY")):

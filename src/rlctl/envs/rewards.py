@@ -22,7 +22,7 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     """
     terms = _checked_terms(reward, source)
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    plan = RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms, source), reward.timeout_s)
+    plan = RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms), reward.timeout_s)
     return dataclasses.replace(plan, notes=_trial(plan, source))
 
 
@@ -77,14 +77,9 @@ def _checked_name(name: str, source: PromptSource) -> str:
     return name
 
 
-def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> str | None:
-    """Return the scorer that decides accuracy: the task's own, or else one of the terms, or else an exact match."""
-    if source.task is not None:
-        return "task"
-    for term in terms:
-        if term.name in ("math-verify", "exact-match"):
-            return term.name
-    return None if source[0].answer is None else "exact-match"
+def _reference_scorer(terms: tuple[RewardTerm, ...]) -> str | None:
+    """Return the term that decides accuracy: the first that compares with the reference answer; None: there is none."""
+    return next((term.name for term in terms if term.name in BUILT_IN), None)
 
 
 def _trial(plan: RewardPlan, source: PromptSource) -> tuple[str, ...]:

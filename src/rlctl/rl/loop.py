@@ -34,7 +34,7 @@ from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.runs.interrupt import StopRequest
-from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.phases import ASIDE, Phase, StepTimer
 
 
 class Journal(Protocol):
@@ -73,7 +73,8 @@ class Parts:
 
 
 class Loop:
-    """The steps of a run. `step` counts batches trained on and `version` weights; both begin at 0 in a new run."""
+    """The steps of a run. `step` counts batches trained on and `version` weights; a new run begins with none of
+    either, and its first step is step 1."""
 
     def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
         self.config, self.parts = config, parts
@@ -91,17 +92,17 @@ class Loop:
             while self.step < self.config.run.steps and not stop.requested:
                 metrics, ended = self._step(stop)
                 if stop.requested and not ended:  # it was asked for while the step was saved or logged
-                    self._save(self.step - 1, metrics, ending=True)
+                    self._save(self.step, metrics, ending=True)
         return stop.requested
 
     def _step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
         """Take one step; return its metrics and whether it was saved as the last one."""
-        parts, step = self.parts, self.step
+        parts, step = self.parts, self.step + 1
         parts.timer.restart()
-        parts.journal.doing(f"step {step + 1}")
+        parts.journal.doing(f"step {step}")
         batch = parts.source.next(self.version)
         metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics}
-        self.step += 1
+        self.step = step
         parts.journal.keep_rollouts(step, batch)
         try:
             self._tell_troubles(step, metrics)
@@ -159,7 +160,7 @@ class Loop:
         """Begin a save when one is due; the last one is waited for."""
         saver = self.parts.saver
         if saver.due(step, ending):
-            self.parts.journal.doing(f"saving step {step + 1}")
+            self.parts.journal.doing(f"saving step {step}")
             self.parts.sync.to_policy()  # the refit left the optimizer aside
             state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
             saver.begin(step, state)
@@ -167,7 +168,8 @@ class Loop:
 
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         seconds = self.parts.timer.seconds()
-        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / seconds["total"], "seconds": seconds}
+        working = seconds["total"] - sum(seconds[phase.value] for phase in ASIDE)
+        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / working, "seconds": seconds}
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
@@ -200,10 +202,11 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
     rewards_N = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     terms = list(rollouts[0].terms)
+    accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()),
-        "accuracy": float(np.mean(accuracy_N)) if len(accuracy_N) == len(rollouts) else None,
+        **accuracy,
         "reward_terms": {name: float(np.mean([rollout.terms[name] for rollout in rollouts])) for name in terms},
         "groups_without_signal": float(np.mean([np.ptp(group.rewards_G) == 0 for group in batch.groups])),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),

@@ -188,7 +188,7 @@ class RunDirectory:
         """Write sampled completions of one step to rollouts/step_N.jsonl (N counts from 1)."""
         directory = self.path / "rollouts"
         directory.mkdir(exist_ok=True)
-        (directory / f"step_{step + 1}.jsonl").write_text(
+        (directory / f"step_{step}.jsonl").write_text(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         )
 

@@ -156,6 +156,6 @@ def step_line(step: int, steps: int, metrics: Metrics, declared: Sequence[Metric
 
 def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:
     if column.heading == "step":
-        return f"{step + 1}/{steps}"
+        return f"{step}/{steps}"
     value = found.get(column.name)
     return "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")

@@ -43,12 +43,13 @@ class Logger(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on."""
+    """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on. Steps count from
+    1."""
 
-    def __init__(self, path: Path, *, keep_before: int) -> None:
-        """Open `path`, dropping the lines of step `keep_before` and later (a killed run is ahead of its checkpoint)."""
+    def __init__(self, path: Path, *, finished: int) -> None:
+        """Open `path`, dropping the lines of steps after step `finished` (a killed run is ahead of its checkpoint)."""
         self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] < keep_before] if path.exists() else []
+        kept = [line for line in read_metrics(path) if line["step"] <= finished] if path.exists() else []
         aside = path.with_suffix(".partial")
         aside.write_text("".join(_to_line(line) for line in kept))
         aside.replace(path)
@@ -69,7 +70,7 @@ class MetricsFile:
 class TensorBoardLogger:
     """Scalars under their metric names, nested ones joined by a slash."""
 
-    def __init__(self, directory: Path, *, keep_before: int) -> None:
+    def __init__(self, directory: Path, *, finished: int) -> None:
         # TensorBoard's own writer: torch's wrapper around it would bring torch into the driver.
         # Types: generated modules of tensorboard name their classes only while they run.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -78,7 +79,7 @@ class TensorBoardLogger:
         self._writer = EventFileWriter(str(directory))
         # What earlier sessions wrote of this step and later ones is not to be shown.
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=keep_before, session_log=start))
+        self._writer.add_event(Event(wall_time=time.time(), step=finished + 1, session_log=start))
 
     def log(self, step: int, metrics: Metrics) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]

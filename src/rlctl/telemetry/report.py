@@ -46,7 +46,7 @@ def write_report(path: Path, name: str, lines: Sequence[dict[str, Any]], declare
 def _summary(lines: Sequence[dict[str, Any]]) -> str:
     seconds = sum(line["seconds"]["total"] for line in lines)
     known = [line for line in (lines[0], lines[-1]) if line.get("reward_mean") is not None]
-    reward = [f"{line['reward_mean']:.3f} at step {line['step'] + 1}" for line in known]
+    reward = [f"{line['reward_mean']:.3f} at step {line['step']}" for line in known]
     rewards = f" Mean reward {', '.join(reward)}." if reward else ""
     return f"<p>{len(lines)} steps in {seconds:.0f} s.{rewards}</p>"
 
@@ -58,7 +58,7 @@ def _curves(lines: Sequence[dict[str, Any]], titles: Mapping[str, str]) -> Figur
     series = {name: [found.get(name) for found in values] for name in titles}
     shown = [(name, title) for name, title in titles.items() if any(value is not None for value in series[name])]
     figure = Figure(figsize=(11, 2.6 * max(1, (len(shown) + 1) // 2)), layout="constrained")
-    steps = [line["step"] + 1 for line in lines]
+    steps = [line["step"] for line in lines]
     for index, (name, title) in enumerate(shown, 1):
         axes = figure.add_subplot((len(shown) + 1) // 2, 2, index)
         points = [(step, value) for step, value in zip(steps, series[name], strict=True) if value is not None]
@@ -74,7 +74,7 @@ def _times(lines: Sequence[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(11, 3), layout="constrained")
     axes = figure.add_subplot()
     axes.stackplot(
-        [line["step"] + 1 for line in lines],
+        [line["step"] for line in lines],
         [[line["seconds"][phase.value] for line in lines] for phase in Phase],
         labels=[phase.value for phase in Phase],
     )
