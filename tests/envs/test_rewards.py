@@ -104,7 +104,7 @@ def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
     without = jsonl(tmp_path, {"prompt": "q"})
     plan = prepare_rewards(reward(name), without)
     assert score(plan, without, "yes").accuracies is None
-    assert "accuracy: none, no term of the reward compares with a reference answer" in plan.describe()
+    assert "accuracy: none, no reward compares with an answer" in plan.describe()
 
 
 def test_several_groups_keep_their_order_and_their_rows() -> None:

@@ -133,5 +133,5 @@ class RewardPlan:
         """Return lines that say what is rewarded, how answers are found, and what to mind."""
         terms = " + ".join(term.name if term.weight == 1 else f"{term.weight:g} x {term.name}" for term in self.terms)
         reason = self.extraction_reason or "reward.extract"
-        accuracy = f"accuracy: {self.accuracy_by}" if self.accuracy_by else "accuracy: none, no term of the reward compares with a reference answer"
+        accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
         return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]
