@@ -587,8 +587,9 @@ MEGATRON_FORM = {
     "run.checkpoint_every": 25,
     "run.keep_best": 2,
     "run.save_final": True,
-    "run.tensorboard": False,
-    "run.wandb": True,
+    "run.loggers": ("wandb",),
+    "run.project": "grpo-dev",
+    "run.name": "megatron",
 }
 
 

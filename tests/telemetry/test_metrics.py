@@ -2,14 +2,12 @@ import json
 import math
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlctl.errors import InputError
 from rlctl.telemetry.display import step_line
 from rlctl.telemetry.metrics import (
     Metric,
     MetricsFile,
-    TensorBoardLogger,
     flatten,
     nested,
     read_metrics,
@@ -110,17 +108,6 @@ def test_the_report_holds_the_curves_and_the_time_of_every_phase(tmp_path):
     assert "run &lt;1&gt;" in text
     assert "Mean reward 0.350 at step 1, 0.550 at step 3" in text
     assert "<td>generation<td>1.5<td>0.50<td>14.3%" in text
-
-
-def test_tensorboard_shows_a_resumed_run_without_the_steps_that_ran_again(tmp_path):
-    for first, steps in ((0, range(1, 5)), (2, range(3, 5))):
-        logger = TensorBoardLogger(tmp_path, finished=first)
-        for step in steps:
-            logger.log(step, {"reward_mean": step + first / 10, "logprob_diff": {"max": 0.5}})
-        logger.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, round(e.value, 3)) for e in events.Scalars("reward_mean")] == [(1, 1), (2, 2), (3, 3.2), (4, 4.2)]
-    assert [e.step for e in events.Scalars("logprob_diff/max")] == [1, 2, 3, 4]
 
 
 def test_a_report_is_made_of_odd_metrics(tmp_path):

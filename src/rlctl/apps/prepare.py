@@ -37,6 +37,7 @@ from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.telemetry.loggers import wanted_loggers
 
 Tell = Callable[[str], None]
 ASSUMED_GPU = "h100"
@@ -292,6 +293,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     require_backend(config.training.backend)
     _require_places(config)
     algorithm = algorithm_from_config(config)
+    wanted_loggers(config.run, tell)
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
         require_devices(early, config)

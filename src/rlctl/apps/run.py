@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
+from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
@@ -28,7 +28,8 @@ from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics
+from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
+from rlctl.telemetry.metrics import MetricsFile, read_metrics
 from rlctl.telemetry.phases import StepTimer
 from rlctl.telemetry.report import write_report
 
@@ -109,7 +110,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs))
         policy = _policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
-        loggers = _loggers(job, run, resume_from, stack)
+        loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
             job.config.refit, None if resume_from else job.source, offload=job.offload, tell=display.say,
             restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
@@ -130,7 +131,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             policy=policy,
             sync=sync,
             saver=saver,
-            journal=RunJournal(job, run, display, loggers),
+            journal=RunJournal(job, run, display, loggers, Machine(crew)),
             agreement=Agreement.from_config(
                 job.config.checks, job.config.generation, precision_of(job.config, job.dtype)
             ),
@@ -191,9 +192,16 @@ def _load_newest(run: RunDirectory, policy: PolicyClient, display: Display) -> C
 class RunJournal:
     """Shows and keeps what happens in a run: lines in the terminal, metrics in every logger, some of its rollouts."""
 
-    def __init__(self, job: Job, run: RunDirectory, display: Display, loggers: Sequence[Logger]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        display: Display,
+        loggers: Sequence[MetricsFile | LoggerThread],
+        machine: Machine,
+    ) -> None:
         self._kept = job.config.run.log_rollouts
-        self._run, self._display, self._loggers = run, display, loggers
+        self._run, self._display, self._loggers, self._machine = run, display, loggers, machine
 
     def doing(self, what: str) -> None:
         self._display.doing(what)
@@ -212,6 +220,7 @@ class RunJournal:
             self.say(str(share))
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
+        metrics = {**metrics, "system": self._machine.metrics()}
         for logger in self._loggers:
             logger.log(step, metrics)
         self._display.step(step, metrics)
@@ -219,6 +228,22 @@ class RunJournal:
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         kept = [(group, rollout) for group in batch.groups for rollout in group.rollouts][: self._kept]
         self._run.write_rollouts(step, [_as_row(group, rollout) for group, rollout in kept])
+
+
+class Machine:
+    """Asks once a step for the memory and processors that driver, ranks and engines use."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew, self._driver = crew, UsageSampler()
+        self.metrics()  # the next answer is of the time since this one
+
+    def metrics(self) -> dict[str, float]:
+        """Return `system` of a metrics line. Processes that are gone are left out."""
+        driver = self._driver.sample()
+        try:
+            return system_metrics(driver, self._crew.policy.group.usage(), self._crew.engines.group.usage())
+        except RlctlError:  # Ray is broken, which the step that needs it tells
+            return system_metrics(driver, [], [])
 
 
 def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
@@ -237,23 +262,21 @@ def _as_row(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
 
 
 def _loggers(
-    job: Job, run: RunDirectory, resume_from: Checkpoint | None, stack: contextlib.ExitStack
-) -> Sequence[Logger]:
+    job: Job, run: RunDirectory, resume_from: Checkpoint | None, display: Display, stack: contextlib.ExitStack
+) -> Sequence[MetricsFile | LoggerThread]:
     """Return the metrics file and what else is wanted; closed by `stack`."""
     finished = 0 if resume_from is None else resume_from.step
     file = MetricsFile(run.metrics, finished=finished)
-    loggers: list[Logger] = [file]
+    loggers: list[MetricsFile | LoggerThread] = [file]
     stack.callback(file.close)
     if resume_from is not None and finished not in file.steps:
         # The run was killed between the checkpoint and its metrics line.
         file.log(finished, resume_from.state()["metrics"])
-    if job.config.run.tensorboard:
-        loggers.append(TensorBoardLogger(run.path / "tensorboard", finished=finished))
-        stack.callback(loggers[-1].close)
-    wandb = job.config.run.wandb
-    if wandb or (wandb is None and os.environ.get("WANDB_API_KEY")):
-        loggers.append(WandbLogger(run.name, job.config.model_dump(mode="json"), run.path))
-        stack.callback(loggers[-1].close)
+    config, options = job.config.model_dump(mode="json"), job.config.run
+    logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
+    for logger in start_loggers(wanted_loggers(options), logged, display.say):
+        loggers.append(logger)
+        stack.callback(logger.close)
     return loggers
 
 

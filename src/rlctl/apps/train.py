@@ -28,7 +28,7 @@ RUNS = Path("runs")
 # may have moved: what it holds is compared.
 CHANGEABLE = (
     "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
-    "run.log_rollouts", "run.tensorboard", "run.wandb", "cluster.", "refit.", "generation.mean_length",
+    "run.log_rollouts", "run.loggers", "run.project", "run.name", "cluster.", "refit.", "generation.mean_length",
     "reward.timeout_s", "model.name", "checks.",
 )  # fmt: skip
 

@@ -24,6 +24,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
+from rlctl.cluster.usage import Usage, UsageSampler
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 W_co = TypeVar("W_co", covariant=True)
@@ -35,6 +36,7 @@ Ts = TypeVarTuple("Ts")
 
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
+USAGE_LIMIT_S = 2.0
 # How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
@@ -75,6 +77,7 @@ class _Host:
         os.dup2(log, 2)
         listen_at_node_address()
         self.worker: Any = None
+        self._usage: UsageSampler | None = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
         self.worker = self._logged(
@@ -98,6 +101,11 @@ class _Host:
         if torch is not None and torch.cuda.is_initialized():
             peak["device"] = torch.cuda.max_memory_reserved()
         return peak
+
+    def usage(self) -> Usage:
+        """The usage of the process and its node since the call before."""
+        self._usage = self._usage or UsageSampler()
+        return self._usage.sample()
 
     def stop(self) -> None:
         if self.worker is not None and hasattr(self.worker, "close"):
@@ -328,6 +336,11 @@ class WorkerGroup(Generic[W_co]):
     def peak_memory(self) -> list[dict[str, int]]:
         """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""
         return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
+
+    def usage(self) -> list[Usage]:
+        """The usage of the processes and their nodes. A rank that does not answer at once, or not at all, is left out."""
+        calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])
+        return [found for found in calls.outcomes() if isinstance(found, Usage)]
 
     def result(self, ref: Any, rank: int, method: str) -> Any:
         """The result behind one of Ray's handles, its errors in rlctl's words."""

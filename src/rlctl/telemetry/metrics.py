@@ -1,17 +1,16 @@
-"""One line a step: what `metrics.jsonl` holds, how a metric is declared, and the loggers that repeat it elsewhere."""
+"""One line a step: what `metrics.jsonl` holds, and how a metric is declared."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from rlctl.errors import InputError, RlctlError
+from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
 
@@ -30,16 +29,6 @@ class Metric:
     """Heading of its column in the terminal; empty: it has none."""
     form: str = ".3f"
     """How the terminal formats it."""
-
-
-class Logger(Protocol):
-    """A further place for the metrics."""
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of `step`."""
-
-    def close(self) -> None:
-        """Flush and release."""
 
 
 class MetricsFile:
@@ -65,59 +54,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoardLogger:
-    """Scalars under their metric names, nested ones joined by a slash."""
-
-    def __init__(self, directory: Path, *, finished: int) -> None:
-        # TensorBoard's own writer: torch's wrapper around it would bring torch into the driver.
-        # Types: generated modules of tensorboard name their classes only while they run.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(directory))
-        # What earlier sessions wrote of this step and later ones is not to be shown.
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=finished + 1, session_log=start))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(metrics)]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbLogger:
-    """Weights & Biases; the run keeps its id across resumes."""
-
-    def __init__(self, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]  # it need not be installed
-        except ImportError as error:
-            raise InputError(
-                "Logging to Weights & Biases needs the package `wandb`, which is not installed.",
-                "Install it, or set run.wandb=false.",
-            ) from error
-        try:
-            self._run = wandb.init(
-                project="rlctl", name=run_name, id=run_name, resume="allow", config=dict(config), dir=str(directory)
-            )
-        except wandb.errors.Error as error:
-            raise RlctlError(
-                f"Weights & Biases did not start: {error}.", "Check WANDB_API_KEY, or set run.wandb=false."
-            ) from error
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(flatten(metrics)), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:
