@@ -20,8 +20,8 @@ from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
+from rlctl.telemetry.page import ReportedRun, page
 from rlctl.telemetry.phases import Phase, StepTimer
-from rlctl.telemetry.report import write_report
 from support.groups import group
 
 
@@ -175,7 +175,7 @@ def test_log_probs_are_computed_where_the_algorithm_needs_them() -> None:
     ]  # fmt: skip
 
 
-def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so(tmp_path: Any) -> None:
+def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so() -> None:
     recorder = Recorder([[0.0, 0.0], [1.0, 0.0]])
     run(recorder, 2)
     assert [what for what, _ in recorder.asked].count("train") == 1
@@ -184,7 +184,7 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so(tmp_p
     assert "loss" not in recorder.logged[0]
     for line in recorder.logged:
         assert "reward" in step_line(line["step"], 2, line, declared(Plain(RlctlConfig())), plain=True)
-    write_report(tmp_path / "report.html", "run", recorder.logged, declared(Plain(RlctlConfig())))
+    assert "mean reward" in page([ReportedRun("run", recorder.logged)])
 
 
 def test_engines_that_disagree_end_the_run_for_any_algorithm() -> None:

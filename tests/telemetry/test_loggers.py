@@ -141,6 +141,9 @@ class FakeWandb(ModuleType):
 
     def finish(self) -> None: ...
 
+    def teardown(self) -> None:
+        self.ended = True
+
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
@@ -154,6 +157,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path, monkeypa
     assert (first["project"], first["name"], first["resume"], first["config"]) == (
         "my-project", "my-run", "allow", CONFIG,
     )  # fmt: skip
+    assert wandb.ended  # its process is not left to those who end what is left
     assert wandb.lines == [(1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
 
 

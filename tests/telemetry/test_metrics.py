@@ -13,7 +13,6 @@ from rlctl.telemetry.metrics import (
     read_metrics,
 )
 from rlctl.telemetry.phases import Phase
-from rlctl.telemetry.report import write_report
 from support.metrics import without_timing
 
 
@@ -95,24 +94,3 @@ def test_nested_undoes_flatten():
     values = {"a": 1.0, "b/c": 2.5, "b/d/e": 3.0}
     assert nested(values) == {"a": 1.0, "b": {"c": 2.5, "d": {"e": 3.0}}}
     assert dict(flatten(nested(values))) == values
-
-
-def test_the_report_holds_the_curves_and_the_time_of_every_phase(tmp_path):
-    path = tmp_path / "report.html"
-    write_report(
-        path, "run <1>", [line(1), line(2, accuracy=None), line(3)], [Metric("kl", "mean", curve="divergence")]
-    )
-    text = path.read_text()
-    assert "divergence" in text
-    assert text.count("<svg") == 2
-    assert "run &lt;1&gt;" in text
-    assert "Mean reward 0.350 at step 1, 0.550 at step 3" in text
-    assert "<td>generation<td>1.5<td>0.50<td>14.3%" in text
-
-
-def test_a_report_is_made_of_odd_metrics(tmp_path):
-    odd = {"reward_mean": None, "accuracy": None, "response_tokens_mean": 1e300, "grad_norm": None, "tokens_per_s": 0}
-    write_report(tmp_path / "report.html", "run", [line(0, **odd)])
-    seconds = {"seconds": {**dict.fromkeys((phase.value for phase in Phase), 0.0), "total": 0.0}}
-    write_report(tmp_path / "report.html", "run", [{"step": 0, **seconds}])  # without a single curve
-    assert "1 steps" in (tmp_path / "report.html").read_text()

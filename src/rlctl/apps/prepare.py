@@ -34,7 +34,7 @@ from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
 from rlctl.planner.views.render import plan_json
 from rlctl.rl.agreement import refuse_cut_sampling
-from rlctl.rl.algorithms.algorithm import Algorithm
+from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.telemetry.loggers import wanted_loggers
@@ -105,6 +105,7 @@ class Job:
             },
             "data": self.prompts.source.fingerprint(),
             "algorithm": self.algorithm.manifest(),
+            "curves": {metric.name: metric.curve for metric in declared(self.algorithm) if metric.curve},
             "plan": plan_json(self.plan),
         }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job
+from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
@@ -29,9 +30,8 @@ from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
-from rlctl.telemetry.metrics import MetricsFile, read_metrics
+from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import StepTimer
-from rlctl.telemetry.report import write_report
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume)
     except RlctlError as error:
-        _report(job, run, display)
+        _report(run, display, "stopped")
         raise _with_resume_hint(error, run) from error
     except KeyboardInterrupt:
-        _report(job, run, display)
+        _report(run, display, "stopped")
         if run.has_steps():
             display.say(f"Stopped. {how_to_resume(run)}")
         raise
-    lines = _report(job, run, display)
+    lines = _report(run, display, "stopped" if interrupted else "finished")
     checkpoints = run.checkpoints()
     return RunSummary(
         directory=str(run.path),
@@ -154,16 +154,13 @@ def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
         display.say(f"The processes' memory was not recorded: {error}")
 
 
-def _report(job: Job, run: RunDirectory, display: Display) -> list[dict[str, Any]]:
+def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, Any]]:
     """Write report.html from the metrics of the run, which are returned. A run does not fail for want of a report."""
-    lines: list[dict[str, Any]] = []
     try:
-        lines = read_metrics(run.metrics) if run.metrics.exists() else []
-        if lines:
-            write_report(run.report, run.name, lines, declared(job.algorithm))
+        return write_report(run, state)
     except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
         display.say(f"The report could not be written: {type(error).__name__}: {error}")
-    return lines
+    return []
 
 
 def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
@@ -202,6 +199,7 @@ class RunJournal:
     ) -> None:
         self._kept = job.config.run.log_rollouts
         self._run, self._display, self._loggers, self._machine = run, display, loggers, machine
+        self._report = LiveReport(run, display.say)
 
     def doing(self, what: str) -> None:
         self._display.doing(what)
@@ -224,6 +222,7 @@ class RunJournal:
         for logger in self._loggers:
             logger.log(step, metrics)
         self._display.step(step, metrics)
+        self._report.step()
 
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         kept = [(group, rollout) for group in batch.groups for rollout in group.rollouts][: self._kept]

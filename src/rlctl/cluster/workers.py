@@ -338,7 +338,7 @@ class WorkerGroup(Generic[W_co]):
         return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
 
     def usage(self) -> list[Usage]:
-        """The usage of the processes and their nodes. A rank that does not answer at once, or not at all, is left out."""
+        """The usage of the processes and their nodes. A rank that does not answer at once is left out."""
         calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])
         return [found for found in calls.outcomes() if isinstance(found, Usage)]
 

@@ -130,6 +130,20 @@ class RunDirectory:
                 f"Another process is writing to the run {self.path}.", "Wait for it to end, or name another --run-dir."
             ) from error
 
+    def is_locked(self) -> bool:
+        """Return whether some process is writing to the run now."""
+        try:
+            lock = os.open(self.path / LOCK, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def release(self) -> None:
         """Let other processes write to the run."""
         if self._lock is not None:

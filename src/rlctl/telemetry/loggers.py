@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rlctl.config.schema import LoggerName, RunConfig
 from rlctl.errors import InputError
@@ -143,7 +143,10 @@ class WandbLogger:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
         self._run.finish()
+        wandb.teardown()  # its own process ends now: the end of Ray's session ends whatever processes are left
 
 
 class MlflowLogger:
@@ -213,9 +216,19 @@ class TrackioLogger:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Stdout is for the command's result."""
-    with contextlib.redirect_stdout(sys.stderr):
+    """Send what this thread prints to stderr: stdout is for the command's result, which another thread may print."""
+    with contextlib.redirect_stdout(cast(TextIO, _StdoutOfOthers(sys.stdout))):
         yield
+
+
+class _StdoutOfOthers:
+    """Stdout for all threads but the one that made it, which gets stderr."""
+
+    def __init__(self, stdout: TextIO) -> None:
+        self._stdout, self._thread = stdout, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if threading.get_ident() == self._thread else self._stdout, name)
 
 
 KINDS: dict[str, Callable[[LoggedRun], Logger]] = {
