@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,47 +13,11 @@ from rlctl.apps import report
 from rlctl.apps.report import LiveReport, compare_runs, state_of, write_report
 from rlctl.cli import run as rlctl
 from rlctl.errors import InputError
-from rlctl.runs.directory import RunDirectory
-from rlctl.telemetry.phases import Phase
-
-GIB = 2**30
-
-
-def step_line(step: int) -> dict[str, Any]:
-    seconds = dict.fromkeys((phase.value for phase in Phase), 0.5)
-    return {"step": step, "reward_mean": step / 10, "tokens_per_s": 9.0, "seconds": {**seconds, "total": 3.5}}
-
-
-def made(path: Path, steps: int = 5, **settings: Any) -> RunDirectory:
-    """A run as it is on disk, of 8 steps that it is to take."""
-    run = RunDirectory(path)
-    (path / "rollouts").mkdir(parents=True)
-    run.logs.mkdir()
-    run.log.write_text("2026-01-01 12:00:00 run: x\n2026-01-01 12:00:09 Warning, step 2: they differ\n")
-    run.metrics.write_text("".join(json.dumps(step_line(step)) + "\n" for step in range(1, steps + 1)))
-    for step in range(1, steps + 1):
-        rows = [{"prompt": f"p{step}", "completion": f"c{step}.{i}", "reward": i / 10} for i in (3, 9, 1, 5, 4, 7)]
-        (path / "rollouts" / f"step_{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {
-        "run.steps": {"value": 8, "origin": "--steps"}, "model.name": {"value": "tiny", "origin": "--model"},
-        "batch.prompts": {"value": 8, "origin": "default"}, "training.tp": {"value": 1, "origin": "planner"},
-        **{key.replace("__", "."): {"value": value, "origin": "--set"} for key, value in settings.items()},
-    }  # fmt: skip
-    plan = {
-        "cluster": {"gpu": "h100", "nodes": 2, "gpus_per_node": 8, "memory_gib": 80.0},
-        "training": {"backend": "megatron", "tp": 2, "dp": 8}, "generation": {"engines": 16, "tp": 1},
-        "seconds": {"generation": 0.75, "total": 4.0}, "memory_gib": {"training": {"weights": 3.0}},
-    }  # fmt: skip
-    run.write_manifest({
-        "rlctl": "0.1", "python": "3.11", "packages": {"torch": "2.13"}, "command": ["/usr/bin/rlctl", "train", "a b"],
-        "config": config, "plan": plan, "curves": {"margin": "the margin"}, "algorithm": {"name": "grpo"},
-    })  # fmt: skip
-    (path / "memory.json").write_text(json.dumps({"policy": [{"device": 2 * GIB}], "engine": []}))
-    return run
+from support.run_directories import made_run
 
 
 def test_the_report_tells_what_was_run_planned_and_said(tmp_path: Path) -> None:
-    run = made(tmp_path / "run")
+    run = made_run(tmp_path / "run")
     found = report.reported(run, "stopped")
     facts = dict(found.facts)
     assert facts["command"] == "rlctl train 'a b'"
@@ -77,7 +40,7 @@ def test_a_live_report_is_rewritten_when_it_is_due_and_tried_once_where_it_fails
 ) -> None:
     now, told = [100.0], []
     monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    run = made(tmp_path / "run")
+    run = made_run(tmp_path / "run")
     live = LiveReport(run, told.append)
     live.step()
     assert "running, step 5 of 8" in run.report.read_text()
@@ -98,7 +61,7 @@ def test_a_live_report_is_rewritten_when_it_is_due_and_tried_once_where_it_fails
 
 
 def test_a_run_that_another_process_writes_to_is_running(tmp_path: Path) -> None:
-    run, done = made(tmp_path / "run"), made(tmp_path / "done", steps=8)
+    run, done = made_run(tmp_path / "run"), made_run(tmp_path / "done", steps=8)
     assert (state_of(run), state_of(done)) == ("stopped", "finished")
     lock = os.open(run.path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -109,7 +72,10 @@ def test_a_run_that_another_process_writes_to_is_running(tmp_path: Path) -> None
 def test_the_command_writes_one_report_or_compares_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = made(tmp_path / "a" / "run", optimizer__lr=1e-5), made(tmp_path / "b" / "run", optimizer__lr=1e-6)
+    first, second = (
+        made_run(tmp_path / "a" / "run", optimizer__lr=1e-5),
+        made_run(tmp_path / "b" / "run", optimizer__lr=1e-6),
+    )
     assert rlctl(["report", str(first.path)]) == 0
     assert capfd.readouterr().out.strip() == str(first.report)
     assert "To look at" in first.report.read_text()
@@ -125,8 +91,8 @@ def test_the_command_writes_one_report_or_compares_runs(
 def test_what_is_no_run_or_took_no_step_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert rlctl(["report", str(tmp_path / "nothing")]) == 2
     assert "nothing is no run" in capfd.readouterr().err
-    empty = made(tmp_path / "empty", steps=0)
+    empty = made_run(tmp_path / "empty", steps=0)
     with pytest.raises(InputError, match="no finished step"):
         compare_runs([empty.path], None)
     with pytest.raises(InputError, match="--output"):
-        compare_runs([made(tmp_path / "run").path], tmp_path / "not" / "there.html")
+        compare_runs([made_run(tmp_path / "run").path], tmp_path / "not" / "there.html")
