@@ -26,7 +26,7 @@ def test_the_report_tells_what_was_run_planned_and_said(tmp_path: Path) -> None:
     assert facts["versions"] == "rlctl 0.1, python 3.11, torch 2.13"
     assert [key for key, _, _ in found.settings] == ["model.name", "run.steps"]
     assert [(one.name, one.predicted, one.measured) for one in found.forecasts][-2:] == [
-        ("total", 4.0, 3.5), ("memory of a policy process", 3.0, 2.0),
+        ("total", 4.0, 3.5), ("memory, policy process", 3.0, 2.0),
     ]  # fmt: skip
     assert [step for step, _ in found.samples] == [1, 3, 5]
     assert [row["completion"] for row in found.samples[0][1]] == ["c1.3", "c1.9", "c1.1", "c1.7"]  # best two, worst two

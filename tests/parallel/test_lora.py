@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import json
@@ -397,7 +398,7 @@ def test_adapters_are_written_as_peft_names_them(pools: Pools, name: str, tmp_pa
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", LORA.rank, LORA.alpha)
     written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    model = hf_model(case.kind)
+    model = copy.deepcopy(hf_model(case.kind))
     for key in [key for key in written if key.endswith("lora_A.weight")]:
         module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         assert any(module == target or module.endswith(f".{target}") for target in config["target_modules"])
@@ -407,7 +408,9 @@ def test_adapters_are_written_as_peft_names_them(pools: Pools, name: str, tmp_pa
     assert all(close(weights[key], value, 1e-6) for key, value in merged.items())
     if importlib.util.find_spec("peft"):
         peft = importlib.import_module("peft")
-        wrapped = peft.PeftModel.from_pretrained(hf_model(case.kind), tmp_path / "adapters").merge_and_unload()
+        wrapped = peft.PeftModel.from_pretrained(
+            copy.deepcopy(hf_model(case.kind)), tmp_path / "adapters"
+        ).merge_and_unload()
         for key, value in model.state_dict().items():
             assert close(wrapped.state_dict()[key], value, 1e-6), key
 

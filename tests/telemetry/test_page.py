@@ -81,6 +81,14 @@ def test_every_metric_has_one_panel_and_diagnostics_are_folded() -> None:
     assert "refit" not in " ".join(found)
 
 
+def test_metrics_of_the_same_values_share_a_panel() -> None:
+    lines = [line(step, accuracy=0.2 + step / 10, reward_terms={"task": 0.2 + step / 10}) for step in range(1, 7)]
+    text = page([run(lines=lines)])
+    assert captions(text)[0] == "mean reward; accuracy; reward terms: task"
+    assert "accuracy" not in captions(text)
+    assert "<dt>accuracy" not in text
+
+
 def test_a_page_is_whole_and_needs_nothing_else() -> None:
     text = page([run(messages=["a <b> & c"], samples=[(1, [{"prompt": "<script>", "completion": "</pre>x"}])])])
     assert not Reader(text).open

@@ -162,9 +162,7 @@ def inspect(
     typer.echo(f"format      {found.format} ({agnostic})")
     typer.echo(f"family      {found.family or 'unknown'}")
     if found.adapters:
-        typer.echo(
-            "holds       adapters (training.lora); megatron-to-hf merges them into their model, or writes them for PEFT"
-        )
+        typer.echo("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
     typer.echo(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
     typer.echo(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
     typer.echo(f"optimizer   {'present' if found.optimizer else 'none'}")

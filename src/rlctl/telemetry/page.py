@@ -182,6 +182,8 @@ def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
     """Return label, value and small print of each tile."""
     found: list[tuple[str, tuple[str, str]]] = []
     for name, label in (("reward_mean", "reward"), ("accuracy", "accuracy"), ("response_tokens_mean", "length")):
+        if name == "accuracy" and run.points(name) == run.points("reward_mean"):
+            continue
         if values := [value for _, value in run.points(name)]:
             some = max(1, min(10, len(values) // 3))
             more = f"at the start {number(fmean(values[:some]))}"
@@ -241,8 +243,10 @@ def _curves(runs: Sequence[ReportedRun]) -> str:
     machine = [name for name in names if name.startswith("system/")]
     rest = [name for name in names if name not in {*main, *machine}]
     constant = [name for name in rest if len({value for run in runs for _, value in run.points(name)}) == 1]
-    rest = [name for name in rest if name not in constant]
     titles = {**TITLES, **{name: title for run in runs for name, title in run.titles.items()}, **MAIN}
+    titles |= {name: _title(name, titles) for name in names}
+    main = _merged(runs, main, titles)
+    rest = [name for name in _merged(runs, [*main, *rest], titles) if name not in {*main, *constant}]
     same = "".join(
         f"<li>{_text(name)} = {number(next(run.points(name)[0][1] for run in runs if run.points(name)))}"
         for name in constant
@@ -254,12 +258,29 @@ def _curves(runs: Sequence[ReportedRun]) -> str:
     ])  # fmt: skip
 
 
+def _merged(runs: Sequence[ReportedRun], names: Iterable[str], titles: dict[str, str]) -> list[str]:
+    """Return the names without those of the same values as an earlier one, which then has their titles too: where the
+    reward is that of the task alone, the accuracy is the same curve."""
+    first: dict[Any, str] = {}
+    for name in names:
+        values: Any = tuple(tuple(run.points(name)) for run in runs)
+        if len({value for points in values for _, value in points}) == 1:
+            values = name  # many things are always 0
+        if (same := first.setdefault(values, name)) != name:
+            titles[same] = f"{titles[same]}; {titles[name]}"
+    return list(first.values())
+
+
+def _title(name: str, titles: Mapping[str, str]) -> str:
+    return titles.get(name) or name.replace("_", " ").replace("/", ": ")
+
+
 def _panels(runs: Sequence[ReportedRun], names: Iterable[str], titles: Mapping[str, str]) -> str:
     panels = []
     counted = [line["step"] for run in runs for line in (run.lines[0], run.lines[-1])]
     steps = (float(min(counted)), float(max(counted)))
     for name in names:
-        title = titles.get(name) or name.replace("_", " ").replace("/", ": ")
+        title = _title(name, titles)
         series = [Series(run.name, run.points(name), index) for index, run in enumerate(runs)]
         chart = line_chart(series, f"{title} over the steps", steps)
         last = f" <b>{number(series[0].points[-1][1])}</b>" if len(runs) == 1 and series[0].points else ""
