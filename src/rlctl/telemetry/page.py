@@ -138,7 +138,7 @@ def _one(run: ReportedRun) -> str:
         _section("Where the time went", _times(run)),
         _section("Plan and measurement", _forecasts(run.forecasts)),
         _section("Samples", _samples(run.samples)),
-        _section("What was run", _facts(run)),
+        _section("The run", _facts(run)),
         _messages(run),
     ])  # fmt: skip
 
@@ -160,7 +160,7 @@ def _several(runs: Sequence[ReportedRun]) -> str:
         _table(["", *names], rows),
         _curves(runs),
         _section("Where the settings differ", _table(["key", *names], differ) if differ else ""),
-        _section("What was run", _table(["", *names], [[key, *(f.get(key, "-") for f in facts)] for key in shared])),
+        _section("The run", _table(["", *names], [[key, *(f.get(key, "-") for f in facts)] for key in shared])),
     ])  # fmt: skip
 
 
