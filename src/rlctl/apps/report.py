@@ -8,6 +8,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,9 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
         raise InputError(f"--output {output}: there is no directory {output.parent}.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
-        found = [_renamed(one, str(directory)) for one, directory in zip(found, directories, strict=True)]
+        found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]
     write_page(output, found)
     return output
-
-
-def _renamed(run: ReportedRun, name: str) -> ReportedRun:
-    return ReportedRun(**{**{key: getattr(run, key) for key in run.__dataclass_fields__}, "name": name})
 
 
 def state_of(run: RunDirectory) -> str:

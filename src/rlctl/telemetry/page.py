@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -96,16 +97,13 @@ class ReportedRun:
         """Return (step, value) of a metric, where it has one."""
         return self.columns.get(name, [])
 
-    @property
+    @cached_property
     def columns(self) -> dict[str, list[tuple[float, float]]]:
         """Every metric as (step, value)."""
-        found = self.__dict__.get("_columns")
-        if found is None:
-            found = {}
-            for line in self.lines:
-                for name, value in flatten(line):
-                    found.setdefault(name, []).append((line["step"], value))
-            self.__dict__["_columns"] = found
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in self.lines:
+            for name, value in flatten(line):
+                found.setdefault(name, []).append((line["step"], value))
         return found
 
 
