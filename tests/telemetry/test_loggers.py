@@ -64,10 +64,12 @@ def test_unset_there_is_tensorboard_and_wandb_where_its_key_is_set(monkeypatch: 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert wanted_loggers(RunConfig(), told.append) == ("tensorboard",)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("rlctl.telemetry.loggers.find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr("rlctl.telemetry.loggers.find_spec", lambda name: SimpleNamespace(origin="x"))
     assert wanted_loggers(RunConfig(), told.append) == ("tensorboard", "wandb")
     assert not told
-    monkeypatch.setattr("rlctl.telemetry.loggers.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr(
+        "rlctl.telemetry.loggers.find_spec", lambda name: SimpleNamespace(origin=None if name == "wandb" else "x")
+    )
     assert wanted_loggers(RunConfig(), told.append) == ("tensorboard",)
     assert "rlctl[wandb]" in told[0]
 

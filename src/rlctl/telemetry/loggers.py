@@ -297,7 +297,8 @@ def wanted_loggers(config: RunConfig, tell: Callable[[str], None] = lambda _: No
 
 
 def _installed(name: LoggerName) -> bool:
-    return find_spec(PACKAGES[name]) is not None
+    spec = find_spec(PACKAGES[name])
+    return spec is not None and spec.origin is not None  # a folder `wandb` that an earlier run left here is none
 
 
 def start_loggers(names: Sequence[LoggerName], run: LoggedRun, tell: Callable[[str], None]) -> list[LoggerThread]:
