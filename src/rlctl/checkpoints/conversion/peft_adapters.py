@@ -6,18 +6,21 @@ import json
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
-from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.adapters import Adapters, adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.errors import InputError, VerificationError
 from rlctl.models.families import facts_from_hf_config, weights_of
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -32,7 +35,6 @@ def megatron_to_peft(
     `config_from` is that model's directory, where it has moved. Raises InputError where the checkpoint holds no
     adapters, and otherwise as `hf_to_megatron`.
     """
-    import torch
     from safetensors.torch import load_file, save_file
 
     options = options or Options()
@@ -50,11 +52,7 @@ def megatron_to_peft(
     base = base_of(found, config_from)
     facts = facts_from_hf_config(read_config(base.directory))
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
-    tensors = {}
-    for name, (a, b) in adapters.pairs.items():
-        module = PREFIX + name.removesuffix(".weight")
-        tensors[f"{module}.lora_A.weight"] = a.to(dtype_of(dtype)).contiguous()
-        tensors[f"{module}.lora_B.weight"] = b.to(dtype_of(dtype)).contiguous()
+    tensors = named_for_peft(adapters, dtype)
     size = sum(tensor.nbytes for tensor in tensors.values())
     modules = targets([name.removesuffix(".weight") for name in adapters.pairs], weights_of(facts).tensors)
     require_replaceable(destination, (found.root, found.shards, base.directory))
@@ -64,9 +62,19 @@ def megatron_to_peft(
         (aside / CONFIG).write_text(json.dumps(adapter_config(base, modules), indent=2) + "\n")
         if options.verify:
             written = load_file(aside / WEIGHTS)
-            if odd := [name for name, tensor in tensors.items() if not torch.equal(written[name], tensor)]:
+            if odd := [name for name, tensor in tensors.items() if not written[name].equal(tensor)]:
                 raise VerificationError(f"{destination / WEIGHTS}: {odd[0]} is not what was written.")
     return Report(len(tensors), size, time.perf_counter() - begun, options.verify, str(destination), dtype)
+
+
+def named_for_peft(adapters: Adapters, dtype: str) -> dict[str, torch.Tensor]:
+    """Return A and B of each adapter under PEFT's names."""
+    tensors = {}
+    for name, (a, b) in adapters.pairs.items():
+        module = PREFIX + name.removesuffix(".weight")
+        tensors[f"{module}.lora_A.weight"] = a.to(dtype_of(dtype)).contiguous()
+        tensors[f"{module}.lora_B.weight"] = b.to(dtype_of(dtype)).contiguous()
+    return tensors
 
 
 def targets(modules: Collection[str], tensors: Collection[str]) -> list[str]:
