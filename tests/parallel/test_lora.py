@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -386,19 +383,19 @@ def test_exported_adapters_are_in_the_weights_that_transformers_reads(pools: Poo
     assert all(close(logprobs[key], value[0].detach(), 1e-5) for key, value in theirs.items())
 
 
-@pytest.mark.parametrize("name", ["mla-tp2", "gemma-tp2"])
+@pytest.mark.parametrize("name", ["one", "mla-tp2"])
 def test_adapters_are_written_as_peft_names_them(pools: Pools, name: str, tmp_path: Path) -> None:
-    """The base and what was written add up to the merged weights; where PEFT is installed, so does it."""
+    """The base and what was written add up to the merged weights."""
     from safetensors.torch import load_file
 
-    case = OTHERS[name]
+    case = (OTHERS | CASES)[name]
     run, merged, _ = saved_run(pools, case, tmp_path)
     report = megatron_to_peft(run, tmp_path / "adapters")
     assert report.verified
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", LORA.rank, LORA.alpha)
     written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    model = copy.deepcopy(hf_model(case.kind))
+    model = hf_model(case.kind)
     for key in [key for key in written if key.endswith("lora_A.weight")]:
         module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         assert any(module == target or module.endswith(f".{target}") for target in config["target_modules"])
@@ -406,13 +403,6 @@ def test_adapters_are_written_as_peft_names_them(pools: Pools, name: str, tmp_pa
         model.get_submodule(module).weight.data += update
     weights = megatron_weights(case.kind, model.state_dict())
     assert all(close(weights[key], value, 1e-6) for key, value in merged.items())
-    if importlib.util.find_spec("peft"):
-        peft = importlib.import_module("peft")
-        wrapped = peft.PeftModel.from_pretrained(
-            copy.deepcopy(hf_model(case.kind)), tmp_path / "adapters"
-        ).merge_and_unload()
-        for key, value in model.state_dict().items():
-            assert close(wrapped.state_dict()[key], value, 1e-6), key
 
 
 def test_a_run_that_trained_all_weights_has_no_adapters_to_write(tmp_path: Path) -> None:
