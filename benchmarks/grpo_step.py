@@ -55,7 +55,7 @@ class Shape:
             "run.steps": steps,
             "run.checkpoint_every": 0,
             "run.save_final": False,
-            "run.tensorboard": False,
+            "run.loggers": [],
         }
 
 

@@ -27,12 +27,13 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def take(**keys: Any) -> str:
         config = RlctlConfig.model_validate({"run": {"steps": 5, **keys}})
+        machine: Any = SimpleNamespace(metrics=dict)
         encoder = SimpleNamespace(text=lambda row: f"<user>{row.prompt}</user>")
-        job: Any = SimpleNamespace(config=config, prompts=SimpleNamespace(encoder=encoder))
+        job: Any = SimpleNamespace(config=config, prompts=encoder)
         path = tmp_path / "stderr"
         with path.open("w") as stream, Display(steps=5, stream=stream) as display:
-            journal = RunJournal(job, RunDirectory(tmp_path), display, ())
-            for step in range(5):
+            journal = RunJournal(job, RunDirectory(tmp_path), display, (), machine)
+            for step in range(1, 6):
                 journal.keep_rollouts(step, RolloutBatch((group(1, [0.5, 1.0], [3, 3]), group(2, [0.0, 0.5], [3, 3]))))
                 journal.log(step, STEP)
         return path.read_text()

@@ -114,6 +114,13 @@ def test_the_memory_of_each_process_is_told(lasting):
     assert all(10e6 < peak["host"] < 10e9 for peak in peaks)
 
 
+def test_the_usage_of_each_process_is_told(lasting, monkeypatch):
+    monkeypatch.setattr("rlctl.cluster.workers.USAGE_LIMIT_S", 60.0)
+    first, second = lasting.usage()
+    assert first.node == second.node
+    assert all(10e6 < usage.process_bytes < usage.node_total_bytes for usage in (first, second))
+
+
 def test_what_a_worker_made_passes_to_others_by_handle_and_outlives_it(group):
     lengths = [(5, 10**6), ()]  # small ones travel with the answer, large ones stay in the store
     asked, (handles, none) = group.submit_apart(
@@ -167,13 +174,15 @@ def test_a_worker_that_dies_is_named_with_its_last_lines(group):
         group.part([0]).call(Counter.die)
 
 
-def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_for(group):
+def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_for(group, monkeypatch):
     pids = list(group.pids)
     asked = [group.submit(Counter.rank_plus, 10).refs[0], group.submit(Counter.die_on, 1).refs[1]]
     found = PendingCall(group, "die_on", asked).outcomes()
     assert found[0] == 10
     assert isinstance(found[1], WorkerError)
     assert "counter rank 1" in found[1].message
+    monkeypatch.setattr("rlctl.cluster.workers.USAGE_LIMIT_S", 60.0)
+    assert len(group.usage()) == 1
     group.restart([1])
     assert group.call(Counter.rank_plus, 10) == [10, 11]
     assert group.call(Counter.environment, "FLAVOUR") == ["f0", "f1"]

@@ -129,6 +129,25 @@ def test_a_value_that_leads_nowhere_is_an_entry_and_stops_a_run(
     assert any(said in line for line in result.unsupported), result.unsupported
 
 
+def test_loggers_that_are_on_become_run_loggers_under_one_name(tmp_path: Path) -> None:
+    off = recipe(tmp_path)
+    assert off.values["run.loggers"] == ["tensorboard"]
+    assert "run.project" not in off.values
+    wandb = {"logger__wandb_enabled": True, "logger__wandb__project": "sums", "logger__wandb__name": "first"}
+    mlflow = {"logger__mlflow_enabled": True, "logger__mlflow__experiment_name": "e", "logger__mlflow__run_name": "r"}
+    both = recipe(tmp_path, logger__tensorboard_enabled=False, **wandb, **mlflow)
+    assert {key: both.values[f"run.{key}"] for key in ("loggers", "project", "name")} == {
+        "loggers": ["wandb", "mlflow"], "project": "sums", "name": "first",
+    }  # fmt: skip
+    assert status(both, "logger.mlflow.run_name") == "logging"
+    alone = recipe(tmp_path, **mlflow)
+    assert (alone.values["run.project"], alone.values["run.name"]) == ("e", "r")
+    for key in ("logger.log_dir", "logger.monitor_gpus", "logger.gpu_monitoring.collection_interval"):
+        assert status(both, key) == "logging"
+    assert status(recipe(tmp_path, logger__swanlab_enabled=True), "logger.swanlab_enabled") == "logging"
+    assert both.unsupported == []
+
+
 def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
     result = recipe(tmp_path, logger__wandb__name="${data.no_such_key}")
     assert status(result, "logger.wandb.name") == "logging"
@@ -602,8 +621,9 @@ MEGATRON_FORM = {
     "run.checkpoint_every": 25,
     "run.keep_best": 2,
     "run.save_final": True,
-    "run.tensorboard": False,
-    "run.wandb": True,
+    "run.loggers": ("wandb",),
+    "run.project": "grpo-dev",
+    "run.name": "megatron",
 }
 
 

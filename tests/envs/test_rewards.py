@@ -78,7 +78,7 @@ def test_math_verify_runs_in_the_scoring_process(tmp_path: Path) -> None:
     assert score(plan, source, r"So \boxed{0.5}.", "2").rewards == (1, 0)
 
 
-def test_terms_are_weighted_and_accuracy_is_the_reference_scorer_s(tmp_path: Path) -> None:
+def test_terms_are_weighted_and_accuracy_is_that_of_the_term_that_knows_the_answer(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"prompt": "3 + 4?", "answer": "7"})
     name = user_file(tmp_path, "def score(completion, answer):\n    return len(completion) / 10\n")
     terms = (RewardTerm(name="exact-match", weight=2.0), RewardTerm(name=name, weight=-0.5))
@@ -102,11 +102,11 @@ def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
     name = user_file(tmp_path, "def score(completion, answer):\n    return 0.25\n")
     with_answers = jsonl(tmp_path, {"prompt": "q", "answer": "yes"})
     scores = score(prepare_rewards(reward(name), with_answers), with_answers, "yes", "no")
-    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), (1, 0), [name])
+    assert (scores.rewards, scores.accuracies, list(scores.terms)) == ((0.25, 0.25), None, [name])
     without = jsonl(tmp_path, {"prompt": "q"})
     plan = prepare_rewards(reward(name), without)
     assert score(plan, without, "yes").accuracies is None
-    assert "accuracy: none, without reference answers" in plan.describe()
+    assert "accuracy: none, no reward compares with an answer" in plan.describe()
 
 
 def test_several_groups_keep_their_order_and_their_rows(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
     name = user_file(tmp_path, "def score(completion, answer):\n    return 10 * (answer in completion)\n")
     plan = mixed_rewards([("sums", reward("exact-match"), sums), ("words", reward(name), words)])
     rows = [replace(source[0], source=label) for label, source in (("sums", sums), ("words", words), ("sums", sums))]
-    assert plan.scorers == ("exact-match", name, "exact-match")  # the last one decides the accuracy of words
+    assert plan.scorers == ("exact-match", name)
     assert plan.describe()[0] == "sums: reward: exact-match"
     assert f"words: reward: {name}" in plan.describe()
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -198,7 +198,7 @@ def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
         worker.close()
     assert [one.rewards for one in scores] == [(1,), (10, 0), (0, 1)]
     assert [list(one.terms) for one in scores] == [["exact-match"], [name], ["exact-match"]]
-    assert scores[1].accuracies == (0, 0)
+    assert scores[1].accuracies is None
 
 
 # what the user can get wrong

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.clients import only_result
-from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron, megatron_to_hf
+from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.megatron.megatron_directory import find
@@ -380,6 +381,35 @@ def test_exported_adapters_are_in_the_weights_that_transformers_reads(pools: Poo
     theirs = reference_logprobs(model, dict(model.state_dict()), make_batch())
     assert theirs.keys() == logprobs.keys()
     assert all(close(logprobs[key], value[0].detach(), 1e-5) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["one", "mla-tp2"])
+def test_adapters_are_written_as_peft_names_them(pools: Pools, name: str, tmp_path: Path) -> None:
+    """The base and what was written add up to the merged weights."""
+    from safetensors.torch import load_file
+
+    case = (OTHERS | CASES)[name]
+    run, merged, _ = saved_run(pools, case, tmp_path)
+    report = megatron_to_peft(run, tmp_path / "adapters")
+    assert report.verified
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", LORA.rank, LORA.alpha)
+    written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    model = hf_model(case.kind)
+    for key in [key for key in written if key.endswith("lora_A.weight")]:
+        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        assert any(module == target or module.endswith(f".{target}") for target in config["target_modules"])
+        update = LORA.alpha / LORA.rank * written[key.replace("lora_A", "lora_B")] @ written[key]
+        model.get_submodule(module).weight.data += update
+    weights = megatron_weights(case.kind, model.state_dict())
+    assert all(close(weights[key], value, 1e-6) for key, value in merged.items())
+
+
+def test_a_run_that_trained_all_weights_has_no_adapters_to_write(tmp_path: Path) -> None:
+    hf_model("llama").save_pretrained(tmp_path / "model")
+    hf_to_megatron(tmp_path / "model", tmp_path / "ckpt")
+    with pytest.raises(InputError, match=r"--adapter-only: .* holds no adapters"):
+        megatron_to_peft(tmp_path / "ckpt", tmp_path / "adapters")
 
 
 def test_adapters_without_their_model_are_refused(pools: Pools, tmp_path: Path) -> None:

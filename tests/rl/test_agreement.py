@@ -22,13 +22,13 @@ def step(mean: float) -> dict:
 )
 def test_limits_follow_the_precision(dtype: str, usual: float, strange: float, wrong: float) -> None:
     agreement = Agreement.from_config(ChecksConfig(), GenerationConfig(), dtype)
-    assert agreement.check(0, step(usual)) is None
-    warning = agreement.check(6, step(strange))
+    assert agreement.check(1, step(usual)) is None
+    warning = agreement.check(7, step(strange))
     assert warning is not None
     assert "step 7" in warning
     assert dtype in warning
     with pytest.raises(DivergenceError, match=r"step 7.*logprob_diff_error") as error:
-        agreement.check(6, step(wrong))
+        agreement.check(7, step(wrong))
     assert error.value.exit_code == 1
     assert "refit-test" in error.value.hint
 
@@ -43,16 +43,16 @@ def test_a_refit_test_allows_in_each_precision_what_a_step_is_not_warned_of() ->
 
 def test_what_is_not_a_number_stops_the_run() -> None:
     with pytest.raises(DivergenceError, match="nan"):
-        Agreement.from_config(ChecksConfig(), GenerationConfig(), "bfloat16").check(0, step(math.nan))
+        Agreement.from_config(ChecksConfig(), GenerationConfig(), "bfloat16").check(1, step(math.nan))
 
 
 def test_limits_can_be_set_and_a_low_error_limit_lowers_the_warning() -> None:
     limits = ChecksConfig(logprob_diff_warning=0.3, logprob_diff_error=0.4)
     agreement = Agreement.from_config(limits, GenerationConfig(), "float32")
-    assert agreement.check(0, step(0.25)) is None
-    assert agreement.check(0, step(0.35)) is not None
+    assert agreement.check(1, step(0.25)) is None
+    assert agreement.check(1, step(0.35)) is not None
     with pytest.raises(DivergenceError):
-        agreement.check(0, step(0.45))
+        agreement.check(1, step(0.45))
     low = ChecksConfig(logprob_diff_error=1e-9)
     assert Agreement.from_config(low, GenerationConfig(), "float32").warning == 1e-9
 
@@ -62,11 +62,11 @@ def test_sampling_from_a_cut_distribution_is_held_to_no_limit_but_ones_own(cut: 
     generation = GenerationConfig(**cut)
     agreement = Agreement.from_config(ChecksConfig(), generation, "float32")
     assert "top_p or top_k" in agreement.note
-    assert agreement.check(0, step(0.1)) is None
+    assert agreement.check(1, step(0.1)) is None
     with pytest.raises(DivergenceError, match="nan"):
-        agreement.check(0, step(math.nan))
+        agreement.check(1, step(math.nan))
     with pytest.raises(DivergenceError):
-        Agreement.from_config(ChecksConfig(logprob_diff_error=0.05), generation, "float32").check(0, step(0.1))
+        Agreement.from_config(ChecksConfig(logprob_diff_error=0.05), generation, "float32").check(1, step(0.1))
 
 
 @pytest.mark.parametrize(("cut", "named"), [({"top_p": 0.9}, r"top_p = 0\.9"), ({"top_k": 20}, "top_k = 20")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered, reward_parts
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.display import step_line
-from rlctl.telemetry.phases import StepTimer
-from rlctl.telemetry.report import write_report
+from rlctl.telemetry.page import ReportedRun, page
+from rlctl.telemetry.phases import Phase, StepTimer
 from support.groups import group
 
 
@@ -134,6 +134,14 @@ def run(recorder: Recorder, steps: int, **options: Any) -> bool:
     return loop(recorder, steps, **options).run(stop)
 
 
+def test_tokens_per_second_leave_the_time_of_saving_out() -> None:
+    recorder = Recorder([[1.0, 0.0]])
+    one = loop(recorder, 1)
+    one.parts.timer.seconds = lambda: {**dict.fromkeys(map(str, Phase), 0.0), "checkpoint": 30.0, "total": 34.0}
+    one.run(cast(Any, Stop()))
+    assert recorder.logged[0]["tokens_per_s"] == recorder.logged[0]["rollout_tokens"] / 4.0
+
+
 def test_steps_and_versions_are_counted_apart() -> None:
     recorder = Recorder([[1.0, 0.0]] * 2)
     assert not run(recorder, 5, step=3, version=7)
@@ -142,10 +150,10 @@ def test_steps_and_versions_are_counted_apart() -> None:
         ("next", 7), ("load", [100, 100]), ("train", 1), ("refit", 8),
         ("next", 8), ("load", [200, 200]), ("train", 1), ("refit", 9), ("to_policy", None),
     ]  # fmt: skip
-    assert [line["step"] for line in recorder.logged] == [3, 4]
+    assert [line["step"] for line in recorder.logged] == [4, 5]
     assert [line["from_the_source"] for line in recorder.logged] == [1, 2]
     (saved,) = recorder.saved
-    assert (saved["step"], saved["version"], saved["source"]) == (4, 9, {"trained": [[0, 1]]})
+    assert (saved["step"], saved["version"], saved["source"]) == (5, 9, {"trained": [[0, 1]]})
     assert saved["metrics"]["reward_mean"] == 0.5
 
 
@@ -155,11 +163,11 @@ def test_a_stop_asked_for_while_a_step_is_logged_saves_that_step() -> None:
     class Interrupted(Recorder):
         def log(self, step: int, metrics: dict[str, Any]) -> None:
             super().log(step, metrics)
-            stop.requested = step == 1
+            stop.requested = step == 2
 
     recorder = Interrupted([[1.0, 0.0]] * 5)
     assert loop(recorder, 5).run(stop)
-    assert [(saved["step"], saved["version"]) for saved in recorder.saved] == [(1, 2)]
+    assert [(saved["step"], saved["version"]) for saved in recorder.saved] == [(2, 2)]
     assert recorder.saved[0]["metrics"]["reward_mean"] == 0.5
 
 
@@ -171,7 +179,7 @@ def test_log_probs_are_computed_where_the_algorithm_needs_them() -> None:
     ]  # fmt: skip
 
 
-def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so(tmp_path: Any) -> None:
+def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so() -> None:
     recorder = Recorder([[0.0, 0.0], [1.0, 0.0]])
     run(recorder, 2)
     assert [what for what, _ in recorder.asked].count("train") == 1
@@ -180,7 +188,7 @@ def test_a_step_whose_groups_are_all_dropped_trains_on_nothing_and_says_so(tmp_p
     assert "loss" not in recorder.logged[0]
     for line in recorder.logged:
         assert "reward" in step_line(line["step"], 2, line, declared(Plain(RlctlConfig())), plain=True)
-    write_report(tmp_path / "report.html", "run", recorder.logged, declared(Plain(RlctlConfig())))
+    assert "mean reward" in page([ReportedRun("run", recorder.logged)])
 
 
 def test_engines_that_disagree_end_the_run_for_any_algorithm() -> None:
@@ -201,7 +209,7 @@ def test_a_policy_without_finite_gradients_stops_the_run_before_it_is_saved_agai
     recorder.due = lambda step, ending: True  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match=r"after step 5: .* in 2 step\(s\) in a row \(checks.max_skipped_steps\)"):
         run(recorder, 9, checks={"max_skipped_steps": 2})
-    assert [saved["step"] for saved in recorder.saved] == [0, 1, 2, 3]
+    assert [saved["step"] for saved in recorder.saved] == [1, 2, 3, 4]
     assert len(recorder.logged) == 5
 
 
@@ -315,16 +323,8 @@ def test_a_plateau_ends_the_run_with_a_saved_step() -> None:
     recorder = Recorder([[1.0, 0.0]] * 5)
     validated(recorder, 5, last=2)
     assert len(recorder.logged) == 2
-    assert [saved["step"] for saved in recorder.saved] == [1]
+    assert [saved["step"] for saved in recorder.saved] == [2]
     assert recorder.said[-1] == "no better"
-
-
-def test_the_report_has_a_curve_of_validation(tmp_path: Any) -> None:
-    recorder = Recorder([[1.0, 0.0]] * 2)
-    validated(recorder, 2)
-    old = {**recorder.logged[0], "seconds": {"total": 1.0}}  # of a run from before there was validation
-    old["seconds"] |= {name: 0.0 for name in recorder.logged[0]["seconds"] if name not in ("validation", "total")}
-    write_report(tmp_path / "report.html", "run", [old, recorder.logged[1]])
 
 
 def test_terms_are_averaged_where_they_apply_and_rewards_by_source() -> None:

@@ -68,7 +68,7 @@ def saved(run: RunDirectory, *steps: int) -> Any:
     policy: Any = FilePolicy()
     one = saver(run, policy)
     for step in steps:
-        one.begin(step - 1, state())
+        one.begin(step, state())
     one.finish()
     return policy
 
@@ -80,7 +80,7 @@ def steps(run: RunDirectory) -> list[int]:
 def test_a_save_is_completed_while_the_next_step_is_under_way(run: RunDirectory) -> None:
     policy: Any = FilePolicy()
     one = saver(run, policy)
-    one.begin(0, state())
+    one.begin(1, state())
     assert one._under_way is not None
     one._under_way.result(30)  # nobody asks for it
     assert steps(run) == [1]
@@ -91,7 +91,7 @@ def test_the_end_of_a_run_waits_for_a_save_that_is_being_written(run: RunDirecto
     policy: Any = FilePolicy()
     policy.may_write.clear()
     one, said = saver(run, policy), []
-    one.begin(1, state())
+    one.begin(2, state())
 
     def tell(text: str) -> None:
         said.append(text)
@@ -110,7 +110,7 @@ def test_a_save_whose_policy_dies_is_said_to_be_lost_and_the_one_before_stays(ru
     policy = saved(run, 1)
     policy.may_write.clear()
     one, said = saver(run, policy), []
-    one.begin(1, state())
+    one.begin(2, state())
     policy.dead = True
     one.close(said.append)
     assert said[-1] == "The checkpoint of step 2 is lost: policy rank 0 died."
@@ -121,7 +121,7 @@ def test_a_save_that_is_never_written_fails_with_its_place(run: RunDirectory) ->
     policy: Any = FilePolicy()
     policy.may_write.clear()
     one = Saver(run, policy, RunConfig(checkpoint_every=1), 0.1)
-    one.begin(1, state())
+    one.begin(2, state())
     with pytest.raises(WaitTimeoutError, match=r"step 2 was not written to \S+checkpoints\S+ in 0 s"):
         one.finish(30)
     assert not list((run.path / "checkpoints").iterdir())
@@ -134,7 +134,7 @@ def test_a_save_under_way_is_hardly_waited_for_where_the_user_asked_twice_to_sto
     policy: Any = FilePolicy()
     policy.may_write.clear()
     one, said = saver(run, policy), []
-    one.begin(1, state())
+    one.begin(2, state())
     one.close(said.append, at_once=True)
     assert said[-1] == "The checkpoint of step 2 is lost: it was not written in 0 s."
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr("rlctl.runs.directory.shutil.rmtree", refuse)
-        one.begin(2, state())
+        one.begin(3, state())
         one.finish(30)
     assert "could not be removed" in said[0]
     assert steps(run) == [2, 3]
@@ -179,14 +179,14 @@ def test_a_policy_with_parameters_that_are_not_finite_is_not_saved(run: RunDirec
     policy = saved(run, 1)
     policy.odd = ["decoder.weight"]
     with pytest.raises(DivergenceError, match=r"step 2, which is not saved: 1 .* \(decoder.weight\)"):
-        saver(run, policy, keep_last=1).begin(1, state())
+        saver(run, policy, keep_last=1).begin(2, state())
     assert steps(run) == [1]
 
 
 def test_keep_last_keeps_the_last_checkpoint_of_a_good_step(run: RunDirectory) -> None:
     policy: Any = FilePolicy()
     one = saver(run, policy, keep_last=1)
-    for step, found in enumerate([state(), state(), state(skipped=1), state(loss=float("nan"))]):
+    for step, found in enumerate([state(), state(), state(skipped=1), state(loss=float("nan"))], 1):
         one.begin(step, found)
         one.finish()
     assert steps(run) == [2, 4]
@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_never_named_again(run: RunDirec
     run.prune(1)  # it does not count among those to keep
     assert steps(run) == [2]
     one = saver(run, policy, keep_last=1)
-    one.begin(3, state())
+    one.begin(4, state())
     one.finish()
     assert steps(run) == [4]  # written again
 

@@ -117,7 +117,7 @@ def test_a_run_that_was_started_first_and_written_to_last_is_the_newest(tmp_path
 
 
 def test_rollouts_are_json_lines_numbered_from_one(run):
-    run.write_rollouts(0, [{"text": "é"}, {"text": "b"}])
+    run.write_rollouts(1, [{"text": "é"}, {"text": "b"}])
     lines = (run.path / "rollouts" / "step_1.jsonl").read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["é", "b"]
 
@@ -209,7 +209,7 @@ def test_a_damaged_manifest_is_named(run, text):
 def test_a_run_directory_that_is_removed_is_said_to_be_gone(run):
     shutil.rmtree(run.path)
     with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
-        run.write_rollouts(0, [])
+        run.write_rollouts(1, [])
 
 
 def test_an_error_before_the_first_step_is_not_taken_for_a_directory_that_is_gone(run, tmp_path):

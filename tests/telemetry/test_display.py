@@ -52,7 +52,7 @@ def test_a_terminal_that_cannot_be_written_is_told_once_in_the_log(tmp_path: Pat
             display.log_to(log)
             display.doing("step 1")
             display.say("after it")
-            display.step(0, {"reward_mean": 0.5, "seconds": {"total": 1.0}})
+            display.step(1, {"reward_mean": 0.5, "seconds": {"total": 1.0}})
         broken.flush()  # as Python does at its end
     lines = [line.split(" ", 2)[2] for line in log.read_text().splitlines()]
     assert lines[0] == "before the run has its directory"
@@ -86,10 +86,10 @@ def test_a_log_has_each_phase_of_the_start_with_its_seconds_and_each_step(tmp_pa
     with (tmp_path / "stderr").open("w") as stream, Display(steps=3, stream=stream) as display:
         display.doing("starting Ray")
         display.doing("starting engines", own_bar=True)
-        display.begin_step(0)
+        display.begin_step(1)
         display.phase(Phase.GENERATION)
         display.phase(Phase.OTHER)
-        display.step(0, STEP)
+        display.step(1, STEP)
     lines = in_log(tmp_path / "stderr")
     assert [line.partition(":")[0] for line in lines[:2]] == ["starting Ray", "starting engines"]
     assert all(line.endswith(" s") for line in lines[:2])
@@ -114,7 +114,7 @@ def test_a_log_is_reminded_of_what_takes_long(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "stderr"
     with path.open("w", buffering=1) as stream, Display(steps=3, stream=stream) as display:
         display.progress = lambda phase: (18, 32) if phase is Phase.GENERATION else None
-        display.begin_step(1)
+        display.begin_step(2)
         display.phase(Phase.GENERATION)
         for _ in range(1000):
             if path.stat().st_size:
@@ -129,14 +129,14 @@ def test_the_last_line_says_what_goes_on_how_long_and_how_much_is_left(tmp_path:
         timer.watch = display.phase
         display.doing("starting Ray")
         assert display._now.line() == "starting Ray · 0:00"
-        display.begin_step(0)
+        display.begin_step(1)
         with timer(Phase.TRAINING):
             assert display._now.line() == "step 1/3 · training · 0:00"
             with timer(Phase.CHECKPOINT):
                 assert display._now.line() == "step 1/3 · saving · 0:00"
             assert "training" in display._now.line()
-        display.step(0, STEP)
-        display.begin_step(1)
+        display.step(1, STEP)
+        display.begin_step(2)
         assert display._now.line() in ("step 2/3 · 0:00 · 2:00 left", "step 2/3 · 0:00 · 1:59 left")
     assert (tmp_path / "stderr").read_text() == ""
 
@@ -163,8 +163,8 @@ def test_a_terminal_is_drawn_in_and_left_clean(tmp_path: Path) -> None:
     with os.fdopen(theirs, "w") as stream, Display(steps=3, stream=stream) as display:
         assert display.in_terminal
         display.doing("starting Ray")
-        display.begin_step(0)
-        display.step(0, STEP)
+        display.begin_step(1)
+        display.step(1, STEP)
         assert display._live is not None
     text = ""
     with contextlib.suppress(OSError):  # the terminal is closed, and all is read

@@ -39,11 +39,11 @@ from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
-from rlctl.rl.algorithms.algorithm import Algorithm
+from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.validation import ValidationSet
-from rlctl.telemetry.metrics import wants_wandb
+from rlctl.telemetry.loggers import wanted_loggers
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
@@ -120,6 +120,7 @@ class Job:
             "data": self.prompts.fingerprint(),
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
+            "curves": {metric.name: metric.curve for metric in declared(self.algorithm) if metric.curve},
             "plan": plan_json(self.plan),
         }
 
@@ -303,7 +304,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    algorithm, config = check_names(resolved), resolved.config
+    algorithm, config = check_names(resolved, tell), resolved.config
     early = check_plan(resolved, open_model(config.model, weights=False).facts)
     if starts:
         require_devices(early, config)
@@ -331,7 +332,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation)
 
 
-def check_names(resolved: Resolved) -> Algorithm:
+def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
     """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
     yet, and names of backends, files, scorers, algorithms and packages that are not there."""
     resolved.require_supported()
@@ -341,7 +342,7 @@ def check_names(resolved: Resolved) -> Algorithm:
     if not config.model.name:
         missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
         raise InputError(f"{missing}.", what_there_is(config))
-    wants_wandb(config.run.wandb)
+    wanted_loggers(config.run, tell)
     return algorithm_from_config(config)
 
 

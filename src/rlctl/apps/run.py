@@ -10,10 +10,12 @@ from typing import Any
 
 from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job
+from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
+from rlctl.cluster.usage import UsageSampler, system_metrics
 from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
@@ -30,9 +32,9 @@ from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.metrics import Logger, MetricsFile, TensorBoardLogger, WandbLogger, read_metrics, wants_wandb
+from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
+from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
-from rlctl.telemetry.report import write_report
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of validation that a line of the terminal has."""
@@ -80,14 +82,14 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume)
     except RlctlError as error:
-        _report(job, run, display)
+        _report(run, display, "stopped")
         raise _with_resume_hint(error, run) from error
     except KeyboardInterrupt:
-        _report(job, run, display)
+        _report(run, display, "stopped")
         if run.has_steps():
             display.say(f"Stopped. {how_to_resume(run)}")
         raise
-    lines = _report(job, run, display)
+    lines = _report(run, display, "stopped" if interrupted else "finished")
     checkpoints = run.checkpoints()
     return RunSummary(
         directory=str(run.path),
@@ -115,7 +117,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
         policy = _policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
-        loggers = _loggers(job, run, resume_from, stack)
+        loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
             job.config.refit, None if resume_from else job.source, offload=job.offload, tell=display.say,
             restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
@@ -145,7 +147,7 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             policy=policy,
             sync=sync,
             saver=saver,
-            journal=RunJournal(job, run, display, loggers),
+            journal=RunJournal(job, run, display, loggers, Machine(crew)),
             agreement=Agreement.from_config(
                 job.config.checks, job.config.generation, precision_of(job.config, job.dtype)
             ),
@@ -184,16 +186,13 @@ def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
         display.say(f"The processes' memory was not recorded: {error}")
 
 
-def _report(job: Job, run: RunDirectory, display: Display) -> list[dict[str, Any]]:
+def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, Any]]:
     """Write report.html from the metrics of the run, which are returned. A run does not fail for want of a report."""
-    lines: list[dict[str, Any]] = []
     try:
-        lines = read_metrics(run.metrics) if run.metrics.exists() else []
-        if lines:
-            write_report(run.report, run.name, lines, declared(job.algorithm))
+        return write_report(run, state)
     except Exception as error:  # noqa: BLE001 - whatever it is, all that the run was for is done
         display.say(f"The report could not be written: {type(error).__name__}: {error}")
-    return lines
+    return []
 
 
 def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
@@ -222,12 +221,20 @@ def _load_newest(run: RunDirectory, policy: PolicyClient, display: Display) -> C
 class RunJournal:
     """Shows and keeps what happens in a run: lines in the terminal, metrics in every logger, some of its rollouts."""
 
-    def __init__(self, job: Job, run: RunDirectory, display: Display, loggers: Sequence[Logger]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        display: Display,
+        loggers: Sequence[MetricsFile | LoggerThread],
+        machine: Machine,
+    ) -> None:
         self._kept = job.config.run.log_rollouts
         every = job.config.run.show_samples
         self._show_every = (SAMPLES_EVERY if display.in_terminal else 0) if every is None else every
         self._prompts = job.prompts
-        self._run, self._display, self._loggers = run, display, loggers
+        self._run, self._display, self._loggers, self._machine = run, display, loggers, machine
+        self._report = LiveReport(run, display.say)
         self._examples: list[Sample] = []
 
     def doing(self, what: str) -> None:
@@ -250,15 +257,17 @@ class RunJournal:
             self.say(str(share))
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
+        metrics = {**metrics, "system": self._machine.metrics()}
         for logger in self._loggers:
             logger.log(step, metrics)
         self._display.step(step, metrics)
         for name, example in zip(("best", "worst"), self._examples, strict=False):
             self.say(one_line(example, name, self._display.width))
+        self._report.step()
 
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
-        shows = self._show_every > 0 and step % self._show_every == 0
+        shows = self._show_every > 0 and (step - 1) % self._show_every == 0
         rows = [
             self._as_row(step, group, rollout) for group, rollout in chosen(batch.groups, max(self._kept, 2 * shows))
         ]
@@ -271,14 +280,14 @@ class RunJournal:
         when = f"after step {step}" if step else "before step 1"
         self.say(f"validation {when}: {metrics} ({len(found.groups)} prompts)")
         pairs = chosen(found.groups, max(self._kept, 2))
-        rows = [self._as_row(step - 1, group, rollout, trained=False) for group, rollout in pairs]
-        self._run.write_rollouts(step - 1, rows[: self._kept], "validation")
+        rows = [self._as_row(step, group, rollout, trained=False) for group, rollout in pairs]
+        self._run.write_rollouts(step, rows[: self._kept], "validation")
         for name, example in zip(("best", "worst"), rows, strict=False):
             self.say(one_line(example, name, self._display.width))
 
     def _as_row(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
         return {
-            "step": step + 1,
+            "step": step,
             "prompt": group.prompt.prompt,
             **({"rendered": self._prompts.text(group.prompt)} if trained else {}),
             "answer": group.prompt.answer,
@@ -286,7 +295,7 @@ class RunJournal:
             **({"source": group.prompt.source} if group.prompt.source else {}),
             "reward": rollout.reward,
             "terms": dict(rollout.terms),
-            "right": rollout.accuracy == 1,
+            "right": None if rollout.accuracy is None else rollout.accuracy == 1,
             "tokens": rollout.response_tokens,
             "truncated": rollout.truncated,
             "position": rollout.position,
@@ -295,23 +304,38 @@ class RunJournal:
         }
 
 
+class Machine:
+    """Asks once a step for the memory and processors that driver, ranks and engines use."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew, self._driver = crew, UsageSampler()
+        self.metrics()  # the next answer is of the time since this one
+
+    def metrics(self) -> dict[str, float]:
+        """Return `system` of a metrics line. Processes that are gone are left out."""
+        driver = self._driver.sample()
+        try:
+            return system_metrics(driver, self._crew.policy.group.usage(), self._crew.engines.group.usage())
+        except RlctlError:  # Ray is broken, which the step that needs it tells
+            return system_metrics(driver, [], [])
+
+
 def _loggers(
-    job: Job, run: RunDirectory, resume_from: Checkpoint | None, stack: contextlib.ExitStack
-) -> Sequence[Logger]:
+    job: Job, run: RunDirectory, resume_from: Checkpoint | None, display: Display, stack: contextlib.ExitStack
+) -> Sequence[MetricsFile | LoggerThread]:
     """Return the metrics file and what else is wanted; closed by `stack`."""
-    first = 0 if resume_from is None else resume_from.step
-    file = MetricsFile(run.metrics, keep_before=first)
-    loggers: list[Logger] = [file]
+    finished = 0 if resume_from is None else resume_from.step
+    file = MetricsFile(run.metrics, finished=finished)
+    loggers: list[MetricsFile | LoggerThread] = [file]
     stack.callback(file.close)
-    if resume_from is not None and first - 1 not in file.steps:
+    if resume_from is not None and finished not in file.steps:
         # The run was killed between the checkpoint and its metrics line.
-        file.log(first - 1, resume_from.state()["metrics"])
-    if job.config.run.tensorboard:
-        loggers.append(TensorBoardLogger(run.path / "tensorboard", keep_before=first))
-        stack.callback(loggers[-1].close)
-    if wants_wandb(job.config.run.wandb):
-        loggers.append(WandbLogger(run.name, job.config.model_dump(mode="json"), run.path))
-        stack.callback(loggers[-1].close)
+        file.log(finished, resume_from.state()["metrics"])
+    config, options = job.config.model_dump(mode="json"), job.config.run
+    logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
+    for logger in start_loggers(wanted_loggers(options), logged, display.say):
+        loggers.append(logger)
+        stack.callback(logger.close)
     return loggers
 
 

@@ -28,7 +28,7 @@ RUNS = Path("runs")
 # may have moved: what it holds is compared.
 CHANGEABLE = (
     "run.steps", "run.dir", "run.goal", "run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_final",
-    "run.log_rollouts", "run.show_samples", "run.tensorboard", "run.wandb", "cluster.", "refit.",
+    "run.log_rollouts", "run.show_samples", "run.loggers", "run.project", "run.name", "cluster.", "refit.",
     "generation.mean_length", "reward.timeout_s", "model.name", "checks.", "validation.every", "validation.at_start",
     "validation.at_end", "validation.data", "validation.max_prompts", "validation.samples", "validation.temperature",
     "validation.reward", "validation.stop_after",

@@ -26,6 +26,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 from rlctl.cluster import progress
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
+from rlctl.cluster.usage import Usage, UsageSampler
 from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ Ts = TypeVarTuple("Ts")
 
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
+USAGE_LIMIT_S = 2.0
 # How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
@@ -79,6 +81,7 @@ class _Host:
         listen_at_node_address()
         progress.host(Path(log_path).stem)
         self.worker: Any = None
+        self._usage: UsageSampler | None = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
         self.worker = self._logged(
@@ -102,6 +105,11 @@ class _Host:
         if torch is not None and torch.cuda.is_initialized():
             peak["device"] = torch.cuda.max_memory_reserved()
         return peak
+
+    def usage(self) -> Usage:
+        """The usage of the process and its node since the call before."""
+        self._usage = self._usage or UsageSampler()
+        return self._usage.sample()
 
     def stop(self) -> None:
         if self.worker is not None and hasattr(self.worker, "close"):
@@ -340,6 +348,11 @@ class WorkerGroup(Generic[W_co]):
     def peak_memory(self) -> list[dict[str, int]]:
         """The most memory that each rank's process has held, in bytes; see `_Host.peak_memory`."""
         return PendingCall(self, "peak_memory", [host.peak_memory.remote() for host in self.hosts]).results()
+
+    def usage(self) -> list[Usage]:
+        """The usage of the processes and their nodes. A rank that does not answer at once is left out."""
+        calls = PendingCall(self.within(USAGE_LIMIT_S), "usage", [host.usage.remote() for host in self.hosts])
+        return [found for found in calls.outcomes() if isinstance(found, Usage)]
 
     def result(self, ref: Any, rank: int, method: str) -> Any:
         """The result behind one of Ray's handles, its errors in rlctl's words."""

@@ -101,6 +101,7 @@ def hf_to_megatron(
     epilog=examples(
         "rlctl convert megatron-to-hf ./ckpt ./my-model",
         "rlctl convert megatron-to-hf runs/my-run ./my-model --shard-size 2GB",
+        "rlctl convert megatron-to-hf runs/my-run ./my-model --push-to-hub me/my-model",
         "rlctl convert megatron-to-hf ./megatron-lm-ckpt ./my-model --config-from meta-llama/Llama-3.1-8B",
     ),
 )
@@ -111,6 +112,18 @@ def megatron_to_hf(
         str | None, typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from.")
     ] = None,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Largest file.")] = "5GB",
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the adapters alone, as PEFT reads them, instead of merging.")
+    ] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            "--push-to-hub", metavar="OWNER/NAME", help="Also upload it to the Hugging Face hub, with a card."
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push-to-hub, make a new repository private.")
+    ] = False,
     dtype: Dtype = None,
     no_verify: NoVerify = False,
     force: Force = False,
@@ -119,20 +132,32 @@ def megatron_to_hf(
     """Write a Hugging Face directory from a Megatron checkpoint: safetensors, config, tokenizer, chat template.
 
     Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
-    Adapters of a run with training.lora are merged into the model that it began with.
+    Adapters of a run with training.lora are merged into the model that it began with, or written as such.
     """
+    if private and push_to_hub is None:
+        raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
     if not force:
         require_absent(destination)
     from rlctl.apps.laptop_model import find_model
+    from rlctl.apps.publish import publish, require_hub, run_of, write_card
     from rlctl.checkpoints.conversion import hf_megatron as conversion
+    from rlctl.checkpoints.conversion import peft_adapters
     from rlctl.checkpoints.conversion.stream import progress_bar
 
+    if push_to_hub:
+        require_hub(push_to_hub)
     companions = find_model(config_from, weights=False, tell=message).directory if config_from else None
     size = parse_size(shard_size)
     with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
         settings = _settings(dtype, no_verify, force, show, size)
-        report = conversion.megatron_to_hf(source, destination, companions, settings)
-    _print(report, json_)
+        write = peft_adapters.megatron_to_peft if adapter_only else conversion.megatron_to_hf
+        report = write(source, destination, companions, settings)
+    address = None
+    if push_to_hub:
+        write_card(destination, push_to_hub, run_of(source))
+        message(f"uploading to {push_to_hub}")
+        address = publish(destination, push_to_hub, private=private)
+    _print(report, json_, address)
 
 
 @app.command("inspect", epilog=examples("rlctl convert inspect ./ckpt", "rlctl convert inspect ./my-model --json"))
@@ -151,7 +176,7 @@ def inspect(
     typer.echo(f"format      {found.format} ({agnostic})")
     typer.echo(f"family      {found.family or 'unknown'}")
     if found.adapters:
-        typer.echo("holds       adapters (training.lora); megatron-to-hf merges them into their model")
+        typer.echo("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
     typer.echo(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
     typer.echo(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
     typer.echo(f"optimizer   {'present' if found.optimizer else 'none'}")
@@ -174,17 +199,19 @@ def _settings(dtype: str | None, no_verify: bool, force: bool, show: Progress, s
     return Options(dtype, not no_verify, force, shard_bytes=shard_bytes, progress=show, tell=message)
 
 
-def _print(report: Report, json_: bool) -> None:
+def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
         named = ", ".join(report.nans[:8])
         message(f"{len(report.nans)} tensors hold NaNs, which were kept: {named}")
     if json_:
         from dataclasses import asdict
 
-        print_json(asdict(report))
+        print_json(asdict(report) | ({"hub": address} if address else {}))
         return
     checked = "every tensor read back and equal" if report.verified else "not verified"
     typer.echo(
         f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"
     )
+    if address:
+        typer.echo(f"uploaded: {address}")

@@ -628,6 +628,9 @@ class ClusterConfig(Section):
         return self
 
 
+LoggerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class RunConfig(Section):
     """Length, directory, seed, checkpoints and logs of a run."""
 
@@ -657,10 +660,12 @@ class RunConfig(Section):
     """Number of rollouts of each step that are written to rollouts/."""
     show_samples: NonNegative | None = None
     """Interval of steps with which the best and the worst completion are shown, 0: never; unset: 10 in a terminal."""
-    tensorboard: bool = True
-    """Write TensorBoard events to the run directory."""
-    wandb: bool | None = None
-    """Log to Weights & Biases; unset: if WANDB_API_KEY is set."""
+    loggers: tuple[LoggerName, ...] | None = None
+    """Loggers in addition to metrics.jsonl; unset: tensorboard, and wandb if WANDB_API_KEY is set."""
+    project: Annotated[str, Field(min_length=1)] = "rlctl"
+    """Name of the project in Weights & Biases and Trackio, and of the experiment in MLflow."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the run in loggers; unset: the name of its directory."""
 
 
 class RlctlConfig(Section):

@@ -39,7 +39,7 @@ def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> 
 def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     terms = _checked_terms(reward, source)
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    return RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms, source), reward.timeout_s)
+    return RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms), reward.timeout_s)
 
 
 def require_known(reward: SourceReward) -> None:
@@ -105,14 +105,9 @@ def _fields_of(row: PromptRow) -> str:
     return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
 
 
-def _reference_scorer(terms: tuple[RewardTerm, ...], source: PromptSource) -> str | None:
-    """Return the scorer that decides accuracy: the task's own, or else one of the terms, or else an exact match."""
-    if source.task is not None:
-        return "task"
-    for term in terms:
-        if term.name in ("math-verify", "exact-match", "ifeval"):
-            return term.name
-    return None if source[0].answer is None else "exact-match"
+def _reference_scorer(terms: tuple[RewardTerm, ...]) -> str | None:
+    """Return the term that decides accuracy: the first that compares with the reference answer; None: there is none."""
+    return next((term.name for term in terms if term.name in BUILT_IN), None)
 
 
 def _trial(rewards: Rewards, sources: dict[str, PromptSource]) -> dict[str, tuple[str, ...]]:

@@ -143,16 +143,15 @@ class RewardPlan:
     """Why this extraction; None: the user chose it."""
     task: GymTask | None
     accuracy_by: str | None
-    """The scorer that says whether a completion is right; None: nothing to compare with."""
+    """The term that says whether a completion is right; None: no term compares with the reference answer."""
     timeout_s: float
     notes: tuple[str, ...] = ()
     """Notes for the user before the run."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
-        """Names of all scorers to run on each completion: the terms, and the one behind the accuracy."""
-        names = tuple(term.name for term in self.terms)
-        return names if self.accuracy_by is None or self.accuracy_by in names else (*names, self.accuracy_by)
+        """Names of all scorers to run on each completion."""
+        return tuple(term.name for term in self.terms)
 
     def part(self, source: str) -> tuple[RewardPlan, int]:
         """Return the plan for the rows of a source, and the place of its first scorer among all."""
@@ -179,7 +178,7 @@ class RewardPlan:
         """Return lines that say what is rewarded, how answers are found, and what to mind."""
         terms = " + ".join(term.name if term.weight == 1 else f"{term.weight:g} x {term.name}" for term in self.terms)
         reason = self.extraction_reason or "reward.extract"
-        accuracy = f"accuracy: {self.accuracy_by}" if self.accuracy_by else "accuracy: none, without reference answers"
+        accuracy = f"accuracy: {self.accuracy_by or 'none, no reward compares with an answer'}"
         return [f"reward: {terms}", f"answer: {DESCRIPTION[self.extraction]} ({reason})", accuracy, *self.notes]
 
 

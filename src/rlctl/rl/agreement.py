@@ -80,7 +80,7 @@ class Agreement:
         return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if cut else "")
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
-        """Return what to warn about after `step` (counted from 0); None: nothing, or the step trained on nothing.
+        """Return what to warn about after `step` (counted from 1); None: nothing, or the step trained on nothing.
 
         Raises DivergenceError above the error limit, and where the difference is not a number.
         """
@@ -88,7 +88,7 @@ class Agreement:
         if found is None or found["mean"] <= self.warning:  # also False where it is not a number
             return None
         what = (
-            f"step {step + 1}: the engine's log-probs differ from the trainer's by {found['mean']:.2g} on average, "
+            f"step {step}: the engine's log-probs differ from the trainer's by {found['mean']:.2g} on average, "
             f"{found['max']:.2g} at most (KL {found['kl']:.2g}, probability error {found['prob_error']:.4g})"
         )
         if found["mean"] <= self.error:

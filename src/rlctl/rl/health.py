@@ -18,26 +18,26 @@ class Health:
         self._skipped = self._without_signal = 0
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Return the sentences to tell the user after `step` (counted from 0).
+        """Return the sentences to tell the user after `step` (counted from 1).
 
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
         said = [*self._signal(step, metrics), *_not_full(step, metrics)]
         if "loss" not in metrics:
-            return [*said, f"step {step + 1}: nothing was trained on, the algorithm dropped every group"]
+            return [*said, f"step {step}: nothing was trained on, the algorithm dropped every group"]
         skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
         if skipped < steps and not math.isfinite(metrics["loss"]):
             raise DivergenceError(
-                f"Stopped after step {step + 1}: its loss is {metrics['loss']}, and the weights were changed by it.",
+                f"Stopped after step {step}: its loss is {metrics['loss']}, and the weights were changed by it.",
                 "Look for the cause in the rewards and, if it is one of your own, in the loss function.",
             )
         self._skipped = self._skipped + 1 if skipped == steps else 0
         if skipped:
-            said.append(f"step {step + 1}: {skipped} optimizer step(s) skipped, the gradient was not finite")
+            said.append(f"step {step}: {skipped} optimizer step(s) skipped, the gradient was not finite")
         if self._skipped >= self.checks.max_skipped_steps:
             raise DivergenceError(
-                f"Stopped after step {step + 1}: no gradient was finite in {self._skipped} step(s) in a row "
+                f"Stopped after step {step}: no gradient was finite in {self._skipped} step(s) in a row "
                 "(checks.max_skipped_steps), and the weights stay as they are.",
                 "Lower --lr, look for extreme rewards, or compute in float32 (--set model.dtype=float32).",
             )
@@ -48,7 +48,7 @@ class Health:
         if self._without_signal != self.checks.max_steps_without_signal:
             return []
         return [
-            f"step {step + 1}: for {self._without_signal} step(s) in a row all rollouts of each prompt had the same "
+            f"step {step}: for {self._without_signal} step(s) in a row all rollouts of each prompt had the same "
             f"reward (mean {metrics['reward_mean']:.3g}), so that there is nothing to learn from. Choose easier or "
             "harder prompts, more --generations, a higher generation.temperature, or a --reward with partial credit."
         ]
@@ -58,6 +58,6 @@ def _not_full(step: int, metrics: Mapping[str, Any]) -> list[str]:
     if not (missing := metrics.get("missing_groups")):
         return []
     return [
-        f"step {step + 1}: after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds) {missing} "
+        f"step {step}: after {metrics['sampling_rounds']} round(s) of sampling (filter.max_rounds) {missing} "
         "group(s) are still missing from the batch, and the step trains on the others"
     ]

@@ -36,7 +36,7 @@ from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.metrics import Metric
-from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.phases import ASIDE, Phase, StepTimer
 
 
 class Journal(Protocol):
@@ -46,7 +46,7 @@ class Journal(Protocol):
         """Show what the run is busy with."""
 
     def begin_step(self, step: int) -> None:
-        """Show that a step begins (counted from 0); its phases are those of the timer."""
+        """Show that a step begins (counted from 1); its phases are those of the timer."""
 
     def say(self, text: str) -> None:
         """Show a message that stays."""
@@ -83,7 +83,8 @@ class Parts:
 
 
 class Loop:
-    """The steps of a run. `step` counts batches trained on and `version` weights; both begin at 0 in a new run."""
+    """The steps of a run. `step` counts batches trained on and `version` weights; a new run begins with none of
+    either, and its first step is step 1."""
 
     def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
         self.config, self.parts = config, parts
@@ -101,20 +102,20 @@ class Loop:
             while self.step < self.config.run.steps and not stop.requested and not self._plateau:
                 metrics, ended = self._step(stop)
                 if stop.requested and not ended:  # it was asked for while the step was saved or logged
-                    self._save(self.step - 1, metrics, ending=True)
+                    self._save(self.step, metrics, ending=True)
         if self._plateau:
             journal.say(self._plateau)
         return stop.requested
 
     def _step(self, stop: StopRequest) -> tuple[dict[str, Any], bool]:
         """Take one step; return its metrics and whether it was saved as the last one."""
-        parts, step = self.parts, self.step
+        parts, step = self.parts, self.step + 1
         parts.timer.restart()
         at_start = {} if self.step else self._validate("validation_at_start")
         parts.journal.begin_step(step)
         batch = parts.source.next(self.version)
         metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics, **at_start}
-        self.step += 1
+        self.step = step
         metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
         try:
@@ -202,8 +203,8 @@ class Loop:
 
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         seconds = self.parts.timer.seconds()
-        training_s = seconds["total"] - seconds[Phase.VALIDATION]
-        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / training_s, "seconds": seconds}
+        working = seconds["total"] - sum(seconds[phase.value] for phase in ASIDE)
+        return {**metrics, "tokens_per_s": metrics["rollout_tokens"] / working, "seconds": seconds}
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
@@ -263,10 +264,11 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
     rollouts = batch.rollouts
     rewards_N = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
+    accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()),
-        "accuracy": float(np.mean(accuracy_N)) if len(accuracy_N) == len(rollouts) else None,
+        **accuracy,
         **reward_parts(batch),
         "groups_without_signal": float(np.mean([np.ptp(group.rewards_G) == 0 for group in batch.groups])),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),

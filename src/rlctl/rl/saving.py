@@ -41,12 +41,12 @@ class Saver:
         self._limit_s, self._tell = limit_s, tell
         self._under_way: Future[None] | None = None
         self._given_up = threading.Event()
-        self._begun = -1
+        self._begun = 0
 
     def due(self, step: int, ending: bool) -> bool:
-        """Return whether to save after `step` (counted from 0), unless its save was begun already."""
+        """Return whether to save after `step` (counted from 1), unless its save was begun already."""
         every = self.config.checkpoint_every
-        wanted = (ending and self.config.save_final) or (every > 0 and (step + 1) % every == 0)
+        wanted = (ending and self.config.save_final) or (every > 0 and step % every == 0)
         return wanted and step != self._begun
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
@@ -58,12 +58,12 @@ class Saver:
         self.finish()
         if odd := self.policy.parameters_not_finite():
             raise DivergenceError(
-                f"Stopped after step {step + 1}, which is not saved: {len(odd)} parameters have values that are not "
+                f"Stopped after step {step}, which is not saved: {len(odd)} parameters have values that are not "
                 f"finite ({listed(odd)}).",
                 "Lower --lr, or set optimizer.clip_grad lower.",
             )
         self._begun = step
-        new = self.run.new_checkpoint(step + 1)
+        new = self.run.new_checkpoint(step)
         with new.writing():
             new.begin()
             self.policy.save_begin(new.policy)
@@ -115,7 +115,7 @@ class Saver:
         `tell` hears of one that is lost."""
         if self._under_way is None:
             return
-        checkpoint = f"checkpoint of step {self._begun + 1}"
+        checkpoint = f"checkpoint of step {self._begun}"
         limit_s = AT_ONCE_S if at_once else END_LIMIT_S
         if not self._under_way.done():
             tell(f"completing the {checkpoint} (at most {limit_s:.0f} s)")

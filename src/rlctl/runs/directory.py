@@ -131,6 +131,20 @@ class RunDirectory:
                 f"Another process is writing to the run {self.path}.", "Wait for it to end, or name another --run-dir."
             ) from error
 
+    def is_locked(self) -> bool:
+        """Return whether some process is writing to the run now."""
+        try:
+            lock = os.open(self.path / LOCK, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
     def release(self) -> None:
         """Let other processes write to the run."""
         if self._lock is not None:
@@ -189,7 +203,7 @@ class RunDirectory:
         """Write sampled completions of one step to step_N.jsonl (N counts from 1) of rollouts/ or another folder."""
         directory = self.path / folder
         directory.mkdir(exist_ok=True)
-        (directory / f"step_{step + 1}.jsonl").write_text(
+        (directory / f"step_{step}.jsonl").write_text(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         )
 

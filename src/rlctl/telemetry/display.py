@@ -151,7 +151,7 @@ class Display:
             self._show_live()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, counted from 0."""
+        """Begin a step, counted from 1."""
         self._finish_phase()
         self._now = self._now.in_step(step)
         self._show_live()
@@ -264,7 +264,7 @@ class _Now(NamedTuple):
         return self._replace(what="", since=now, waits=False, step=step, step_since=now, phase=None, seen={})
 
     def finished(self, seconds: float) -> _Now:
-        last = self.step is not None and self.step + 1 == self.steps
+        last = self.step == self.steps
         step = None if last else self.step
         return self._replace(what="", waits=False, step=step, phase=None, took=(*self.took, seconds)[-RECENT:])
 
@@ -276,14 +276,14 @@ class _Now(NamedTuple):
         done = self.seen.get(self.phase) if self.phase is not None else None
         what = self.what + (f" {done[0]:,}/{done[1]:,}" if done and done[1] > 1 else "")
         inside = now - self.step_since
-        parts = [f"step {self.step + 1}/{self.steps}", what, clock(inside), self._left(inside)]
+        parts = [f"step {self.step}/{self.steps}", what, clock(inside), self._left(inside)]
         return " · ".join(part for part in parts if part)
 
     def _left(self, inside: float) -> str:
         if not self.took or self.step is None:
             return ""
         usual = sum(self.took) / len(self.took)
-        return f"{clock(max(0.0, usual - inside) + usual * (self.steps - self.step - 1))} left"
+        return f"{clock(max(0.0, usual - inside) + usual * (self.steps - self.step))} left"
 
 
 def clock(seconds: float) -> str:
@@ -344,6 +344,6 @@ def step_line(
 
 def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:
     if column.heading == "step":
-        return f"{step + 1}/{steps}"
+        return f"{step}/{steps}"
     value = found.get(column.name)
     return "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")

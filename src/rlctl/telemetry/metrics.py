@@ -1,18 +1,16 @@
-"""One line a step: what `metrics.jsonl` holds, how a metric is declared, and the loggers that repeat it elsewhere."""
+"""One line a step: what `metrics.jsonl` holds, and how a metric is declared."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from rlctl.errors import InputError, RlctlError
+from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
 
@@ -33,23 +31,14 @@ class Metric:
     """How the terminal formats it."""
 
 
-class Logger(Protocol):
-    """A further place for the metrics."""
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of `step`."""
-
-    def close(self) -> None:
-        """Flush and release."""
-
-
 class MetricsFile:
-    """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on."""
+    """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on. Steps count from
+    1."""
 
-    def __init__(self, path: Path, *, keep_before: int) -> None:
-        """Open `path`, dropping the lines of step `keep_before` and later (a killed run is ahead of its checkpoint)."""
+    def __init__(self, path: Path, *, finished: int) -> None:
+        """Open `path`, dropping the lines of steps after step `finished` (a killed run is ahead of its checkpoint)."""
         self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] < keep_before] if path.exists() else []
+        kept = [line for line in read_metrics(path) if line["step"] <= finished] if path.exists() else []
         aside = path.with_suffix(".partial")
         aside.write_text("".join(_to_line(line) for line in kept))
         aside.replace(path)
@@ -65,67 +54,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoardLogger:
-    """Scalars under their metric names, nested ones joined by a slash."""
-
-    def __init__(self, directory: Path, *, keep_before: int) -> None:
-        # TensorBoard's own writer: torch's wrapper around it would bring torch into the driver.
-        # Types: generated modules of tensorboard name their classes only while they run.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(directory))
-        # What earlier sessions wrote of this step and later ones is not to be shown.
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=keep_before, session_log=start))
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in flatten(metrics)]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def wants_wandb(setting: bool | None) -> bool:
-    """Return whether to log to Weights & Biases; `setting` is run.wandb. Raises InputError where it is wanted and its
-    package is not installed."""
-    wanted = bool(os.environ.get("WANDB_API_KEY")) if setting is None else setting
-    if wanted and importlib.util.find_spec("wandb") is None:
-        why = "run.wandb=true" if setting else "WANDB_API_KEY is set"
-        raise InputError(
-            f"Logging to Weights & Biases ({why}) needs the package `wandb`, which is not installed.",
-            "Install it with `pip install 'rlctl[wandb]'`, or set run.wandb=false.",
-        )
-    return wanted
-
-
-class WandbLogger:
-    """Weights & Biases; the run keeps its id across resumes."""
-
-    def __init__(self, run_name: str, config: Mapping[str, Any], directory: Path) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]  # it need not be installed
-
-        try:
-            self._run = wandb.init(
-                project="rlctl", name=run_name, id=run_name, resume="allow", config=dict(config), dir=str(directory)
-            )
-        except wandb.errors.Error as error:
-            raise RlctlError(
-                f"Weights & Biases did not start: {error}.", "Check WANDB_API_KEY, or set run.wandb=false."
-            ) from error
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(flatten(metrics)), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -21,6 +21,10 @@ class Phase(StrEnum):
     OTHER = "other"
 
 
+ASIDE = frozenset({Phase.CHECKPOINT, Phase.VALIDATION})
+"""Phases that make and train on no tokens of the step: `tokens_per_s` leaves them out."""
+
+
 class RefitPhase(StrEnum):
     """Parts of a refit, reported in `refit_seconds`."""
 

@@ -120,7 +120,7 @@ def megatron_to_hf(
         hint = "Name a directory with latest_checkpointed_iteration.txt or .metadata."
         raise InputError(f"{source} is no Megatron checkpoint.", hint)
     if options.verify:
-        _require_undamaged(found)
+        require_undamaged(found)
     model = exported_weights(found, config_from, options.tell)
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
@@ -147,7 +147,7 @@ def megatron_to_hf(
     return _convert(destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write)
 
 
-def _require_undamaged(found: MegatronDirectory) -> None:
+def require_undamaged(found: MegatronDirectory) -> None:
     """Raise InputError where files of a run's checkpoint have other digests than its `state.json` says."""
     state = found.shards.parent / "state.json"
     if found.shards.name != "policy" or not state.is_file():

@@ -711,6 +711,35 @@ def _validated_at_saves(found: Found) -> int:
     return every if validation_set(found) and every and saves % every == 0 else 0
 
 
+LOGGERS = {
+    "logger.tensorboard_enabled": "tensorboard",
+    "logger.wandb_enabled": "wandb",
+    "logger.mlflow_enabled": "mlflow",
+}
+"""Switches of loggers, and rlctl's names of these."""
+
+
+def loggers(found: Found) -> None:
+    """Take the loggers that are on."""
+    found.map("run.loggers", [name for key, name in LOGGERS.items() if found.get(key) is True])
+
+
+def logged_as(key: str, logger: str) -> Rule:
+    """Return the rule of a name that one logger has for the run; rlctl has one name for all of them, that of the first
+    that is on."""
+
+    def rule(found: Found) -> None:
+        first = next((name for switch, name in LOGGERS.items() if name != "tensorboard" and found.get(switch)), None)
+        if first == logger:
+            found.map(key, found.value)
+        elif first is None:
+            found.say("logging", f"{logger} is off")
+        else:
+            found.say("logging", f"all loggers use {key}, which is that of {first}")
+
+    return rule
+
+
 def engine_devices(found: Found) -> None:
     """Map the devices that engines have to themselves to the number of engines."""
     resources = "policy.generation.colocated.resources"

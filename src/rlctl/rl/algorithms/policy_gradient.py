@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.schema import RlctlConfig
 from rlctl.rl.advantages import group_advantages
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
@@ -26,18 +27,25 @@ if TYPE_CHECKING:
     import torch
 
 
+KL = Metric("kl", "mean", curve="KL(policy || reference)", column="kl", form=".2e")
+
+
 class PolicyGradient(Algorithm):
     """An algorithm with the options of the sections `advantage` and `loss`; a subclass gives `surrogate` and
     `is_bounded`."""
 
     metrics = (
-        Metric("kl", "mean", curve="KL", column="kl", form=".2e"),
         Metric("clip_fraction", "mean", column="clip"),
         Metric("ratio/mean", "mean"),
         Metric("ratio/max", "max"),
         Metric("importance_weight", "mean"),
         Metric("importance_limited", "mean"),
     )
+
+    def __init__(self, config: RlctlConfig) -> None:
+        super().__init__(config)
+        if "reference_logprobs" in self.needs:
+            self.metrics = (KL, *self.metrics)
 
     @property
     def learns_without_advantage(self) -> bool:
@@ -79,20 +87,18 @@ class PolicyGradient(Algorithm):
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return how far the policy is from the one that sampled, and what the bounds of the loss held back.
 
-        `kl` estimates KL(policy || reference) by the penalty's estimator, and without a reference KL(engine || policy)
-        by k3.
+        `kl` estimates KL(policy || reference) by the penalty's estimator, where a reference policy is held.
         """
         from rlctl.rl.corrections import correction
-        from rlctl.rl.losses import k3, kl_penalty
+        from rlctl.rl.losses import kl_penalty
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
         ratio_R, corrected = self.ratio(batch), correction(batch, o)
-        if batch.reference_logprobs_R is not None:
-            kl_R = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator)
-        else:
-            kl_R = k3(batch.logprobs_R - batch.rollout_logprobs_R)
+        to_reference = {}
+        if "reference_logprobs" in self.needs and batch.reference_logprobs_R is not None:
+            to_reference["kl"] = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator)
         return {
-            "kl": kl_R,
+            **to_reference,
             "clip_fraction": self.is_bounded(ratio_R, batch),
             "ratio/mean": ratio_R,
             "ratio/max": ratio_R,

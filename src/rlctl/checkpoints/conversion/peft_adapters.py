@@ -1,0 +1,107 @@
+"""Adapters of a run (`training.lora`) as PEFT writes them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.hf_model import without_absent_mtp
+from rlctl.checkpoints.megatron.adapters import Adapters, adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
+from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+from rlctl.checkpoints.plan_execution import dtype_of
+from rlctl.checkpoints.staging import locked, require_replaceable, staged
+from rlctl.errors import InputError, VerificationError
+from rlctl.models.families import facts_from_hf_config, weights_of
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""PEFT's name of a module of the model that it wraps."""
+
+
+def megatron_to_peft(
+    source: Path, destination: Path, config_from: Path | None = None, options: Options | None = None
+) -> Report:
+    """Write the adapters of a run's checkpoint as a directory that PEFT loads onto the model that the run began with.
+
+    `config_from` is that model's directory, where it has moved. Raises InputError where the checkpoint holds no
+    adapters, and otherwise as `hf_to_megatron`.
+    """
+    from safetensors.torch import load_file, save_file
+
+    options = options or Options()
+    found = find(source)
+    if found is None:
+        raise InputError(f"{source} is no Megatron checkpoint.", "Name a run, or a checkpoint inside of it.")
+    reader = TorchDistReader.open(found.shards)
+    if not (own := adapter_keys(reader.shapes)):
+        raise InputError(
+            f"--adapter-only: {found.shards} holds no adapters; the run trained all weights.", "Leave it out."
+        )
+    if options.verify:
+        require_undamaged(found)
+    begun, dtype = time.perf_counter(), options.dtype or reader.shapes[own[0]].dtype
+    base = base_of(found, config_from)
+    facts = facts_from_hf_config(read_config(base.directory))
+    adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
+    tensors = named_for_peft(adapters, dtype)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    modules = targets([name.removesuffix(".weight") for name in adapters.pairs], weights_of(facts).tensors)
+    require_replaceable(destination, (found.root, found.shards, base.directory))
+    destination = destination.resolve()
+    with locked(destination, options.tell), staged(destination, size, options.force) as aside:
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        (aside / CONFIG).write_text(json.dumps(adapter_config(base, modules), indent=2) + "\n")
+        if options.verify:
+            written = load_file(aside / WEIGHTS)
+            if odd := [name for name, tensor in tensors.items() if not written[name].equal(tensor)]:
+                raise VerificationError(f"{destination / WEIGHTS}: {odd[0]} is not what was written.")
+    return Report(len(tensors), size, time.perf_counter() - begun, options.verify, str(destination), dtype)
+
+
+def named_for_peft(adapters: Adapters, dtype: str) -> dict[str, torch.Tensor]:
+    """Return A and B of each adapter under PEFT's names."""
+    tensors = {}
+    for name, (a, b) in adapters.pairs.items():
+        module = PREFIX + name.removesuffix(".weight")
+        tensors[f"{module}.lora_A.weight"] = a.to(dtype_of(dtype)).contiguous()
+        tensors[f"{module}.lora_B.weight"] = b.to(dtype_of(dtype)).contiguous()
+    return tensors
+
+
+def targets(modules: Collection[str], tensors: Collection[str]) -> list[str]:
+    """Return PEFT's `target_modules`: the last words of the modules' names where these fit no other module of the
+    model, else the whole names."""
+    ends = {module.rpartition(".")[2] for module in modules}
+    others = {name.removesuffix(".weight") for name in tensors} - set(modules)
+    clear = not any(other.rpartition(".")[2] in ends for other in others)
+    return sorted(ends if clear else modules)
+
+
+def adapter_config(base: Base, modules: list[str]) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    named = base.config.get("model.name", {}).get("value")
+    revision = base.config.get("model.revision", {}).get("value")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": named or str(base.directory),
+        "revision": revision,
+        "r": base.config["training.lora.rank"]["value"],
+        "lora_alpha": base.config["training.lora.alpha"]["value"],
+        "lora_dropout": 0.0,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }

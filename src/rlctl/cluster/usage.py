@@ -1,0 +1,155 @@
+"""Usage of the machine by a run, sampled once a step: memory, processors, and NVIDIA GPUs by NVML."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import psutil
+
+GIB = 2**30
+GPU_INTERVAL_S = 1.0
+"""Between two looks at the GPUs; NVML's own figure is of about the last second."""
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """One GPU since the sample before."""
+
+    memory_bytes: int
+    """The most that was in use, by whatever process."""
+    busy_percent: float
+    """Share of the time in which some kernel ran."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One process and its node, since the sample before."""
+
+    node: str
+    process_bytes: int
+    """Resident memory of the process; its children are not counted."""
+    process_cpu_percent: float
+    """100 is one processor."""
+    node_cpu_percent: float
+    """100 is all processors of the node."""
+    node_bytes: int
+    """Memory of the node that is not available."""
+    node_total_bytes: int
+    gpus: dict[str, GpuUsage] = field(default_factory=dict)
+    """The GPUs that the process sees, by their number on the node."""
+
+
+class UsageSampler:
+    """Samples this process and its node; the first sample is of the time since the sampler was made."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._process.cpu_percent(None)
+        psutil.cpu_percent(None)
+        self._gpus = GpuSampler.start()
+
+    def sample(self) -> Usage:
+        """Return what is used now, and how busy the processors and GPUs were since the sample before."""
+        memory = psutil.virtual_memory()
+        return Usage(
+            node=os.uname().nodename,
+            process_bytes=self._process.memory_info().rss,
+            process_cpu_percent=self._process.cpu_percent(None),
+            node_cpu_percent=psutil.cpu_percent(None),
+            node_bytes=memory.total - memory.available,
+            node_total_bytes=memory.total,
+            gpus=self._gpus.sample() if self._gpus else {},
+        )
+
+
+class GpuSampler:
+    """Looks at the GPUs of this process every second, in a thread: a single look at the end of a step would say nothing
+    of the step."""
+
+    def __init__(self, nvml: Any, handles: dict[str, Any]) -> None:
+        self._nvml, self._handles = nvml, handles
+        self._lock = threading.Lock()
+        self._busy: dict[str, list[float]] = {name: [] for name in handles}
+        self._most = dict.fromkeys(handles, 0)
+        self.look()
+        threading.Thread(target=self._work, name="gpu usage", daemon=True).start()
+
+    @classmethod
+    def start(cls) -> GpuSampler | None:
+        """Return a sampler of the GPUs that this process sees; None without GPUs, a driver or the package."""
+        try:
+            import pynvml  # pyright: ignore[reportMissingImports]  # of nvidia-ml-py, which machines without GPUs lack
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            names = visible_gpus(pynvml.nvmlDeviceGetCount())
+            handles = {
+                name: pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                if name.isdigit()
+                else pynvml.nvmlDeviceGetHandleByUUID(name)
+                for name in names
+            }
+        except pynvml.NVMLError:
+            return None
+        return cls(pynvml, handles) if handles else None
+
+    def look(self) -> None:
+        """Take one look at each GPU; one that cannot be asked is left out."""
+        for name, handle in self._handles.items():
+            with contextlib.suppress(self._nvml.NVMLError):
+                used = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
+                busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+                with self._lock:
+                    self._busy[name].append(busy)
+                    self._most[name] = max(self._most[name], used)
+
+    def sample(self) -> dict[str, GpuUsage]:
+        """Return what was seen since the sample before."""
+        self.look()
+        with self._lock:
+            found = {name: GpuUsage(self._most[name], fmean(busy)) for name, busy in self._busy.items() if busy}
+            self._busy = {name: [] for name in self._handles}
+            self._most = dict.fromkeys(self._handles, 0)
+        return found
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(GPU_INTERVAL_S)
+            self.look()
+
+
+def visible_gpus(count: int) -> list[str]:
+    """Return numbers, or ids, of the GPUs that CUDA_VISIBLE_DEVICES leaves this process, of `count` on the node."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in named.split(",") if name.strip() and name.strip() != "-1"]
+
+
+def system_metrics(driver: Usage, policy: Sequence[Usage], engines: Sequence[Usage]) -> dict[str, float]:
+    """Return the `system` of a metrics line: of the nodes and the processes the fullest, of processors the mean."""
+    everyone = [driver, *policy, *engines]
+    nodes = {usage.node: usage for usage in everyone}.values()
+    found = {
+        "cpu_percent": fmean(usage.node_cpu_percent for usage in nodes),
+        "memory_gib": max(usage.node_bytes for usage in nodes) / GIB,
+        "memory_percent": max(100 * usage.node_bytes / usage.node_total_bytes for usage in nodes),
+    }
+    for name, group in (("driver", [driver]), ("policy", policy), ("engine", engines)):
+        if group:
+            found[f"{name}_memory_gib"] = max(usage.process_bytes for usage in group) / GIB
+            found[f"{name}_cpu_percent"] = fmean(usage.process_cpu_percent for usage in group)
+    gpus = {(usage.node, name): gpu for usage in everyone for name, gpu in usage.gpus.items()}.values()
+    if gpus:
+        found["gpu_memory_gib"] = max(gpu.memory_bytes for gpu in gpus) / GIB
+        found["gpu_busy_percent"] = fmean(gpu.busy_percent for gpu in gpus)
+        found["gpu_busy_percent_least"] = min(gpu.busy_percent for gpu in gpus)
+    return found

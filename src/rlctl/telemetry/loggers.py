@@ -1,0 +1,314 @@
+"""Loggers of a run, next to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and Trackio, with one table of names.
+
+Each logger works in a thread of its own, so that a slow server slows no step. One that fails is said once and switched
+off: a run does not end for want of a logger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TextIO, cast
+
+from rlctl.config.schema import LoggerName, RunConfig
+from rlctl.errors import InputError
+from rlctl.telemetry.metrics import Metrics, flatten
+
+NAMES = {
+    "reward_mean": "train/reward",
+    "response_tokens_mean": "train/response_tokens",
+    "response_tokens_max": "train/response_tokens_max",
+    "prompt_tokens_mean": "train/prompt_tokens",
+    "rollout_tokens": "timing/tokens",
+    "tokens_per_s": "timing/tokens_per_s",
+}
+"""Names in loggers of values whose name in metrics.jsonl is another one."""
+SECTIONS = {
+    "seconds": "timing",
+    "refit_seconds": "timing/refit_parts",
+    "validation": "validation",
+    "system": "system",
+}
+"""Where loggers have the nested values of metrics.jsonl; all else is under `train`."""
+
+PACKAGES: dict[str, str] = {
+    "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio",
+}  # fmt: skip
+TITLES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
+END_LIMIT_S = 30.0
+"""Longest time that the end of a run waits for a logger."""
+MOST_PARAMS = 100
+"""Parameters in one request to MLflow."""
+
+
+def logged_values(metrics: Metrics) -> dict[str, float]:
+    """Return every number of a metrics line under its name in loggers."""
+    return {logged_name(name): value for name, value in flatten(metrics) if name != "step"}
+
+
+def logged_name(name: str) -> str:
+    """Return the name in loggers of a value of metrics.jsonl, whose nested names are joined by slashes."""
+    section, slash, rest = name.partition("/")
+    if slash and section in SECTIONS:
+        return f"{SECTIONS[section]}/{rest}"
+    return NAMES.get(name) or f"train/{name}"
+
+
+class Logger(Protocol):
+    """A place for the values of each step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the values of a step (counted from 1)."""
+
+    def close(self) -> None:
+        """Flush and release."""
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run as a logger shows it."""
+
+    directory: Path
+    project: str
+    name: str
+    config: Mapping[str, Any]
+    finished: int
+    """The step that it goes on after; 0 for a new run."""
+
+    def identity(self, logger: str) -> str | None:
+        """Return the id that the logger knows this run by, if it was started before."""
+        path = self.directory / "loggers" / logger
+        return path.read_text().strip() if path.exists() else None
+
+    def remember(self, logger: str, identity: str) -> str:
+        """Keep the id for a resume."""
+        path = self.directory / "loggers" / logger
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(identity + "\n")
+        return identity
+
+
+class TensorBoardLogger:
+    """Events in `tensorboard/` of the run directory."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        # TensorBoard's own writer: torch's wrapper around it would bring torch into the driver.
+        # Types: generated modules of tensorboard name their classes only while they run.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.directory / "tensorboard"))
+        # What earlier sessions wrote of this step and later ones is not to be shown.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=run.finished + 1, session_log=start))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """Weights & Biases. Its own variables apply: WANDB_ENTITY, WANDB_MODE=offline and others."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]  # it need not be installed
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.identity("wandb") or run.remember("wandb", uuid.uuid4().hex[:12]),
+            resume="allow",
+            config=dict(run.config),
+            dir=str(run.directory),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run.finish()
+        wandb.teardown()  # its own process ends now: the end of Ray's session ends whatever processes are left
+
+
+class MlflowLogger:
+    """MLflow at MLFLOW_TRACKING_URI, or in `mlruns/` of the working directory."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # it need not be installed
+
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if address is None:
+            address = Path("mlruns").absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # later versions ask for it
+        self._client = MlflowClient(tracking_uri=address)
+        self._run = run.identity("mlflow")
+        if self._run is not None:
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        created = self._client.create_run(experiment, run_name=run.name)
+        self._run = run.remember("mlflow", created.info.run_id)
+        self._log_config(run.config)
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+
+        params = [Param(name, str(value)) for name, value in _leaves(config)]
+        for first in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._run, params=params[first : first + MOST_PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class TrackioLogger:
+    """Trackio: a local database that `trackio show` displays, or the Space that TRACKIO_SPACE_ID names."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]  # it need not be installed
+
+        before = run.identity("trackio")
+        with _stdout_to_stderr():
+            self._run = trackio.init(
+                project=run.project,
+                name=before or run.name,
+                resume="never" if before is None else "allow",
+                config=dict(run.config),
+                embed=False,
+                auto_log_gpu=False,  # the run's own figures of the machine are under `system`
+                auto_log_cpu=False,
+            )
+        run.remember("trackio", self._run.name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        with _stdout_to_stderr():
+            self._run.finish()
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what this thread prints to stderr: stdout is for the command's result, which another thread may print."""
+    with contextlib.redirect_stdout(cast(TextIO, _StdoutOfOthers(sys.stdout))):
+        yield
+
+
+class _StdoutOfOthers:
+    """Stdout for all threads but the one that made it, which gets stderr."""
+
+    def __init__(self, stdout: TextIO) -> None:
+        self._stdout, self._thread = stdout, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr if threading.get_ident() == self._thread else self._stdout, name)
+
+
+KINDS: dict[str, Callable[[LoggedRun], Logger]] = {
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+    "trackio": TrackioLogger,
+}
+
+
+class LoggerThread:
+    """Starts a logger and hands it the steps, in a thread of its own; `tell` hears once where it fails."""
+
+    def __init__(self, name: str, start: Callable[[], Logger], tell: Callable[[str], None]) -> None:
+        self.name = name
+        self._tell = tell
+        self._steps: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(start,), name=f"logger {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Hand a step over."""
+        if self._thread.is_alive():
+            self._steps.put((step, logged_values(metrics)))
+
+    def close(self, limit_s: float = END_LIMIT_S) -> None:
+        """Wait until the logger has taken all steps, and at most `limit_s`."""
+        self._steps.put(None)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            self._tell(f"{TITLES[self.name]} did not take every step within {limit_s:.0f} s of the end of the run.")
+
+    def _work(self, start: Callable[[], Logger]) -> None:
+        try:
+            logger = start()
+            while (entry := self._steps.get()) is not None:
+                logger.log(*entry)
+            logger.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a logger does, the run goes on
+            why = (str(error).strip().splitlines() or [""])[0]
+            self._tell(f"{TITLES[self.name]} failed and is switched off: {type(error).__name__}: {why}")
+
+
+def wanted_loggers(config: RunConfig, tell: Callable[[str], None] = lambda _: None) -> tuple[LoggerName, ...]:
+    """Return the loggers of a run. Unset, these are TensorBoard, and Weights & Biases where WANDB_API_KEY is set.
+
+    Raises InputError for one that is asked for and not installed.
+    """
+    if config.loggers is not None:
+        for name in config.loggers:
+            if not _installed(name):
+                raise InputError(
+                    f"run.loggers names {name}, and the package `{PACKAGES[name]}` is not installed.",
+                    f"Install it with `pip install 'rlctl[{name}]'`, or leave {name} out of run.loggers.",
+                )
+        return config.loggers
+    found: list[LoggerName] = ["tensorboard"]
+    if os.environ.get("WANDB_API_KEY"):
+        if _installed("wandb"):
+            found.append("wandb")
+        else:
+            tell(
+                "WANDB_API_KEY is set, but nothing goes to Weights & Biases: `pip install 'rlctl[wandb]'` installs it."
+            )
+    return tuple(name for name in found if _installed(name))
+
+
+def _installed(name: LoggerName) -> bool:
+    spec = find_spec(PACKAGES[name])
+    return spec is not None and spec.origin is not None  # a folder `wandb` that an earlier run left here is none
+
+
+def start_loggers(names: Sequence[LoggerName], run: LoggedRun, tell: Callable[[str], None]) -> list[LoggerThread]:
+    """Start loggers of a run; returns at once."""
+    return [LoggerThread(name, lambda kind=KINDS[name]: kind(run), tell) for name in names]
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

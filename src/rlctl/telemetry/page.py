@@ -1,0 +1,436 @@
+"""The report of runs: one self-contained HTML page with tiles, curves, times, samples and messages.
+
+It needs no network and no script, follows the reader's light or dark colours, and stays small for a run of any length.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rlctl.telemetry.charts import COLOURS, Series, bar_chart, line_chart, number
+from rlctl.telemetry.metrics import Metrics, flatten
+from rlctl.telemetry.phases import Phase
+
+MAIN = {
+    "reward_mean": "mean reward",
+    "accuracy": "accuracy",
+    "validation": "",
+    "response_tokens_mean": "response tokens, mean",
+    "truncated_fraction": "share of completions cut off",
+    "entropy": "entropy (nats)",
+    "kl": "KL(policy || reference)",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "logprob_diff/mean": "log-prob difference of engine and trainer, mean",
+    "tokens_per_s": "tokens/s, saving left out",
+}
+"""Curves that are always open, in this order; `validation` stands for all of its values. Others are folded."""
+TITLES = {
+    "reward_std": "standard deviation of the reward",
+    "response_tokens_max": "response tokens, most",
+    "prompt_tokens_mean": "prompt tokens, mean",
+    "groups_without_signal": "share of groups without signal",
+    "lr": "learning rate",
+    "skipped_steps": "optimizer steps skipped",
+    "system/cpu_percent": "processors of the node, %",
+    "system/memory_gib": "memory of the node, GiB",
+    "system/memory_percent": "memory of the node, %",
+    "system/gpu_memory_gib": "fullest GPU, GiB",
+    "system/gpu_busy_percent": "GPUs busy, mean %",
+    "system/gpu_busy_percent_least": "GPU that is least busy, %",
+    **{
+        f"system/{process}_{what}": f"{title}, {unit}"
+        for process, title in (("driver", "driver"), ("policy", "fullest rank"), ("engine", "fullest engine"))
+        for what, unit in (("memory_gib", "GiB"), ("cpu_percent", "% of a processor"))
+    },
+}
+ELSEWHERE = ("step", "seconds/", "refit_seconds/")
+"""Values that no curve shows; the bars show seconds."""
+LONGEST_TEXT = 1500
+"""Characters of a sample's text."""
+TROUBLE = re.compile(r"(?i)\b(warning|skipped|failed|not finite|stopped|died|damaged|lost|nothing to learn|dropped)\b")
+MOST_MESSAGES = 200
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A value that the planner predicted, and what was measured."""
+
+    name: str
+    unit: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """All that the report shows of a run."""
+
+    name: str
+    lines: Sequence[Metrics]
+    """The lines of metrics.jsonl; at least one."""
+    state: str = ""
+    """`running`, `finished` or `stopped`; empty: not known."""
+    steps: int | None = None
+    """Steps that the run is to take."""
+    updated: str = ""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """Titles of the algorithm's own curves, by their names in metrics.jsonl."""
+    facts: Sequence[tuple[str, str]] = ()
+    """Label and text of each thing that was run."""
+    settings: Sequence[tuple[str, str, str]] = ()
+    """Key, value and origin of what somebody set."""
+    forecasts: Sequence[Forecast] = ()
+    samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
+    """Rollouts of some steps."""
+    messages: Sequence[str] = ()
+
+    def points(self, name: str) -> list[tuple[float, float]]:
+        """Return (step, value) of a metric, where it has one."""
+        return self.columns.get(name, [])
+
+    @cached_property
+    def columns(self) -> dict[str, list[tuple[float, float]]]:
+        """Every metric as (step, value)."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for line in self.lines:
+            for name, value in flatten(line):
+                found.setdefault(name, []).append((line["step"], value))
+        return found
+
+
+def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
+    """Replace `path` by the report of one run, or of several next to each other: a reader sees the old or the new page,
+    never a part."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(page(runs), encoding="utf-8", errors="replace")
+    os.replace(aside, path)
+
+
+def page(runs: Sequence[ReportedRun]) -> str:
+    """Return the report of one run, or of several next to each other."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    body = _one(runs[0]) if len(runs) == 1 else _several(runs)
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _one(run: ReportedRun) -> str:
+    return "".join([
+        f"<h1>{_text(run.name)}</h1>",
+        f"<p class=state>{_text(_state(run))}</p>",
+        _tiles(run),
+        _troubles(run),
+        _curves([run]),
+        _section("Where the time went", _times(run)),
+        _section("Plan and measurement", _forecasts(run.forecasts)),
+        _section("Samples", _samples(run.samples)),
+        _section("The run", _facts(run)),
+        _messages(run),
+    ])  # fmt: skip
+
+
+def _several(runs: Sequence[ReportedRun]) -> str:
+    legend = "".join(f"<li><i class=c{index % COLOURS}></i>{_text(run.name)}" for index, run in enumerate(runs))
+    tiles = [dict(_tile_values(run)) for run in runs]
+    labels = list(dict.fromkeys(label for found in tiles for label in found))
+    rows = [[label, *(found.get(label, ("-", ""))[0] for found in tiles)] for label in labels]
+    names = [run.name for run in runs]
+    set_ = [{key: value for key, value, _ in run.settings} for run in runs]
+    keys = sorted({key for found in set_ for key in found})
+    differ = [[key, *(found.get(key, "-") for found in set_)] for key in keys]
+    differ = [row for row in differ if len(set(row[1:])) > 1]
+    facts = [dict(run.facts) for run in runs]
+    shared = list(dict.fromkeys(label for found in facts for label in found))
+    return "".join([
+        f"<h1>{len(runs)} runs</h1><ul class=legend>{legend}</ul>",
+        _table(["", *names], rows),
+        _curves(runs),
+        _section("Where the settings differ", _table(["key", *names], differ) if differ else ""),
+        _section("The run", _table(["", *names], [[key, *(f.get(key, "-") for f in facts)] for key in shared])),
+    ])  # fmt: skip
+
+
+def _state(run: ReportedRun) -> str:
+    done, of = int(run.lines[-1]["step"]), f" of {run.steps:,}" if run.steps else ""
+    when = f"; written {run.updated}" if run.updated else ""
+    return f"{run.state or 'step'}{', step' if run.state else ''} {done:,}{of}{when}"
+
+
+def _tiles(run: ReportedRun) -> str:
+    tiles = [
+        f"<div class=tile><dt>{_text(label)}</dt><dd>{_text(value)}</dd><small>{_text(more)}</small></div>"
+        for label, (value, more) in _tile_values(run)
+    ]
+    return f"<dl class=tiles>{''.join(tiles)}</dl>"
+
+
+def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
+    """Return label, value and small print of each tile."""
+    found: list[tuple[str, tuple[str, str]]] = []
+    for name, label in (("reward_mean", "reward"), ("accuracy", "accuracy"), ("response_tokens_mean", "length")):
+        if name == "accuracy" and run.points(name) == run.points("reward_mean"):
+            continue
+        if values := [value for _, value in run.points(name)]:
+            some = max(1, min(10, len(values) // 3))
+            more = f"at the start {number(fmean(values[:some]))}"
+            if name == "response_tokens_mean" and (cut := run.points("truncated_fraction")):
+                more += f"; {fmean(value for _, value in cut[-some:]):.0%} cut off"
+            found.append((label, (number(fmean(values[-some:])), more)))
+    for name in sorted(run.columns):
+        if name.startswith("validation/") and len(values := run.points(name)) > 1:
+            found.append(
+                (name.replace("/", " "), (number(values[-1][1]), f"at step {values[0][0]:.0f} {number(values[0][1])}"))
+            )
+            break
+    totals = [value for _, value in run.points("seconds/total")]
+    done = int(run.lines[-1]["step"])
+    found.append(("steps", (f"{done:,}", f"of {run.steps:,}" if run.steps else "")))
+    if totals:
+        recent = median(totals[-20:])
+        if run.state == "running" and run.steps:
+            found.append(("time left", (duration((run.steps - done) * recent), f"{recent:.1f} s a step")))
+        else:
+            found.append(("time", (duration(sum(totals)), f"{recent:.1f} s a step")))
+    if speed := run.points("tokens_per_s"):
+        found.append(("tokens/s", (number(median(value for _, value in speed[-20:])), "saving left out")))
+    if gpu := run.points("system/gpu_memory_gib"):
+        found.append(("GPU memory", (f"{max(value for _, value in gpu):.1f} GiB", "the fullest GPU")))
+    if memory := run.points("system/memory_gib"):
+        share = max((value for _, value in run.points("system/memory_percent")), default=0.0)
+        found.append(("memory", (f"{max(value for _, value in memory):.1f} GiB", f"{share:.0f}% of the node")))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Return a time as a person says it: `45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _troubles(run: ReportedRun) -> str:
+    told = [message for message in run.messages if TROUBLE.search(message)]
+    if not told:
+        return ""
+    items = "".join(f"<li>{_text(message)}" for message in told[-10:])
+    more = f"<p>The last 10 of {len(told)}; all are at the end of the page.</p>" if len(told) > 10 else ""
+    return f"<section class=trouble><h2>To look at</h2><ul>{items}</ul>{more}</section>"
+
+
+def _curves(runs: Sequence[ReportedRun]) -> str:
+    """Return the panels of all metrics, each once: those of `MAIN`, then folded those of the machine and all others."""
+    names = list(dict.fromkeys(name for run in runs for name in run.columns if not name.startswith(ELSEWHERE)))
+    validation = [name for name in names if name.startswith("validation/")]
+    main = [one for name in MAIN for one in (validation if name == "validation" else [name]) if one in names]
+    machine = [name for name in names if name.startswith("system/")]
+    rest = [name for name in names if name not in {*main, *machine}]
+    constant = [name for name in rest if len({value for run in runs for _, value in run.points(name)}) == 1]
+    titles = {**TITLES, **{name: title for run in runs for name, title in run.titles.items()}, **MAIN}
+    titles |= {name: _title(name, titles) for name in names}
+    main = _merged(runs, main, titles)
+    rest = [name for name in _merged(runs, [*main, *rest], titles) if name not in {*main, *constant}]
+    same = "".join(
+        f"<li>{_text(name)} = {number(next(run.points(name)[0][1] for run in runs if run.points(name)))}"
+        for name in constant
+    )
+    return "".join([
+        _section("Curves", _panels(runs, main, titles)),
+        _folded("Diagnostics", _panels(runs, rest, titles) + (f"<p>Never changed:</p><ul>{same}</ul>" if same else "")),
+        _folded("Machine", _panels(runs, machine, titles)),
+    ])  # fmt: skip
+
+
+def _merged(runs: Sequence[ReportedRun], names: Iterable[str], titles: dict[str, str]) -> list[str]:
+    """Return the names without those of the same values as an earlier one, which then has their titles too: where the
+    reward is that of the task alone, the accuracy is the same curve."""
+    first: dict[Any, str] = {}
+    for name in names:
+        values: Any = tuple(tuple(run.points(name)) for run in runs)
+        if len({value for points in values for _, value in points}) == 1:
+            values = name  # many things are always 0
+        if (same := first.setdefault(values, name)) != name:
+            titles[same] = f"{titles[same]}; {titles[name]}"
+    return list(first.values())
+
+
+def _title(name: str, titles: Mapping[str, str]) -> str:
+    return titles.get(name) or name.replace("_", " ").replace("/", ": ")
+
+
+def _panels(runs: Sequence[ReportedRun], names: Iterable[str], titles: Mapping[str, str]) -> str:
+    panels = []
+    counted = [line["step"] for run in runs for line in (run.lines[0], run.lines[-1])]
+    steps = (float(min(counted)), float(max(counted)))
+    for name in names:
+        title = _title(name, titles)
+        series = [Series(run.name, run.points(name), index) for index, run in enumerate(runs)]
+        chart = line_chart(series, f"{title} over the steps", steps)
+        last = f" <b>{number(series[0].points[-1][1])}</b>" if len(runs) == 1 and series[0].points else ""
+        panels.append(f"<figure><figcaption>{_text(title)}{last}</figcaption>{chart}</figure>")
+    return f"<div class=panels>{''.join(panels)}</div>" if panels else ""
+
+
+def _times(run: ReportedRun) -> str:
+    parts = [phase.value for phase in Phase if any(value for _, value in run.points(f"seconds/{phase.value}"))]
+    steps = [(line["step"], line["seconds"]) for line in run.lines if line.get("seconds")]
+    if not steps or not parts:
+        return ""
+    legend = "".join(f"<li><i class=c{index % COLOURS}></i>{part}" for index, part in enumerate(parts))
+    total = sum(seconds["total"] for _, seconds in steps) or 1.0
+    rows = []
+    for part in parts:
+        seconds = sum(value for _, value in run.points(f"seconds/{part}"))
+        rows.append([part, f"{seconds:.1f}", f"{seconds / len(steps):.2f}", f"{seconds / total:.1%}"])
+    chart = bar_chart(steps, parts, "seconds of each step by phase")
+    table = _table(["phase", "seconds", "a step", "share"], rows)
+    return (
+        f"<ul class=legend>{legend}</ul><div class=beside>"
+        f"<figure><figcaption>seconds a step</figcaption>{chart}</figure>{table}</div>"
+    )
+
+
+def _forecasts(forecasts: Sequence[Forecast]) -> str:
+    rows = []
+    for one in forecasts:
+        ratio = f"{one.predicted / one.measured:.2f}" if one.measured else "-"
+        rows.append([one.name, f"{one.predicted:.2f} {one.unit}", f"{one.measured:.2f} {one.unit}", ratio])
+    return _table(["", "planned", "measured", "ratio"], rows) if rows else ""
+
+
+def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> str:
+    found = []
+    for step, rows in samples:
+        found.append(f"<h3>Step {step:,}</h3>")
+        for row in rows:
+            reward = row.get("reward")
+            told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
+            told += [f"answer {row['answer']}"] if row.get("answer") is not None else []
+            told += ["cut off"] if row.get("truncated") else []
+            found.append(
+                f"<article><pre>{_text(_cut(row.get('prompt', '')))}</pre>"
+                f"<pre class=completion>{_text(_cut(row.get('completion', '')))}</pre>"
+                f"<p>{_text('; '.join(told))}</p></article>"
+            )
+    return "".join(found)
+
+
+def _facts(run: ReportedRun) -> str:
+    facts = "".join(f"<tr><th>{_text(label)}</th><td>{_text(value)}</td></tr>" for label, value in run.facts)
+    settings = _table(["key", "value", "set by"], run.settings)
+    shown = f"<table class=facts>{facts}</table>" if facts else ""
+    return shown + (_folded("Settings", settings) if run.settings else "")
+
+
+def _messages(run: ReportedRun) -> str:
+    if not run.messages:
+        return ""
+    return _folded("Messages of the run", f"<pre>{_text(chr(10).join(run.messages[-MOST_MESSAGES:]))}</pre>")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    heads = "".join(f"<th>{_text(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class=wide><table><tr>{heads}</tr>{body}</table></div>"
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{_text(title)}</h2>{content}</section>" if content else ""
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{_text(title)}</summary>{content}</details>" if content else ""
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
+
+
+_text: Callable[[str], str] = html.escape
+
+LIGHT = "--page:#fff;--ink:#1b1f24;--soft:#5b6570;--line:#dfe3e8;--card:#f6f7f9;--bad:#fdf0e4"
+DARK = "--page:#14171b;--ink:#e7eaee;--soft:#9aa5b1;--line:#333a42;--card:#1d2126;--bad:#3a2a17"
+# Okabe and Ito's colours, which people with any colour vision tell apart, darkened a little for white paper.
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b", "#3a9bd0", "#6b6b6b", "#7a4fbf", "#a03030", "#4d7c0f")
+PALETTE_DARK = (
+    "#56b4e9", "#f08c4a", "#3ecfa3", "#e08fb8", "#e6c02e", "#8fd0ff", "#a8a8a8", "#b79cf0", "#e88080", "#a3d14d",
+)  # fmt: skip
+
+
+def _colours(palette: Sequence[str]) -> str:
+    return ";".join(f"--c{index}:{colour}" for index, colour in enumerate(palette))
+
+
+STYLE = (
+    f"""
+:root{{color-scheme:light dark;{LIGHT};{_colours(PALETTE)}}}
+@media (prefers-color-scheme:dark){{:root{{{DARK};{_colours(PALETTE_DARK)}}}}}
+"""
+    + "".join(f".c{n}{{--c:var(--c{n})}}" for n in range(COLOURS))
+    + """
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+main{max-width:76rem;margin:0 auto;padding:1rem}
+h1{font-size:1.5rem;margin:.5rem 0 0;overflow-wrap:anywhere}
+h2,summary{font-size:1.15rem;font-weight:600;margin:1.6rem 0 .6rem}
+summary{cursor:pointer}
+.state,small,figcaption{color:var(--soft)}
+.state{margin:.2rem 0 1rem}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.6rem;margin:0}
+.tile{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem .8rem}
+.tile dt{color:var(--soft);font-size:.85rem;overflow-wrap:anywhere}
+.tile dd{margin:0;font-size:1.5rem;font-variant-numeric:tabular-nums;line-height:1.3}
+.panels{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21rem),1fr));gap:.8rem}
+figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.5rem}
+figcaption b{color:var(--ink);float:right}
+svg{display:block;width:100%;height:auto}
+svg text{font:10px system-ui,sans-serif;fill:var(--soft)}
+svg .y{text-anchor:end} svg .x{text-anchor:middle}
+svg path{fill:none;stroke:var(--c);stroke-width:1.6;stroke-linejoin:round}
+svg .grid{stroke:var(--line);stroke-width:1}
+svg .faint{stroke-width:1;opacity:.35}
+svg .band{stroke:none;fill:var(--c);opacity:.13}
+svg .dot,svg .bar{fill:var(--c)}
+.beside{display:flex;flex-wrap:wrap;gap:.8rem 2rem;align-items:start}
+.beside figure{flex:1 1 18rem;max-width:30rem}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.4rem 0}
+.legend i{display:inline-block;width:.8rem;height:.8rem;border-radius:.15rem;background:var(--c);margin-right:.35rem}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
+.facts td{overflow-wrap:anywhere}
+.facts th{white-space:nowrap;font-weight:normal;color:var(--soft)}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.45 ui-monospace,monospace}
+article{border:1px solid var(--line);border-radius:.5rem;margin:.6rem 0;padding:.6rem;background:var(--card)}
+article p{margin:.4rem 0 0;color:var(--soft)}
+.completion{border-left:3px solid var(--c0);padding-left:.6rem;margin-top:.4rem}
+.trouble{background:var(--bad);border-radius:.5rem;padding:.1rem 1rem;margin:1rem 0}
+.trouble h2{margin:.6rem 0 .2rem}
+@media print{
+:root{"""
+    + f"{LIGHT};{_colours(PALETTE)}"
+    + """}
+body{font-size:11px}
+main{max-width:none;padding:0}
+figure,article,.tile,tr{break-inside:avoid}
+.panels{grid-template-columns:repeat(3,1fr)}
+details::details-content{content-visibility:visible;height:auto}
+}
+"""
+)

@@ -1,0 +1,166 @@
+"""The report of runs: what it shows, and that nothing of a run can break it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.telemetry.page import Forecast, ReportedRun, duration, page, write_page
+from rlctl.telemetry.phases import Phase
+
+VOID = {"meta", "path", "circle", "rect", "br"}
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    seconds = dict.fromkeys((phase.value for phase in Phase), 0.5)
+    return {
+        "step": step, "reward_mean": 0.2 + step / 10, "accuracy": 0.5, "response_tokens_mean": 20.0 - step, "lr": 1e-6,
+        "truncated_fraction": 0.25, "entropy": 1.5 - step / 100, "grad_norm": 2.0, "tokens_per_s": 100.0,
+        "logprob_diff": {"mean": 2e-7 * step, "max": 1e-6 * step}, "validation": {"accuracy": step / 10},
+        "seconds": {**seconds, "total": 3.5}, "refit_seconds": {"pack": 0.1}, "system": {"memory_gib": 9.5 + step},
+        **more,
+    }  # fmt: skip
+
+
+def run(**more: Any) -> ReportedRun:
+    found = {"name": "a run", "lines": [line(step) for step in range(1, 7)], "steps": 12, "state": "running"}
+    return ReportedRun(**{**found, **more})
+
+
+class Reader(HTMLParser):
+    """The tags and the text of a page; every tag that is opened is to be closed where HTML asks for it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in VOID and tag != "li":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID and tag != "li":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def captions(text: str) -> list[str]:
+    return re.findall(r"<figcaption>(.*?)(?: <b>|</figcaption>)", text)
+
+
+def test_tiles_tell_how_the_run_stands() -> None:
+    shown = " ".join(Reader(page([run()])).texts)
+    for part in (
+        "running, step 6 of 12", "reward 0.75 at the start 0.35", "accuracy 0.5",
+        "length 14.5 at the start 18.5; 25% cut off",
+        "validation accuracy 0.6 at step 1 0.1", "steps 6 of 12", "time left 21 s 3.5 s a step", "tokens/s 100",
+        "memory 15.5 GiB",
+    ):  # fmt: skip
+        assert part in shown, part
+    assert "time 21 s" in " ".join(Reader(page([run(state="finished")])).texts)
+
+
+def test_every_metric_has_one_panel_and_diagnostics_are_folded() -> None:
+    text = page([run(titles={"logprob_diff/max": "largest difference"})])
+    found = captions(text)
+    assert len(found) == len(set(found))
+    main, _, folded = text.partition("<details><summary>Diagnostics")
+    assert "mean reward" in captions(main)
+    assert "validation: accuracy" in captions(main)
+    assert captions(folded)[0] == "largest difference"
+    assert "memory of the node, GiB" in captions(folded)
+    assert "lr = 1e-6" in folded  # it never changed
+    assert "refit" not in " ".join(found)
+
+
+def test_metrics_of_the_same_values_share_a_panel() -> None:
+    lines = [line(step, accuracy=0.2 + step / 10, reward_terms={"task": 0.2 + step / 10}) for step in range(1, 7)]
+    text = page([run(lines=lines)])
+    assert captions(text)[0] == "mean reward; accuracy; reward terms: task"
+    assert "accuracy" not in captions(text)
+    assert "<dt>accuracy" not in text
+
+
+def test_a_page_is_whole_and_needs_nothing_else() -> None:
+    text = page([run(messages=["a <b> & c"], samples=[(1, [{"prompt": "<script>", "completion": "</pre>x"}])])])
+    assert not Reader(text).open
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert not re.findall(r"(?:src|href|url\()[=\"'(]", text)
+    assert "prefers-color-scheme:dark" in text
+    assert "@media print" in text
+    assert "width=device-width" in text
+
+
+def test_what_was_run_and_what_the_run_said_are_there() -> None:
+    text = page([
+        run(
+            facts=[("command", "rlctl train grpo"), ("model", "tiny")], settings=[("optimizer.lr", "1e-5", "--lr")],
+            forecasts=[Forecast("generation", "s", 2.0, 1.6)],
+            samples=[(3, [{"prompt": "1+1?", "completion": "2", "reward": 1.0, "answer": "2", "truncated": True}])],
+            messages=["12:00 run: x", "12:01 Warning, step 3: they differ"],
+        )
+    ])  # fmt: skip
+    shown = " ".join(Reader(text).texts)
+    for part in ("command rlctl train grpo", "optimizer.lr 1e-5 --lr", "generation 2.00 s 1.60 s 1.25", "Step 3"):
+        assert part in shown
+    assert "reward 1; answer 2; cut off" in shown
+    trouble = text.partition("To look at")[2].partition("</section>")[0]
+    assert "they differ" in trouble
+    assert "run: x" not in trouble
+    assert "generation 3.0 0.50 14.3%" in shown
+
+
+def test_several_runs_are_on_one_page_with_what_differs() -> None:
+    first = run(name="first", settings=[("optimizer.lr", "1e-5", "--lr"), ("run.seed", "1", "--seed")])
+    second = run(name="second", lines=[line(1), line(2, kl=0.5)], settings=[("run.seed", "1", "--seed")])
+    text = page([first, second])
+    shown = " ".join(Reader(text).texts)
+    assert "reward 0.75 0.4" in shown
+    assert "optimizer.lr 1e-5 -" in shown
+    assert "run.seed" not in shown
+    assert "<title>second</title>" in text  # the name of each line
+    assert len(captions(text)) == len(set(captions(text)))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [line(1, reward_mean=None, accuracy=None, response_tokens_mean=1e300, grad_norm=None, tokens_per_s=0)],
+        [{"step": 1, "seconds": {**dict.fromkeys((phase.value for phase in Phase), 0.0), "total": 0.0}}],
+        [{"step": 1}],
+        [line(1, label="text", flag=True, reward_mean=-1e300), line(2, reward_mean=1e300)],
+    ],
+)
+def test_a_report_is_made_of_odd_metrics(lines: list[dict[str, Any]]) -> None:
+    text = page([run(lines=lines), run(name="other", lines=lines)]) + page([run(lines=lines)])
+    assert "nan" not in text
+    assert "inf" not in text
+
+
+def test_the_page_of_a_long_run_stays_small() -> None:
+    assert len(page([run(lines=[line(step, reward_mean=step % 7 / 7) for step in range(1, 5001)])])) < 400_000
+
+
+def test_a_reader_never_sees_a_part_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    write_page(path, [run()])
+    before = path.read_text()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        write_page(path, [run(name="another")])
+    assert path.read_text() == before
+
+
+def test_times_are_said_as_a_person_would() -> None:
+    assert [duration(s) for s in (45, 99.4, 720, 12_000, 190_000)] == [
+        "45 s", "99 s", "12 min", "3 h 20 min", "2 d 4 h",
+    ]  # fmt: skip
