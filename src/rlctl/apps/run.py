@@ -60,7 +60,9 @@ class RunSummary:
         return "\n".join(lines)
 
 
-def run_training(job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool) -> RunSummary:
+def run_training(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool, loop: type[Loop] = Loop
+) -> RunSummary:
     """Train until the last step or a stop request. The run directory is locked and has its manifest.
 
     With `resume` it goes on from the newest checkpoint that is intact.
@@ -71,7 +73,7 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     display.metrics = declared(job.algorithm)
     try:
         with run.writing():
-            steps, interrupted = _train(job, run, display, stop, resume)
+            steps, interrupted = _train(job, run, display, stop, resume, loop)
     except RlctlError as error:
         _report(job, run, display)
         raise _with_resume_hint(error, run) from error
@@ -93,7 +95,9 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     )
 
 
-def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> tuple[int, bool]:
+def _train(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool, loop: type[Loop]
+) -> tuple[int, bool]:
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
@@ -137,12 +141,12 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             health=Health(job.config.checks),
             timer=timer,
         )
-        loop = Loop(job.config, parts, step=begun["step"], version=begun["version"])
-        interrupted = loop.run(stop)
-        if loop.step < job.config.run.steps:
+        steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
+        interrupted = steps.run(stop)
+        if steps.step < job.config.run.steps:
             require_processes()
         _keep_memory(run, crew, display)
-        return loop.step, interrupted
+        return steps.step, interrupted
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm
 from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import PromptSource
@@ -39,7 +40,11 @@ def _known_name(name: str) -> str:
     if is_reference(name):
         path, function = split_reference(name)
         return f"{path}:{function}"
-    hint = suggest(name, BUILT_IN) or f"Rewards are {', '.join(BUILT_IN)} and path/to/file.py:function."
+    plugins = plugin_names("rlctl.rewards")
+    if name in plugins:
+        return name
+    known = (*BUILT_IN, *plugins)
+    hint = suggest(name, known) or f"Rewards are {', '.join(known)} and path/to/file.py:function."
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
 
 

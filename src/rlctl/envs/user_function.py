@@ -18,6 +18,7 @@ from typing import Any
 
 from rlctl.config.files import problem_with, read_text
 from rlctl.config.paths import user_path
+from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
@@ -91,10 +92,16 @@ class UserScorer:
     """Calls the function with what its signature takes. Raises InputError, naming row and line, where that fails."""
 
     def __init__(self, name: str) -> None:
-        """Imports the file. Raises InputError where that fails or it has no such function."""
+        """Imports the file, or the installed package that brings a reward of this name. Raises InputError where that
+        fails or there is no such function."""
         self.name = name
-        self._code = UserCode.read(name, "Reward")
-        self._function = self._code.load()
+        entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
+        if entry is None:
+            self._code = UserCode.read(name, "Reward")
+            self._function = self._code.load()
+        else:
+            self._function = load_plugin(entry)
+            self._code = UserCode(Path(sys.modules[entry.module].__file__ or ""), "", entry.attr, "Reward")
         try:
             parameters = inspect.signature(self._function).parameters.values()
         except ValueError as error:  # some built-in ones have none

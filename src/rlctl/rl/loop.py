@@ -73,7 +73,10 @@ class Parts:
 
 
 class Loop:
-    """The steps of a run. `step` counts batches trained on and `version` weights; both begin at 0 in a new run."""
+    """The steps of a run. `step` counts batches trained on and `version` weights; both begin at 0 in a new run.
+
+    A loop of your own derives from it and replaces `sample`, `train_on` or `refit`.
+    """
 
     def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
         self.config, self.parts = config, parts
@@ -99,8 +102,8 @@ class Loop:
         parts, step = self.parts, self.step
         parts.timer.restart()
         parts.journal.doing(f"step {step + 1}")
-        batch = parts.source.next(self.version)
-        metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics}
+        batch = self.sample()
+        metrics = {**batch_metrics(batch), **self.train_on(batch), **self.refit(), **batch.metrics}
         self.step += 1
         parts.journal.keep_rollouts(step, batch)
         try:
@@ -114,7 +117,11 @@ class Loop:
         parts.journal.log(step, self._timed(metrics))
         return metrics, ending
 
-    def _train(self, batch: RolloutBatch) -> dict[str, Any]:
+    def sample(self) -> RolloutBatch:
+        """Return the batch of the next step."""
+        return self.parts.source.next(self.version)
+
+    def train_on(self, batch: RolloutBatch) -> dict[str, Any]:
         """Train on a batch, where the algorithm keeps any of it; the policy has its next version afterwards."""
         policy, algorithm, timer, config = self.parts.policy, self.parts.algorithm, self.parts.timer, self.config
         train_batch = make_batch(batch.groups, algorithm, config.batch.optimizer_steps)
@@ -142,7 +149,8 @@ class Loop:
             "imbalance": packing.imbalance,
         }
 
-    def _refit(self) -> dict[str, Any]:
+    def refit(self) -> dict[str, Any]:
+        """Bring the policy's weights into the engines."""
         with self.parts.timer(Phase.REFIT):
             report = self.parts.sync.refit(self.version)
         seconds = {phase.value: value for phase, value in report.seconds.items()}
