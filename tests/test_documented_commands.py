@@ -46,7 +46,11 @@ COMMANDS = {
     "rlctl convert hf-to-megatron": "slow",
 }
 """How the commands that begin so are run. The longest beginning counts."""
-RECIPE = "policy: { model_name: Qwen/Qwen3-1.7B, max_total_sequence_length: 1024 }\ngrpo: { num_prompts_per_step: 4 }\n"
+RECIPE = """
+policy: { model_name: Qwen/Qwen3-1.7B, max_total_sequence_length: 1024 }
+grpo: { num_prompts_per_step: 4 }
+cluster: { num_nodes: 1, gpus_per_node: 8 }
+"""
 LOSSES = "def clipped(batch, options):\n    return -batch.logprobs_R * batch.advantages_R\n"
 
 
@@ -141,6 +145,8 @@ def test_commands_that_train_or_sample(
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
     monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, source: ())
     monkeypatch.setattr("rlctl.rl.algorithms.available._tried", lambda loss: ())
+    if "--preset laptop" not in command:  # for GPUs, and planned from the catalog
+        monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
     assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ SOURCE = Path(rlctl.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 PAGES = (*(page for page in DOCS.glob("*.md") if page.name != "coming_from.md"), SOURCE.parents[1] / "README.md")
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlctlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
-FILES_AND_MODULES = ("model.safetensors", "data.jsonl", "refit.session", "megatron.core", "training.md")
+FILES_AND_MODULES = ("model.safetensors", "data.jsonl", "refit.session", "megatron.core", "training.md", "refit.md")
 """Names that look like keys."""
 
 
@@ -85,6 +85,6 @@ def test_keys_of_nemo_rl_become_those_that_the_page_says() -> None:
     values = {"policy.precision": "bfloat16", "loss_fn.reference_policy_kl_type": "k3", "policy.model_name": "name"}
     flags = ("normalize_rewards", "use_leave_one_out_baseline", "token_level_loss", "enabled")
     for theirs, ours in rows:
-        value = values.get(theirs, True if theirs.endswith(flags) else 1)
+        value = values.get(theirs, True if theirs.endswith(flags) else 0.5 if "ratio_clip_m" in theirs else 4)
         recipe = import_recipe(None, [Override(theirs, value)])
         assert ours in recipe.values, (theirs, recipe.entries)
