@@ -17,7 +17,6 @@ API = {
     "register_backend": "rlctl.backends.lookup", "RlctlError": "rlctl.errors",
 }  # fmt: skip
 """The names of the Python API, and the module of each."""
-__all__ = [*API, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
