@@ -76,8 +76,8 @@ def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
             yield from key_rows(inner, f"{prefix}.{key}")
             continue
         default = inline_yaml(TypeAdapter(Any).dump_python(field.default, mode="json"))
-        words, shown = cell(type_words(field.annotation)), default.replace("|", "\\|")
-        yield f"| `{prefix}.{key}` | {words} | `{shown}` | {cell(plain(field.description))} |"
+        words = cell(type_words(field.annotation))
+        yield f"| `{prefix}.{key}` | {words} | `{default}` | {cell(plain(field.description))} |"
 
 
 def plain(text: str | None) -> str:
@@ -87,13 +87,14 @@ def plain(text: str | None) -> str:
 
 def option(names: str) -> str:
     """Return an option's names and value for a code cell, without the type of an argument that has a name."""
-    return re.sub(r"(?<=\]|\.) <.*>$", "", names).replace("|", "\\|")
+    return re.sub(r"(?<=\]|\.) <.*>$", "", names)
 
 
 def cell(text: str) -> str:
-    """Return prose for a cell of a table: outside of code, words in angle brackets are not HTML."""
-    parts = text.replace("|", "\\|").split("`")
-    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
+    """Return prose for a cell of a table. Outside of code, a bar ends no cell and a word in angle brackets is no HTML."""
+    prose = {"|": "\\|", "<": "&lt;"}
+    parts = text.split("`")
+    return "`".join(part if number % 2 else part.translate(str.maketrans(prose)) for number, part in enumerate(parts))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,13 @@ def test_every_key_is_generated(site: Path) -> None:
     page = (site / "reference" / "configuration.html").read_text()
     keys = [key for key in known_keys() if field(key) is not None and section_of(field(key).annotation) is None]
     assert [key for key in keys if f"<code>{key}</code>" not in page] == []
+
+
+def test_commands_are_shown_as_code(site: Path) -> None:
+    """Code below the item of a list is prose where it is not indented by eight spaces."""
+    pages = {page.name: page.read_text() for page in site.glob("*.html")}
+    assert [name for name, text in pages.items() if re.search(r"<p>(?:rlctl|make|uv|ray) [^<]*--", text)] == []
+    assert [name for name, text in pages.items() if re.search(r"<code>[^<]*\\\|", text)] == []
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
