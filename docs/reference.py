@@ -91,7 +91,7 @@ def option(names: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return prose for a cell of a table. Outside of code, a bar ends no cell and a word in angle brackets is no HTML."""
+    """Return prose for a cell of a table. Outside of code, bars end no cell and angle brackets are no HTML."""
     prose = {"|": "\\|", "<": "&lt;"}
     parts = text.split("`")
     return "`".join(part if number % 2 else part.translate(str.maketrans(prose)) for number, part in enumerate(parts))
