@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from one_process import PolicyGradient, facts_of, policy
 
-from rlctl.backends.batch import BatchShard, RolloutRow
+from rlctl.backends.batch import BatchShard, WeightedRollout
 from rlctl.backends.packing import plan_batch, row_tokens
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.catalog import lookup
@@ -40,18 +40,18 @@ LENGTHS = Path(__file__).parent / "data" / "rollout_lengths.csv"
 Shards = tuple[BatchShard, ...]
 
 
-def read_rows(path: Path) -> list[RolloutRow]:
+def read_rows(path: Path) -> list[WeightedRollout]:
     """Read one rollout from each line: group, prompt_tokens, completion_tokens."""
     seen: dict[int, int] = {}
     rows = []
     for line in csv.DictReader(path.open()):
         group, prompt, new = (int(line[key]) for key in ("group", "prompt_tokens", "completion_tokens"))
         seen[group] = seen.get(group, -1) + 1
-        rows.append(RolloutRow(group, seen[group], prompt, prompt + new, 1.0 if seen[group] % 2 else -1.0, 0.01))
+        rows.append(WeightedRollout(group, seen[group], prompt, prompt + new, 1.0 if seen[group] % 2 else -1.0, 0.01))
     return rows
 
 
-def padded(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
+def padded(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
     """Plan without packing: rollouts in their order, the same number in each micro-batch."""
     size = max(1, limit // max(row.tokens for row in rows))
     count = -(-len(rows) // (size * dp))
@@ -59,8 +59,8 @@ def padded(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limi
     return tuple(BatchShard(columns, (tuple(micros[r::dp]),), rectangular=True) for r in range(dp))
 
 
-def first_fit_decreasing(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
-    bins: list[list[RolloutRow]] = []
+def first_fit_decreasing(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
+    bins: list[list[WeightedRollout]] = []
     for row in sorted(rows, key=lambda row: -row.tokens):
         fits = (b for b in bins if sum(r.tokens for r in b) + row.tokens <= limit)
         if (place := next(fits, None)) is None:
@@ -72,7 +72,7 @@ def first_fit_decreasing(rows: Sequence[RolloutRow], columns: dict[int, object],
 
 
 def ours(**how: bool) -> Callable[..., Shards]:
-    def plan(rows: Sequence[RolloutRow], columns: dict[int, object], dp: int, limit: int) -> Shards:
+    def plan(rows: Sequence[WeightedRollout], columns: dict[int, object], dp: int, limit: int) -> Shards:
         return plan_batch([rows], columns, dp=dp, micro_batch_tokens=limit, **how).shards
 
     return plan
@@ -116,7 +116,7 @@ def compute(shard: BatchShard, facts: ModelFacts) -> float:
     return computed(shard)[1] * per_token + pairs * per_pair
 
 
-def random_columns(rows: Sequence[RolloutRow], vocab: int) -> dict[int, RolloutColumns]:
+def random_columns(rows: Sequence[WeightedRollout], vocab: int) -> dict[int, RolloutColumns]:
     """Draw random tokens of the rollouts' lengths."""
     rng = np.random.default_rng(0)
     found = {}

@@ -31,7 +31,7 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     from rlctl.models.catalog import lookup
     from rlctl.models.families import weights_of
     from rlctl.weights.megatron import MegatronWorld
-    from rlctl.weights.transfer_plan import receive_plan, send_plan
+    from rlctl.weights.transfer_plan import receive_plan, shares_of_rank
     from rlctl.weights.vllm import VllmParallel, VllmWorld
 
     facts = lookup("deepseek-ai/DeepSeek-V3")
@@ -48,7 +48,7 @@ def measure(experts: int, training: tuple[int, ...], generation: tuple[int, ...]
     described = time.perf_counter()
     plan = receive_plan(source, target, target.size - 1).prove()
     received = time.perf_counter()
-    sent = send_plan(source, target, source.size // 2)
+    sent = shares_of_rank(source, target, source.size // 2)
     done = time.perf_counter()
     return {
         "tensors": tensors, "training": source.size, "generation": target.size, "describe_s": described - begun,

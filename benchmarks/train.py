@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from one_process import PolicyGradient, peak_bytes, policy
 
-from rlctl.backends.batch import RolloutRow
+from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.data.rollouts import RolloutColumns
@@ -75,7 +75,7 @@ def advantage(row: int) -> float:
 
 def plan(groups: dict[int, RolloutColumns], share: bool, limit: int) -> BatchPlan:
     rows = [
-        RolloutRow(group, row, int(np.argmax(c.loss_mask_T)), int(np.diff(c.offsets_G)[row]), advantage(row), 0.01)
+        WeightedRollout(group, row, int(np.argmax(c.loss_mask_T)), int(np.diff(c.offsets_G)[row]), advantage(row), 0.01)
         for group, c in groups.items()
         for row in range(c.rollouts)
     ]

@@ -138,6 +138,8 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
     assert results(run_dir) == results(uninterrupted[0])
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_closed_terminal_saves_and_a_dead_worker_is_named_with_how_to_resume(tiny_llama, tmp_path):
     """The terminal takes its output with it, and hangs up on every process that the run has started."""
     run_dir, log = tmp_path / "run", tmp_path / "log"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.backends.batch import RolloutRow
+from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.packing import plan_batch, row_tokens
 from rlctl.config.schema import TrainingConfig
 from rlctl.errors import ConfigError
@@ -15,8 +15,8 @@ from rlctl.errors import ConfigError
 LIMIT = 100
 
 
-def group_rows(group: int, prompt: int, completions: list[int]) -> list[RolloutRow]:
-    return [RolloutRow(group, row, prompt, prompt + n, 0.5, 0.1) for row, n in enumerate(completions)]
+def group_rows(group: int, prompt: int, completions: list[int]) -> list[WeightedRollout]:
+    return [WeightedRollout(group, row, prompt, prompt + n, 0.5, 0.1) for row, n in enumerate(completions)]
 
 
 groups = st.lists(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlctl.backends.batch import RolloutRow
+from rlctl.backends.batch import WeightedRollout
 from rlctl.backends.rows import build_row, row_routing
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 
@@ -24,7 +24,7 @@ def test_the_record_stands_where_the_tokens_do() -> None:
     tokens[4:6] = tokens[:2]  # the same prompt
     columns = {7: RolloutColumns(tokens, np.array([0, 4, 8], np.int32), mask, np.zeros(8, np.float32),
                                  np.zeros(8, np.int32), {ROUTED_EXPERTS: routed})}  # fmt: skip
-    micro = tuple(RolloutRow(7, index, 2, 4, 1.0, 0.25) for index in range(2))
+    micro = tuple(WeightedRollout(7, index, 2, 4, 1.0, 0.25) for index in range(2))
     row = build_row(micro, columns, share=True, multiple=8, device=CPU)
     found = row_routing(micro, columns, True, row)
     assert found is not None

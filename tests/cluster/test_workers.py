@@ -51,6 +51,10 @@ class Counter:
         if self.rank == rank:
             self.die()
 
+    def run_late(self, rank: int) -> None:
+        if self.rank == rank:
+            raise WaitTimeoutError("It took too long.")
+
     def hang(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
@@ -138,6 +142,12 @@ def test_a_worker_that_does_not_answer_takes_no_result_of_the_others_along(group
     assert "counter rank 1 did not finish `hang` in 5 s" in late.message
     with pytest.raises(WaitTimeoutError, match=r"counter rank 1 did not finish `rank_plus` in 2 s"):
         group.within(2).call(Counter.rank_plus, 1)  # it still hangs
+
+
+def test_a_worker_that_says_itself_that_it_is_late_takes_no_result_of_the_others_along(lasting):
+    answered, late = lasting.submit(Counter.run_late, 1).outcomes()
+    assert answered is None
+    assert isinstance(late, WaitTimeoutError)
 
 
 def test_an_error_meant_for_the_user_arrives_as_it_was_raised(lasting):

@@ -9,6 +9,7 @@ import pytest
 from rlctl import cli
 from rlctl.checkpoints.locations import converted_directory, nearest_existing
 from rlctl.config.paths import user_path
+from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import profile_path
 
@@ -56,3 +57,14 @@ def test_variables_may_name_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile_path({"RLCTL_MACHINE_PROFILE": NOBODY}) == Path(NOBODY)
     assert profile_path({"RLCTL_CACHE_DIR": NOBODY}).parent == Path(NOBODY)
     assert nearest_existing(Path(NOBODY)) == Path.cwd()
+
+
+def test_keys_that_hold_paths_know_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    found = RlctlConfig.model_validate({
+        "model": {"name": "~/model", "tokenizer": "org/tokenizer", "chat_template": "{{ messages }}"},
+        "data": {"name": "~/questions.jsonl"},
+        "run": {"dir": "~/runs/one"},
+    })  # fmt: skip
+    assert (found.model.name, found.model.tokenizer) == ("/home/ada/model", "org/tokenizer")
+    assert (found.data.name, found.run.dir) == ("/home/ada/questions.jsonl", "/home/ada/runs/one")

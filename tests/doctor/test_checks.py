@@ -143,7 +143,7 @@ def test_open_files() -> None:
 def test_run_directory(tmp_path: Path) -> None:
     expect(directories.check_run_directory(directory=tmp_path / "a" / "b", free=10 * GIB), "ok", "will be made")
     expect(directories.check_run_directory(directory=tmp_path, free=GIB), "fail", "--run-dir")
-    expect(directories.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "178.8 GiB needed")
+    expect(directories.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "238.4 GiB needed")
 
 
 def test_converted_models_and_cache(tmp_path: Path) -> None:

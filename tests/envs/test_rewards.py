@@ -77,23 +77,23 @@ def test_math_verify_runs_in_the_scoring_process(tmp_path: Path) -> None:
 
 
 def test_terms_are_weighted_and_accuracy_is_the_reference_scorer_s(tmp_path: Path) -> None:
-    source = gym("chain_sum", max_terms=2, max_digits=1)
+    source = jsonl(tmp_path, {"prompt": "3 + 4?", "answer": "7"})
     name = user_file(tmp_path, "def score(completion, answer):\n    return len(completion) / 10\n")
-    terms = (RewardTerm(name="task", weight=2.0), RewardTerm(name=name, weight=-0.5))
+    terms = (RewardTerm(name="exact-match", weight=2.0), RewardTerm(name=name, weight=-0.5))
     plan = prepare_rewards(RewardConfig(terms=terms), source)
-    right, wrong = f"= {source[0].answer}", "none"
+    right, wrong = "= 7", "none"
     scores = score(plan, source, right, wrong)
-    assert scores.terms == {"task": (1, 0), name: (len(right) / 10, 0.4)}
+    assert scores.terms == {"exact-match": (1, 0), name: (len(right) / 10, 0.4)}
     assert scores.rewards == pytest.approx((2 - 0.05 * len(right), -0.2))
     assert scores.accuracies == (1, 0)
-    assert plan.describe()[0] == f"reward: 2 x task + -0.5 x {name}"
+    assert plan.describe()[0] == f"reward: 2 x exact-match + -0.5 x {name}"
 
 
 def test_a_weight_that_makes_a_reward_huge_is_refused(tmp_path: Path) -> None:
-    source = gym("chain_sum", max_terms=2, max_digits=1)
-    plan = prepare_rewards(RewardConfig(terms=(RewardTerm(name="task", weight=1e300),)), source)
-    with pytest.raises(InputError, match=r"is 1e\+300: 1e\+300 x 1 \(task\)"):
-        score(plan, source, f"= {source[0].answer}")
+    source = jsonl(tmp_path, {"prompt": "3 + 4?", "answer": "7"})
+    plan = prepare_rewards(RewardConfig(terms=(RewardTerm(name="exact-match", weight=1e300),)), source)
+    with pytest.raises(InputError, match=r"is 1e\+300: 1e\+300 x 1 \(exact-match\)"):
+        score(plan, source, "= 7")
 
 
 def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_accuracy_without_a_term_for_it(tmp_path: Path) -> None:
     assert "accuracy: none, without reference answers" in plan.describe()
 
 
-def test_several_groups_keep_their_order_and_their_rows() -> None:
-    source = gym("chain_sum", max_terms=2, max_digits=1)
+def test_several_groups_keep_their_order_and_their_rows(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, *({"prompt": f"3 + {n}?", "answer": str(3 + n)} for n in range(3)))
     texts = {"a": [str(source[1].answer), "x"], "b": ["x", "x", str(source[2].answer)]}
-    worker = RewardWorker(prepare_rewards(RewardConfig(), source), fetch=texts.__getitem__)
+    worker = RewardWorker(prepare_rewards(reward("exact-match"), source), fetch=texts.__getitem__)
     try:
         worker.setup()
         for _ in range(2):

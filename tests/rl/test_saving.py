@@ -15,7 +15,7 @@ import pytest
 from rlctl.apps.run import how_to_resume
 from rlctl.checkpoints.identity import damaged_files, file_digest
 from rlctl.config.schema import RunConfig
-from rlctl.errors import DivergenceError, InputError, WorkerError
+from rlctl.errors import DivergenceError, InputError, WaitTimeoutError, WorkerError
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.runs.directory import RunDirectory
 
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def saver(run: RunDirectory, policy: Any, **config: Any) -> Saver:
-    return Saver(run, policy, RunConfig(checkpoint_every=1, **config))
+    return Saver(run, policy, RunConfig(checkpoint_every=1, **config), 300.0)
 
 
 def state(loss: float = 0.5, skipped: int = 0) -> dict[str, Any]:
@@ -115,6 +115,49 @@ def test_a_save_whose_policy_dies_is_said_to_be_lost_and_the_one_before_stays(ru
     one.close(said.append)
     assert said[-1] == "The checkpoint of step 2 is lost: policy rank 0 died."
     assert os.listdir(run.path / "checkpoints") == ["step_1"]
+
+
+def test_a_save_that_is_never_written_fails_with_its_place(run: RunDirectory) -> None:
+    policy: Any = FilePolicy()
+    policy.may_write.clear()
+    one = Saver(run, policy, RunConfig(checkpoint_every=1), 0.1)
+    one.begin(1, state())
+    with pytest.raises(WaitTimeoutError, match=r"step 2 was not written to \S+checkpoints\S+ in 0 s"):
+        one.finish(30)
+    assert not list((run.path / "checkpoints").iterdir())
+
+
+def test_a_save_under_way_is_hardly_waited_for_where_the_user_asked_twice_to_stop(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.rl.saving.AT_ONCE_S", 0.1)
+    policy: Any = FilePolicy()
+    policy.may_write.clear()
+    one, said = saver(run, policy), []
+    one.begin(1, state())
+    one.close(said.append, at_once=True)
+    assert said[-1] == "The checkpoint of step 2 is lost: it was not written in 0 s."
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_stays(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(run, 1)
+    said: list[str] = []
+    one = Saver(run, saved(run, 2), RunConfig(checkpoint_every=1, keep_last=1), 300.0, said.append)
+
+    def refuse(path: Path, **_: Any) -> None:
+        if path.name.endswith(".removed"):
+            raise OSError(39, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlctl.runs.directory.shutil.rmtree", refuse)
+        one.begin(2, state())
+        one.finish(30)
+    assert "could not be removed" in said[0]
+    assert steps(run) == [2, 3]
+    run.recover_partial(said.append)
+    assert not list((run.path / "checkpoints").glob(".*"))
 
 
 def test_a_save_killed_before_it_was_renamed_is_completed_at_the_resume(run: RunDirectory) -> None:

@@ -107,6 +107,15 @@ def test_newest_run_is_the_one_written_last(tmp_path):
     assert newest_run(tmp_path).name == "new"
 
 
+def test_a_run_that_was_started_first_and_written_to_last_is_the_newest(tmp_path):
+    for age, name in ((30, "first"), (20, "second")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text("{}")
+        os.utime(tmp_path / name / MANIFEST, (1_000_000 - age, 1_000_000 - age))
+    (tmp_path / "first" / "metrics.jsonl").write_text("{}")
+    assert newest_run(tmp_path).name == "first"
+
+
 def test_rollouts_are_json_lines_numbered_from_one(run):
     run.write_rollouts(0, [{"text": "é"}, {"text": "b"}])
     lines = (run.path / "rollouts" / "step_1.jsonl").read_text().splitlines()

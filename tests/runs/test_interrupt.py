@@ -20,7 +20,7 @@ def test_between_steps_the_first_is_a_request_and_the_second_ends_it(number: sig
         with stop.between_steps():
             os.kill(os.getpid(), number)
             assert stop.requested
-            assert said[-1].startswith("Stopping after this step, then saving. Press Ctrl-C again")
+            assert said[-1].startswith("Stopping after this step. Press Ctrl-C again")
             if number == signal.SIGHUP:  # the same terminal is told of again by the shell
                 os.kill(os.getpid(), number)
                 assert said.count("The terminal was closed (SIGHUP).") == 2

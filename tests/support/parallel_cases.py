@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import LogprobColumn, LogprobStats, LossOutput, MinibatchResult, RolloutRow, TokenBatch
+from rlctl.backends.batch import LogprobColumn, LogprobStats, LossOutput, MinibatchResult, TokenBatch, WeightedRollout
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
@@ -90,7 +90,9 @@ def spec_of(case: Case) -> PolicySpec:
 
 def plan_of(case: Case, batch: dict[int, RolloutColumns]) -> BatchPlan:
     rows = [
-        RolloutRow(group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT)
+        WeightedRollout(
+            group, row, prompt_tokens(c), c.slice(row).stop - c.slice(row).start, advantage(group, row), WEIGHT
+        )
         for group, c in batch.items()
         for row in range(c.rollouts)
     ]

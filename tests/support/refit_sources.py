@@ -93,8 +93,8 @@ class ShardedSource(RefitSender):
         piece = self.world.layout(self.rank).by_tensor[name][0]
         return piece.tensor_box, self.held[piece.param]
 
-    def refit_open(self, setup: SenderSetup) -> Any:
-        opened = super().refit_open(setup)
+    def refit_connect(self, setup: SenderSetup) -> Any:
+        opened = super().refit_connect(setup)
         for sender in self._refit.senders.values():
             packer = sender.packer
             packer.copies = [[self._transposed(copy) for copy in own] for own in packer.copies]

@@ -54,8 +54,8 @@ def test_a_line_cut_off_by_a_kill_is_left_out_but_a_damaged_one_is_refused(tmp_p
 
 def test_a_value_that_is_not_finite_is_null_and_the_file_stays_json(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    MetricsFile(path, keep_before=0).log(0, {"grad_norm": math.nan, "logprob_diff": {"max": math.inf}})
-    assert json.loads(path.read_text()) == {"step": 0, "grad_norm": None, "logprob_diff": {"max": None}}
+    MetricsFile(path, keep_before=0).log(0, {"grad_norm": math.nan, "logprob_diff": {"max": [math.inf, 1.0]}})
+    assert json.loads(path.read_text()) == {"step": 0, "grad_norm": None, "logprob_diff": {"max": [None, 1.0]}}
 
 
 def test_times_are_not_part_of_what_two_equal_runs_share():

@@ -24,7 +24,7 @@ from rlctl.weights.transfer_plan import (
     TransferPlan,
     message_order,
     receive_plan,
-    send_plan,
+    shares_of_rank,
 )
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 from support.layout_families import FAMILIES
@@ -64,7 +64,7 @@ def test_senders_and_receivers_agree_without_talking() -> None:
     received = [
         copy for rank in range(GENERATION.size) for copy in receive_plan(TRAINING, GENERATION, rank).prove().copies
     ]
-    sent = [copy for rank in range(TRAINING.size) for copy in send_plan(TRAINING, GENERATION, rank)]
+    sent = [copy for rank in range(TRAINING.size) for copy in shares_of_rank(TRAINING, GENERATION, rank)]
     assert len(sent) == len(received) > 0
     assert set(sent) == set(received)
 
@@ -72,7 +72,7 @@ def test_senders_and_receivers_agree_without_talking() -> None:
 def test_both_sides_pack_a_message_in_the_same_order() -> None:
     plan = receive_plan(TRAINING, GENERATION, 3)
     for source in plan.sources:
-        expected = [copy for copy in send_plan(TRAINING, GENERATION, source) if copy.destination_rank == 3]
+        expected = [copy for copy in shares_of_rank(TRAINING, GENERATION, source) if copy.destination_rank == 3]
         assert plan.from_rank(source) == expected == sorted(expected, key=message_order)
 
 
@@ -92,7 +92,7 @@ def test_the_nearest_replica_sends() -> None:
     topology = Topology(source, places)
     used = [set(receive_plan(dense, target, rank, topology).sources) for rank in range(4)]
     assert used == [{0}, {1}, {2, 3}, {0, 1, 2, 3}]
-    sent = {copy for rank in range(4) for copy in send_plan(dense, target, rank, topology)}
+    sent = {copy for rank in range(4) for copy in shares_of_rank(dense, target, rank, topology)}
     assert sent == {copy for rank in range(4) for copy in receive_plan(dense, target, rank, topology).copies}
 
 
@@ -123,7 +123,7 @@ def digest(plan: TransferPlan) -> int:
 def by_destination() -> dict[int, tuple]:
     found: dict[int, list] = {}
     for rank in range(TRAINING.size):
-        for copy in send_plan(TRAINING, GENERATION, rank):
+        for copy in shares_of_rank(TRAINING, GENERATION, rank):
             found.setdefault(copy.destination_rank, []).append(copy)
     return {rank: tuple(copies) for rank, copies in found.items()}
 

@@ -119,7 +119,8 @@ def completion_job(
 
 def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved, Checkpoint]:
     """The configuration a run was made with, under what this command line sets, and the checkpoint wanted of it. How
-    the run was laid out over its devices is left out: engines are planned for the devices that are here now."""
+    the run was laid out over its devices, and which cluster it joined, is left out: engines are planned for the devices
+    that are here now."""
     run = RunDirectory(directory)
     stored = run.manifest()
     checkpoints = run.checkpoints()
@@ -130,7 +131,8 @@ def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved
         raise InputError(
             f"--run-dir {directory} does not have {wanted} (it has: {have}).", "Choose another with --step."
         )
-    values = [value for value in stored_values(stored["config"]) if value.key not in LAYOUT]
+    left_out = {*LAYOUT, "cluster.ray_address"}
+    values = [value for value in stored_values(stored["config"]) if value.key not in left_out]
     return from_sources([Source(values), Source(asked.given())]), found[-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
@@ -79,11 +80,15 @@ class Job:
         return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
 
     def crew_spec(self) -> CrewSpec:
-        """The processes to start."""
-        empty = self.source.megatron is not None
-        return planned_crew(
-            self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=empty
-        )
+        """The processes to start. The engines read no weights: the first refit fills them."""
+        return planned_crew(self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True)
+
+    def _tokenizer_fingerprint(self, directory: Path) -> str:
+        """Digest of the files of a directory, or of the vocabulary of a tokenizer that came from the hub."""
+        if directory.is_dir():
+            return model_fingerprint(directory)
+        vocabulary = sorted(self.prompts.encoder.tokenizer.get_vocab().items())
+        return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
 
     def manifest(self) -> dict[str, Any]:
         """The record that the run directory keeps and a resume compares."""
@@ -96,7 +101,7 @@ class Job:
             "config": self.resolved.to_json(),
             "model": {
                 "fingerprint": model_fingerprint(self.source.directory, self.source.weights),
-                "tokenizer": model_fingerprint(Path(tokenizer)) if tokenizer else None,
+                "tokenizer": self._tokenizer_fingerprint(Path(tokenizer)) if tokenizer else None,
                 "directory": str(self.source.directory),
                 "weights": str(self.source.weights),
                 "label": self.source.label,
@@ -233,8 +238,8 @@ def planned_crew(
     dummy_weights: bool = False,
     trains: bool = True,
 ) -> CrewSpec:
-    """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engine's directory holds
-    no weights; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
+    """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engines
+    read none; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
 
     Raises ConfigError for what a backend refuses.
     """

@@ -119,17 +119,17 @@ def _train(
             restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
         )  # fmt: skip
         stack.enter_context(sync)
-        saver = Saver(run, policy, job.config.run)
-        stack.callback(saver.close, display.say)
+        saver = Saver(run, policy, job.config.run, job.config.cluster.step_timeout_s, display.say)
+        stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
         assert crew.reward is not None  # a run is started with its rewards
-        source = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
+        rollouts = SynchronousSource(job.config, job.prompts, crew.engines, crew.reward, sync, timer)
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
-            source.restore(begun["source"])
+            rollouts.restore(begun["source"])
         parts = Parts(
-            source=source,
+            source=rollouts,
             algorithm=job.algorithm,
             policy=policy,
             sync=sync,

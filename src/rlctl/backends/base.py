@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MinibatchResult, TokenLoss
+from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
@@ -157,7 +157,8 @@ class PolicyWorker(Protocol):
         ...
 
     def load_model(self, directory: Path | str) -> None:
-        """Fill the weights from a Hugging Face directory or Megatron checkpoint; the optimizer starts afresh."""
+        """Fill the weights from a Hugging Face directory, a converted model, or what `save` wrote; the optimizer starts
+        afresh."""
 
     def hold_reference(self) -> None:
         """Keep a frozen copy of the current weights as the reference policy."""
@@ -173,7 +174,7 @@ class PolicyWorker(Protocol):
         ...
 
     def train_minibatch(
-        self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None
+        self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
         """Take one optimizer step on mini-batch `index` of the loaded batch. Without `weight_decay` the optimizer's own
         is used."""

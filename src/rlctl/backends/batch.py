@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 Fetch = Callable[[list[object]], list[RolloutColumns]]
-"""Turns handles of columns into the columns (`ray.get`, in a run)."""
+"""Turns handles of columns into the columns (by `fetch` of `cluster/objects.py`, in a run)."""
 
 
 @dataclass(frozen=True)
-class RolloutRow:
-    """One rollout of an optimizer mini-batch: where its tokens are, and the scalars that the driver gives it."""
+class WeightedRollout:
+    """One rollout of an optimizer mini-batch: where its tokens are, and the scalars that the driver gives it, its
+    advantage and the weight of its tokens."""
 
     position: int
     """Position of its prompt: the key of its group's columns in `BatchShard.columns`."""
@@ -41,11 +42,11 @@ class RolloutRow:
 class TrainBatch:
     """The rollouts of a step as optimizer mini-batches, and where the columns of each group are."""
 
-    minibatches: tuple[tuple[RolloutRow, ...], ...]
+    minibatches: tuple[tuple[WeightedRollout, ...], ...]
     columns: dict[int, object]
 
 
-MicroBatch = tuple[RolloutRow, ...]
+MicroBatch = tuple[WeightedRollout, ...]
 """Rollouts packed into one row of tokens. Empty for a rank that only takes part in the collectives."""
 
 
@@ -71,7 +72,7 @@ class TokenBatch:
     entropy_R: torch.Tensor  # float32 without gradient, in nats
     rollout_logprobs_R: torch.Tensor  # float32, the engine's
     advantages_R: torch.Tensor  # float32
-    token_weights_R: torch.Tensor  # float32, see RolloutRow.token_weight
+    token_weights_R: torch.Tensor  # float32, see WeightedRollout.token_weight
     counted_R: torch.Tensor  # bool: False where the token's rollout is left out (weight 0)
     rollout_R: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
     old_logprobs_R: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_R.detach()
@@ -80,7 +81,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The answer of a `TokenLoss` for one micro-batch. All tensors are scalars."""
+    """The answer of a `MicroBatchLoss` for one micro-batch. All tensors are scalars."""
 
     loss: torch.Tensor
     """Sum over the tokens, weights applied; the gradient of its sum over micro-batches and ranks is what trains."""
@@ -90,9 +91,12 @@ class LossOutput:
     """Metrics of which the largest over micro-batches and ranks counts; at least 0 (the value over no tokens)."""
 
 
-class TokenLoss(Protocol):
-    """A loss over response tokens; pickled to the workers. It is called only with at least one token, and must return
-    the same metric names for every micro-batch."""
+class MicroBatchLoss(Protocol):
+    """The loss of a whole micro-batch, which a policy worker is given; pickled to the workers.
+
+    `RunLoss` makes it of an algorithm's `token_loss`. It is called only with at least one token, and must return the
+    same metric names for every micro-batch.
+    """
 
     def __call__(self, batch: TokenBatch) -> LossOutput: ...
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from rlctl.backends.base import EngineWorker, PolicySpec, PolicyWorker
-from rlctl.backends.batch import LogprobColumn, LogprobStats, MinibatchResult, TokenLoss, TrainBatch
+from rlctl.backends.batch import LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult, TrainBatch
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
 from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.objects import fetch
@@ -65,7 +65,7 @@ class PolicyClient(Generic[W_co]):
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats:
         return only_result(self.group.call(PolicyWorker.logprob_difference, column))
 
-    def train(self, minibatches: int, loss: TokenLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:
+    def train(self, minibatches: int, loss: MicroBatchLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:
         """Take one optimizer step on each mini-batch of the loaded batch, in order."""
         return [
             only_result(self.group.call(PolicyWorker.train_minibatch, index, loss, lr, weight_decay))

@@ -2,7 +2,8 @@
 
 A backend's record names its worker class and holds what the driver needs of it before a process runs. Records are
 imported when they are asked for, so that no command imports an engine it does not use. `register_backend` adds one from
-outside of the package, and so does an entry point of an installed one; the loop, refits and commands need no change.
+outside of the package, and so does an entry point of an installed one; the loop, refits and commands need no change. No
+key of the configuration selects a generation engine yet: a registered one is used where it takes the name `vllm`.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class GroupRequest:
     """One prompt, and the seed of each sample wanted of it."""
 
     group: int
+    """Number by which the caller knows the answer; in training the position of the prompt."""
     prompt_tokens: tuple[int, ...]
     seeds: tuple[int, ...]
     """One sample a seed. A sample depends on its own seed alone, not on its neighbours in the batch."""
@@ -57,6 +58,7 @@ class GroupResult:
     """The samples of one prompt: what is token-sized, or handles of it, and scalars by sample."""
 
     group: int
+    """The number that the request has."""
     columns: Any
     """The `RolloutColumns`."""
     texts: Any
@@ -116,4 +118,4 @@ def joined(results: Sequence[GroupResult], values: Sequence[Any]) -> list[GroupR
 
 
 QUANTISED = "is quantised by"
-"""In reasons why a parameter is not the published tensor."""
+"""Words by which a reason why a parameter is not the published tensor says that it is quantised."""

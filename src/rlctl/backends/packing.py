@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rlctl.backends.batch import BatchShard, MicroBatch, RolloutRow
+from rlctl.backends.batch import BatchShard, MicroBatch, WeightedRollout
 from rlctl.errors import ConfigError
 
 ATTENTION_TOKENS = 4096
@@ -51,13 +51,13 @@ class BatchPlan:
 class PackingUnit:
     """Rollouts that must share a row: those behind one copy of a prompt, or a single one."""
 
-    rows: tuple[RolloutRow, ...]
+    rollouts: tuple[WeightedRollout, ...]
     tokens: int
     cost: float
 
 
 def plan_batch(
-    minibatches: Sequence[Sequence[RolloutRow]],
+    minibatches: Sequence[Sequence[WeightedRollout]],
     columns: dict[int, object],
     *,
     dp: int,
@@ -90,58 +90,57 @@ def plan_batch(
         )
     bins_of = _packed if packing else _rectangles if dynamic else _single
     ranks = []
-    for rows in minibatches:
-        units = sorted(
-            _units(rows, micro_batch_tokens, share), key=lambda u: (-u.cost, u.rows[0].position, u.rows[0].sample)
-        )
+    for rollouts in minibatches:
+        units = _units(rollouts, micro_batch_tokens, share)
+        units.sort(key=lambda u: (-u.cost, u.rollouts[0].position, u.rollouts[0].sample))
         ranks.append(_spread(bins_of(units, dp * micro_batch_multiple, micro_batch_tokens), dp))
     shards = tuple(_shard([rank[r] for rank in ranks], columns, share, dynamic) for r in range(dp))
     return BatchPlan(shards, _stats(minibatches, ranks, shards, dp, multiple))
 
 
-def row_tokens(micro_batch: Iterable[RolloutRow], share_prompts: bool) -> int:
+def row_tokens(micro_batch: Iterable[WeightedRollout], share_prompts: bool) -> int:
     """Tokens of a row, padding not counted."""
-    rows = list(micro_batch)
-    total = sum(row.tokens for row in rows)
+    rollouts = list(micro_batch)
+    total = sum(rollout.tokens for rollout in rollouts)
     if not share_prompts:
         return total
-    prompts = {row.position: row.prompt_tokens for row in rows}
-    return total - sum(row.prompt_tokens for row in rows) + sum(prompts.values())
+    prompts = {rollout.position: rollout.prompt_tokens for rollout in rollouts}
+    return total - sum(rollout.prompt_tokens for rollout in rollouts) + sum(prompts.values())
 
 
-def _units(rows: Sequence[RolloutRow], limit: int, share: bool) -> list[PackingUnit]:
-    for row in rows:
-        if row.tokens > limit:
+def _units(rollouts: Sequence[WeightedRollout], limit: int, share: bool) -> list[PackingUnit]:
+    for rollout in rollouts:
+        if rollout.tokens > limit:
             raise ConfigError(
-                f"A rollout of {row.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
+                f"A rollout of {rollout.tokens} tokens does not fit training.micro_batch_tokens = {limit}.",
                 "Set that to at least model.max_length.",
             )
     if not share:
-        return [_unit((row,)) for row in rows]
-    groups: dict[int, list[RolloutRow]] = defaultdict(list)
-    for row in rows:
-        groups[row.position].append(row)
+        return [_unit((rollout,)) for rollout in rollouts]
+    groups: dict[int, list[WeightedRollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.position].append(rollout)
     return [_unit(part) for group in groups.values() for part in _split_group(group, limit)]
 
 
-def _split_group(group: list[RolloutRow], limit: int) -> list[tuple[RolloutRow, ...]]:
+def _split_group(group: list[WeightedRollout], limit: int) -> list[tuple[WeightedRollout, ...]]:
     """Parts of a group, each of which fits a row; as few copies of the prompt as first-fit finds."""
-    parts: list[list[RolloutRow]] = []
-    for row in sorted(group, key=lambda row: (-row.tokens, row.sample)):
+    parts: list[list[WeightedRollout]] = []
+    for rollout in sorted(group, key=lambda r: (-r.tokens, r.sample)):
         for part in parts:
-            if row_tokens([*part, row], share_prompts=True) <= limit:
-                part.append(row)
+            if row_tokens([*part, rollout], share_prompts=True) <= limit:
+                part.append(rollout)
                 break
         else:
-            parts.append([row])
-    return [tuple(sorted(part, key=lambda row: row.sample)) for part in parts]
+            parts.append([rollout])
+    return [tuple(sorted(part, key=lambda r: r.sample)) for part in parts]
 
 
-def _unit(rows: tuple[RolloutRow, ...]) -> PackingUnit:
-    prompt = rows[0].prompt_tokens
-    tokens = row_tokens(rows, share_prompts=True)
-    attention = prompt**2 / 2 + sum((row.tokens**2 - prompt**2) / 2 for row in rows)
-    return PackingUnit(rows, tokens, tokens + attention / ATTENTION_TOKENS * 2)
+def _unit(rollouts: tuple[WeightedRollout, ...]) -> PackingUnit:
+    prompt = rollouts[0].prompt_tokens
+    tokens = row_tokens(rollouts, share_prompts=True)
+    attention = prompt**2 / 2 + sum((rollout.tokens**2 - prompt**2) / 2 for rollout in rollouts)
+    return PackingUnit(rollouts, tokens, tokens + attention / ATTENTION_TOKENS * 2)
 
 
 def _packed(units: list[PackingUnit], step: int, limit: int) -> list[list[PackingUnit]]:
@@ -200,21 +199,21 @@ def _spread(bins: list[list[PackingUnit]], dp: int) -> list[list[MicroBatch]]:
 
 
 def _in_batch_order(units: list[PackingUnit]) -> MicroBatch:
-    ordered = sorted(units, key=lambda unit: (unit.rows[0].position, unit.rows[0].sample))
-    return tuple(row for unit in ordered for row in unit.rows)
+    ordered = sorted(units, key=lambda unit: (unit.rollouts[0].position, unit.rollouts[0].sample))
+    return tuple(rollout for unit in ordered for rollout in unit.rollouts)
 
 
 def _shard(
     minibatches: list[list[MicroBatch]], columns: dict[int, object], share: bool, rectangular: bool
 ) -> BatchShard:
-    needed = sorted({row.position for rows in minibatches for micro in rows for row in micro})
+    needed = sorted({rollout.position for rows in minibatches for micro in rows for rollout in micro})
     return BatchShard(
         {group: columns[group] for group in needed}, tuple(tuple(rows) for rows in minibatches), share, rectangular
     )
 
 
 def _stats(
-    minibatches: Sequence[Sequence[RolloutRow]],
+    minibatches: Sequence[Sequence[WeightedRollout]],
     ranks: list[list[list[MicroBatch]]],
     shards: tuple[BatchShard, ...],
     dp: int,
@@ -234,7 +233,7 @@ def _stats(
     return PackingStats(
         tokens=tokens,
         padded_tokens=padded,
-        unshared_tokens=sum(row.tokens for rows in minibatches for row in rows),
+        unshared_tokens=sum(rollout.tokens for rollouts in minibatches for rollout in rollouts),
         micro_batches=sum(len(rank) for rank in (rows[0] for rows in ranks)),
         imbalance=busiest / mean - 1 if mean else 0.0,
     )
@@ -244,14 +243,14 @@ def _row_length(micro: MicroBatch, shard: BatchShard, multiple: int) -> int:
     """Tokens of a row with its padding."""
     length = row_tokens(micro, shard.share_prompts)
     if shard.rectangular and micro:
-        length = len(micro) * max(row.tokens for row in micro)
+        length = len(micro) * max(rollout.tokens for rollout in micro)
     return max(multiple, -(-length // multiple) * multiple)
 
 
 def _micro_cost(micro: MicroBatch, share: bool) -> float:
     if not share:
-        return sum(_unit((row,)).cost for row in micro)
-    groups: dict[int, list[RolloutRow]] = defaultdict(list)
-    for row in micro:
-        groups[row.position].append(row)
-    return sum(_unit(tuple(rows)).cost for rows in groups.values())
+        return sum(_unit((rollout,)).cost for rollout in micro)
+    groups: dict[int, list[WeightedRollout]] = defaultdict(list)
+    for rollout in micro:
+        groups[rollout.position].append(rollout)
+    return sum(_unit(tuple(group)).cost for group in groups.values())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import LogprobColumn, LogprobStats, MinibatchResult, TokenBatch, TokenLoss
+from rlctl.backends.batch import LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult, TokenBatch
 from rlctl.backends.rows import PackedRow
 
 
@@ -22,7 +22,7 @@ class StepOutcome:
     """The gradient was not finite, and nothing was changed."""
 
 
-def micro_batch_loss(loss: TokenLoss, row: PackedRow, out_2R: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def micro_batch_loss(loss: MicroBatchLoss, row: PackedRow, out_2R: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one row, and its detached loss, sums and maxima."""
     if out_2R.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
         return out_2R.sum() * 0.0, {"loss": out_2R.detach().sum(), "sums": {}, "maxima": {}}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlctl.backends.batch import BatchShard, Fetch, MicroBatch, RolloutRow
+from rlctl.backends.batch import BatchShard, Fetch, MicroBatch, WeightedRollout
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import InputError
 
@@ -117,9 +117,9 @@ def build_row(
     return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
 
 
-def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[RolloutRow]]]:
+def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[WeightedRollout]]]:
     """(index of the first rollout, rollouts) of each unit."""
-    units: list[tuple[int, list[RolloutRow]]] = []
+    units: list[tuple[int, list[WeightedRollout]]] = []
     for index, row in enumerate(micro_batch):
         if share and units and units[-1][1][0].position == row.position:
             units[-1][1].append(row)
@@ -153,7 +153,7 @@ def row_routing(
 
 
 def _unit_parts(
-    rows: Sequence[RolloutRow], columns: RolloutColumns, share: bool
+    rows: Sequence[WeightedRollout], columns: RolloutColumns, share: bool
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Prompt tokens, and (tokens, loss mask, engine log-probs) of each completion."""
     prompt: np.ndarray | None = None
@@ -187,7 +187,7 @@ def _to_device(
     multiple: int,
     device: torch.device,
 ) -> PackedRow:
-    """`lengths` with and without the padding inside."""
+    """Return the row. `lengths` are its tokens with the padding between rollouts and without it."""
     length, used = lengths
     padding = max(multiple, -(-length // multiple) * multiple) - length
     if padding:

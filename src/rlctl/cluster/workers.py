@@ -170,7 +170,7 @@ class PendingCall(Generic[R]):
             for ref in done:
                 try:
                     found[rank_of[ref]] = self.group.result(ref, rank_of[ref], self.method)
-                except WorkerError as error:
+                except (WorkerError, WaitTimeoutError) as error:
                     found[rank_of[ref]] = error
         return found
 
@@ -250,6 +250,7 @@ class WorkerGroup(Generic[W_co]):
             ray.kill(self.hosts[rank], no_restart=True)
             self.hosts[rank] = self._host(rank)
         again = self.part(ranks)
+        again.pids = []  # an error names those of the new processes, once they are known
         again._started = [self._begin(rank) for rank in ranks]
         again.ready()
         for rank, pid in zip(ranks, again.pids, strict=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlctl.errors import RlctlError
+from rlctl.telemetry.metrics import finite
 from rlctl.telemetry.streams import discard
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def want_json(value: bool) -> bool:
 def print_json(value: Any, *, lines: bool = False) -> None:
     """Print one JSON object on stdout: indented, or on a single line for JSON Lines."""
     JsonMode.printed = True
-    show(json.dumps(value) if lines else json.dumps(value, indent=2))
+    show(json.dumps(finite(value), indent=None if lines else 2, allow_nan=False))
 
 
 def show(text: str) -> None:

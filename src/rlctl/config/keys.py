@@ -78,7 +78,8 @@ def takes_text(key: str) -> bool:
         return False
     kind = found.annotation if passed is None else annotation(passed)
     options = typing.get_args(kind) if typing.get_origin(kind) in (UnionType, typing.Union) else (kind,)
-    return str in options and not {int, float, bool} & set(options)
+    plain = {typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in options}
+    return str in plain and not {int, float, bool} & plain
 
 
 @functools.cache

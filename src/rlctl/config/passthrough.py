@@ -131,6 +131,7 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "megatron.moe_use_legacy_grouped_gemm": "refit and checkpoints need one tensor for each expert",
     "megatron.fp8_dot_product_attention": "attention is rlctl's own, in model.dtype",
     "megatron.fp8_multi_head_attention": "attention is rlctl's own, in model.dtype",
+    "vllm.load_format": "engines start without weights, and the first refit fills them",
     "megatron.mtp_num_layers": "multi-token prediction is not trained",
     "optimizer.params_dtype": "set model.dtype",
     "optimizer.bf16": "set model.dtype",

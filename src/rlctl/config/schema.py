@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from rlctl.config.paths import user_path
 
 MOST = 2**31 - 1
 Positive = Annotated[int, Field(gt=0, le=MOST)]
@@ -21,6 +23,8 @@ PositiveNumber = Annotated[float, Field(gt=0)]
 NonNegativeNumber = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 """A part of a whole, neither none nor all of it."""
+PathText = Annotated[str, AfterValidator(lambda text: str(user_path(text)) if text.startswith("~") else text)]
+"""A path, or something else that does not begin with `~`. The shell expands that in no file and in no `--set`."""
 
 
 class Section(BaseModel):
@@ -46,13 +50,13 @@ class PassThrough(Section):
 class ModelConfig(Section):
     """The model, its tokenizer, and the length of a rollout."""
 
-    name: str | None = None
+    name: PathText | None = None
     """Local Hugging Face directory, or name on the hub."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Directory or hub name of a tokenizer to use instead of the model's own."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """Jinja chat template to use instead of the model's own: a file, or the text itself."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
@@ -68,7 +72,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The prompts: where they come from, and how they are put to the model."""
 
-    name: str | None = None
+    name: PathText | None = None
     """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a Hugging Face dataset name."""
     params: dict[str, Any] = {}
     """Parameters of a reasoning-gym task, for example `max_terms: 2`."""
@@ -334,7 +338,7 @@ class RefitConfig(Section):
     """Number of tensors that are compared in every other refit, different ones each time; 0: none."""
     mover: Literal["auto", "shared-memory", "cuda-ipc", "collective", "disk"] = "auto"
     """Mover that carries the bytes; auto chooses by where the engines are."""
-    directory: str | None = None
+    directory: PathText | None = None
     """Directory that every node sees, where the disk mover writes versions."""
     sparse: bool = False
     """Send only the elements that have changed since the previous version."""
@@ -446,7 +450,7 @@ class RunConfig(Section):
     """Number of steps of the run; each trains on one batch."""
     goal: Literal["fast", "safe", "frugal"] = "fast"
     """Aim of the planner: the shortest step (fast), more free memory (safe), or the fewest GPU seconds (frugal)."""
-    dir: str | None = None
+    dir: PathText | None = None
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the order of prompts and of sampling, of 32 bits."""

@@ -12,9 +12,10 @@ from rlctl.config.paths import user_path
 from rlctl.doctor.finding import GIB, Check, gib
 
 LEAST_SPACE = 2 * GIB
-# A run's checkpoint: weights and two Adam moments in float32. A converted model: bfloat16.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
-CONVERTED_BYTES_PER_PARAMETER = 2
+# On a CPU, which takes most. A run's checkpoint: weights, the optimizer's copy of them and two moments of Adam, all in
+# float32. A converted model: float32.
+CHECKPOINT_BYTES_PER_PARAMETER = 16
+CONVERTED_BYTES_PER_PARAMETER = 4
 # Linux: sun_path of a Unix socket. A session appends about 80 characters to it.
 LONGEST_RAY_DIRECTORY = 107 - 81
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -45,9 +46,15 @@ class Gpu:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that nvidia-smi lists; there are none where there is no driver."""
-    rows = [row for row in rows_of(nvidia_smi, "gpu", "name,memory.total,driver_version") if len(row) == 3]
-    return tuple(Gpu(name, int(memory) * 1024**2, driver) for name, memory, driver in rows if memory.isdigit())
+    """Return the GPUs that nvidia-smi lists and `CUDA_VISIBLE_DEVICES` leaves to a run; none without a driver."""
+    from rlctl.planner.from_config import visible
+
+    rows = rows_of(nvidia_smi, "gpu", "index,uuid,name,memory.total,driver_version")
+    known = [tuple(row) for row in rows if len(row) == 5 and row[3].isdigit()]
+    return tuple(
+        Gpu(name, int(memory) * 1024**2, driver)
+        for _, _, name, memory, driver in visible(known, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    )
 
 
 def check_gpus(wanted: int = 0, kind: str = "auto", gpus: tuple[Gpu, ...] | None = None) -> Check:

@@ -177,7 +177,7 @@ def write_token(directory: Path) -> Path:
 
 
 def look_around(token: str) -> dict[str, Any]:
-    """Return the facts of the node that this runs on. It travels by value, so it imports all that it uses."""
+    """Return the facts of the node that this runs on, which has rlctl installed."""
     import os
     import platform
     import shutil

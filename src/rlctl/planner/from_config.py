@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +21,45 @@ from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import Plan, make_plan
 
+DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
 """Prompt length that the planner assumes where the data is not read."""
 
 
 def local_gpus() -> list[str]:
-    """Names of this machine's GPUs as the driver reports them; empty: none."""
+    """Names of this machine's GPUs that `CUDA_VISIBLE_DEVICES` leaves to this process, as the driver reports them;
+    empty: none. Raises MachineError where the driver does not answer."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MachineError(
+            f"nvidia-smi did not answer in {DRIVER_LIMIT_S:.0f} s: the GPUs' driver hangs.",
+            "Restart the driver or the machine; --gpu cpu computes without GPUs.",
+        ) from error
+    lines = result.stdout.splitlines() if result.returncode == 0 else []
+    rows = [tuple(part.strip() for part in line.split(",", 2)) for line in lines if line.count(",") >= 2]
+    return [name for _, _, name in visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+
+
+def visible(rows: Sequence[tuple[str, ...]], wanted: str | None) -> list[tuple[str, ...]]:
+    """Return those of `rows`, (index, uuid, ...) of each GPU, that `CUDA_VISIBLE_DEVICES` names, in its order.
+
+    As for CUDA, a GPU is named by its index or by the beginning of its uuid, and the first name that fits no GPU ends
+    the list. None leaves all of them.
+    """
+    if wanted is None:
+        return list(rows)
+    found: list[tuple[str, ...]] = []
+    for name in (part.strip() for part in wanted.split(",")):
+        by_uuid = name.startswith("GPU-")
+        fits = [row for row in rows if (row[1].startswith(name) if by_uuid else row[0] == name)]
+        if len(fits) != 1:
+            break
+        found += fits
+    return found
 
 
 def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> ClusterFacts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlctl.backends.batch import RolloutRow, TrainBatch
+from rlctl.backends.batch import TrainBatch, WeightedRollout
 from rlctl.backends.clients import EngineClient, PolicyClient
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.errors import RlctlError, VerificationError
@@ -42,7 +42,7 @@ def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> Logpr
     """Compare the engine's log-probs of its own tokens with those of the policy's forward pass. It replaces the batch
     that the policy has loaded."""
     rows = [
-        RolloutRow(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0)
+        WeightedRollout(r.group, row, r.prompt_tokens, tokens, 0.0, 1.0)
         for r in results
         for row, tokens in enumerate(r.tokens)
     ]

@@ -43,7 +43,7 @@ from rlctl.weights.transfer_plan import (
     World,
     many_objects,
     receive_plan,
-    send_plan,
+    shares_of_rank,
 )
 
 
@@ -70,7 +70,7 @@ class SenderState:
         """This rank's share of each published tensor, which it compares with the engines'."""
         if self._copies is None:
             with many_objects():
-                self._copies = send_plan(self.world, SingleWorld(whole_tensors(self.setup.table)), rank)
+                self._copies = shares_of_rank(self.world, SingleWorld(whole_tensors(self.setup.table)), rank)
         return self._copies
 
 
@@ -116,7 +116,7 @@ class RefitSender(ABC):
         handles = {index: made.handles for index, made in self._refit_made.items()}
         return Made(addresses, handles, port)
 
-    def refit_open(self, setup: SenderSetup) -> tuple[str, ...]:
+    def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:
         world = RememberingWorld(self.layouts())
         state = SenderState(setup, world, {row.name: row for row in setup.table})
         self._refit, problems = state, []
@@ -203,7 +203,7 @@ class RefitSender(ABC):
         sender.done(index)
         return seconds
 
-    def refit_compare(self) -> list[Changes]:
+    def refit_find_changes(self) -> list[Changes]:
         state, parameters = self._state(), self.parameters()
         with torch.no_grad():
             for packer in state.changes.values():
@@ -303,7 +303,7 @@ class RefitSender(ABC):
 
     def _state(self) -> SenderState:
         if self._refit is None:
-            raise WorkerError("The policy was asked to take part in a refit before refit_open was called.")
+            raise WorkerError("The policy was asked to take part in a refit before refit_connect was called.")
         return self._refit
 
 

@@ -161,7 +161,7 @@ class RefitSession:
 
     def _connect(self, connections: list[tuple[Connection, ...]]) -> None:
         """Have both sides open their ends at once: a collective group is complete when all its members have joined."""
-        opening = self.policy.submit(WeightSender.refit_open, self.setup)
+        opening = self.policy.submit(WeightSender.refit_connect, self.setup)
         connecting = self.engines.submit_each(WeightReceiver.refit_connect, [(one,) for one in connections])
         limit = self.settings.timeout_s + MARGIN_S
         by_rank, _ = self._guard("open", lambda: wait_together(opening, connecting, limit))
@@ -243,7 +243,7 @@ class RefitSession:
             return None, "everything: no version before to compare with"
         if self._since_full + 1 >= self.settings.full_every:
             return None, f"everything: every {self.settings.full_every} refits"
-        by_rank: list[list[Changes]] = self._wait("compare", self.policy, WeightSender.refit_compare)
+        by_rank: list[list[Changes]] = self._wait("changes", self.policy, WeightSender.refit_find_changes)
         found = [one for of in by_rank for one in of]
         size, changed = sum(one.bytes for one in found), sum(one.changed for one in found)
         share = f"{changed / max(1, sum(one.elements for one in found)):.1%} of the elements have changed"

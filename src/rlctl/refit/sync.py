@@ -125,8 +125,10 @@ class WeightSync:
         self.session.open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.session.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an interrupt nobody is asked: the processes, which may be busy, are ended at once.
+        if kind is not KeyboardInterrupt:
+            self.session.close()
 
     def generating(self) -> AbstractContextManager[int]:
         """As `DeviceTurns.generating`."""

@@ -25,7 +25,7 @@ class WeightSender(Protocol):
         """Make staging memory (the first sender of a channel) and a store at `host` (rank 0), where others connect."""
         ...
 
-    def refit_open(self, setup: SenderSetup) -> tuple[str, ...]:
+    def refit_connect(self, setup: SenderSetup) -> tuple[str, ...]:
         """Open this rank's ends; return what keeps the plans of the channels from writing each element exactly once."""
         ...
 
@@ -36,12 +36,12 @@ class WeightSender(Protocol):
         """Send this rank's boxes as `version`, from the live parameters; `attempt` numbers the session's attempts."""
         ...
 
-    def refit_compare(self) -> list[Changes]:
+    def refit_find_changes(self) -> list[Changes]:
         """Find what has changed since the last refit, by channel; it is kept for `refit_send_changes`."""
         ...
 
     def refit_send_changes(self, version: int, attempt: int, lengths: tuple[Lengths, ...]) -> Sent:
-        """Send what `refit_compare` found; `lengths`: by channel, the bytes of each sender in each round."""
+        """Send what `refit_find_changes` found; `lengths`: by channel, the bytes of each sender in each round."""
         ...
 
     def refit_publish(self, version: int) -> None:

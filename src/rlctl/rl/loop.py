@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlctl.backends.batch import MinibatchResult, RolloutRow, TrainBatch
+from rlctl.backends.batch import MinibatchResult, TrainBatch, WeightedRollout
 from rlctl.backends.clients import PolicyClient
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
@@ -194,10 +194,10 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     return TrainBatch(minibatches, {group.position: group.columns for group in kept})
 
 
-def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[RolloutRow, ...]:
+def _minibatch(pairs: Sequence[tuple[Rollout, float]], algorithm: Algorithm) -> tuple[WeightedRollout, ...]:
     weights_N = algorithm.token_weights(np.array([rollout.response_tokens for rollout, _ in pairs]))
     return tuple(
-        RolloutRow(r.position, r.sample, r.prompt_tokens, r.tokens, advantage, float(weight))
+        WeightedRollout(r.position, r.sample, r.prompt_tokens, r.tokens, advantage, float(weight))
         for (r, advantage), weight in zip(pairs, weights_N, strict=True)
     )
 

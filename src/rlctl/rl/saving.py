@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from rlctl.backends.clients import PolicyClient
 from rlctl.config.schema import RunConfig
-from rlctl.errors import DivergenceError, InputError, RlctlError, WorkerError, listed
+from rlctl.errors import DivergenceError, InputError, RlctlError, WaitTimeoutError, WorkerError, listed
 from rlctl.runs.directory import Checkpoint, NewCheckpoint, RunDirectory
 
 LOOK_S = 0.2
 """Between two looks at whether a save is written."""
 END_LIMIT_S = 120.0
 """Longest time that the end of a run waits for a save under way, whatever ended it."""
+AT_ONCE_S = 3.0
+"""The same where the user asked twice to stop."""
 
 
 class Saver:
@@ -25,8 +28,17 @@ class Saver:
     befalls the run afterwards, the checkpoint is there.
     """
 
-    def __init__(self, run: RunDirectory, policy: PolicyClient, config: RunConfig) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        policy: PolicyClient,
+        config: RunConfig,
+        limit_s: float,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """A save that is not written within `limit_s` fails; `tell` hears of checkpoints that cannot be removed."""
         self.run, self.policy, self.config = run, policy, config
+        self._limit_s, self._tell = limit_s, tell
         self._under_way: Future[None] | None = None
         self._given_up = threading.Event()
         self._begun = -1
@@ -59,18 +71,28 @@ class Saver:
         threading.Thread(target=self._complete, args=(new, state, done), name="saver", daemon=True).start()
 
     def _complete(self, new: NewCheckpoint, state: dict[str, Any], done: Future[None]) -> None:
+        deadline = time.monotonic() + self._limit_s
         try:
             with new.writing():
                 while not self.policy.save_written():
+                    if time.monotonic() > deadline:
+                        raise WaitTimeoutError(
+                            f"The checkpoint of step {new.step} was not written to {new.policy.parent} in "
+                            f"{self._limit_s:.0f} s.",
+                            "See whether that disk hangs; if it is only slow, raise cluster.step_timeout_s.",
+                        )
                     if self._given_up.wait(LOOK_S):
                         raise WorkerError("The run ended before the save was written.")
                 new.commit({**state, "files": self.policy.save_finish()})
             self.run.damaged.discard(new.step)
-            self.run.prune(self.config.keep_last, self.config.keep_best)
         except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
             done.set_exception(error)
-        else:
-            done.set_result(None)
+            return
+        try:
+            self.run.prune(self.config.keep_last, self.config.keep_best)
+        except OSError as error:
+            self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
+        done.set_result(None)
 
     def finish_if_written(self) -> None:
         """Raise what went wrong with the save under way, if it has ended."""
@@ -88,19 +110,20 @@ class Saver:
             if under_way.done():  # else an interrupt or the limit ended the wait
                 self._under_way = None
 
-    def close(self, tell: Callable[[str], None]) -> None:
-        """At the end of a run, whatever ended it: wait a bounded time for the save under way; `tell` hears of one that
-        is lost."""
+    def close(self, tell: Callable[[str], None], *, at_once: bool = False) -> None:
+        """At the end of a run, whatever ended it: wait a bounded time for the save under way (`at_once`: hardly any);
+        `tell` hears of one that is lost."""
         if self._under_way is None:
             return
         checkpoint = f"checkpoint of step {self._begun + 1}"
+        limit_s = AT_ONCE_S if at_once else END_LIMIT_S
         if not self._under_way.done():
-            tell(f"completing the {checkpoint} (at most {END_LIMIT_S:.0f} s)")
+            tell(f"completing the {checkpoint} (at most {limit_s:.0f} s)")
         try:
-            self.finish(END_LIMIT_S)
+            self.finish(limit_s)
         except (RlctlError, OSError) as error:
             why = error.message if isinstance(error, RlctlError) else str(error)
-            tell(f"The {checkpoint} is lost: {why or f'it was not written in {END_LIMIT_S:.0f} s.'}")
+            tell(f"The {checkpoint} is lost: {why or f'it was not written in {limit_s:.0f} s.'}")
         finally:
             self._given_up.set()
 

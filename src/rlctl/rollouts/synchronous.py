@@ -20,8 +20,8 @@ from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.telemetry.phases import Phase, StepTimer
 
-# The scorer has a limit of its own, and its error names the scorer: let it come first.
-MARGIN_S = 30.0
+# The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
+MARGIN_S = 240.0
 
 
 class SynchronousSource:

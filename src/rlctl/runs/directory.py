@@ -25,6 +25,7 @@ DIGEST = "digest"
 CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 PARTIAL_NAME = re.compile(r"\.step_(\d+)\.partial")
+REMOVED = ".removed"
 LOCK = ".lock"
 LOGS = "logs"
 DRIVER_LOG = "driver.log"
@@ -222,10 +223,14 @@ class RunDirectory:
         best = sorted(found, key=lambda checkpoint: (-checkpoint.reward, -checkpoint.step))[: keep_best or 0]
         for checkpoint in found:
             if checkpoint not in (*newest, *best):
-                shutil.rmtree(checkpoint.path)
+                aside = checkpoint.path.with_name(f".{checkpoint.path.name}{REMOVED}")
+                checkpoint.path.rename(aside)  # at once: a part of it would be taken for a checkpoint
+                shutil.rmtree(aside)
 
     def recover_partial(self, tell: Callable[[str], None]) -> None:
         """Complete saves that were killed after all of them was written, and remove what other killed saves left."""
+        for removed in (self.path / CHECKPOINTS).glob(f".step_*{REMOVED}"):
+            shutil.rmtree(removed, ignore_errors=True)
         for partial in (self.path / CHECKPOINTS).glob(".step_*.partial"):
             name = PARTIAL_NAME.fullmatch(partial.name)
             if name and Checkpoint(int(name[1]), partial).readable:  # its digests are compared before it is loaded
@@ -247,10 +252,12 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def newest_run(root: Path) -> Path:
     """Return the run below `root` that was written to last. Raises InputError when there is none."""
-    manifests = sorted(root.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
-    if not manifests:
+    runs = [RunDirectory(path.parent) for path in root.glob(f"*/{MANIFEST}")]
+    if not runs:
         raise InputError(f"--resume: there is no run below {root.absolute()}.", "Name one with --run-dir.")
-    return manifests[-1].parent
+    return max(
+        runs, key=lambda run: (run.metrics if run.metrics.exists() else run.path / MANIFEST).stat().st_mtime
+    ).path
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class StopRequest:
             pass  # the kernel and the shell send one each for the same terminal
         elif self._deferring and not self._asked:
             self._asked = True
-            self._say("Stopping after this step, then saving. Press Ctrl-C again to stop at once without saving.")
+            self._say("Stopping after this step. Press Ctrl-C again to stop at once without saving.")
         else:
             self._raised = True
             raise KeyboardInterrupt

@@ -171,4 +171,6 @@ def finite(value: Any) -> Any:
     """Return `value` with None in place of NaN and infinities, for which JSON has no word."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

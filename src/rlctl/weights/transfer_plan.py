@@ -1,8 +1,10 @@
 """Transfer plans: the intersection of a source's layouts with one destination rank's layout, and its proof.
 
-`receive_plan` plans for a destination rank, `send_plan` for a source rank. Both find the replica that sends with the
+`receive_plan` plans for a destination rank, `shares_of_rank` for a source rank. Both find the replica that sends by the
 same function of (copy, destination rank, topology), so either side can plan its part alone. In a refit the policy's
-ranks do all of it: each makes the plan of every channel and sends its own part, and the engines plan nothing.
+ranks do all of it: each makes the `receive_plan` of every channel and sends what comes `from_rank` itself, and the
+engines plan nothing. For the fingerprints of a verification each rank takes its `shares_of_rank`, which add up to
+every tensor.
 """
 
 from __future__ import annotations
@@ -233,8 +235,8 @@ def receive_plan(source: World, destination: World, rank: int, topology: Topolog
     return TransferPlan(layout, tuple(copies), tuple(missing))
 
 
-def send_plan(source: World, destination: World, rank: int, topology: Topology | None = None) -> tuple[Copy, ...]:
-    """Return what source `rank` sends, by destination rank, in `message_order`: the copies that those ranks expect."""
+def shares_of_rank(source: World, destination: World, rank: int, topology: Topology | None = None) -> tuple[Copy, ...]:
+    """Return the copies that come from source `rank`, by destination rank, in `message_order`."""
     topology = topology or Topology()
     by_destination: dict[int, list[Copy]] = {}
     for tensor in source.layout(rank).by_tensor:

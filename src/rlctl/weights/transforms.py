@@ -97,11 +97,11 @@ class MergeLora(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored(Transform):
+class ReadThrough(Transform):
     """The param holds the tensor in a form that `reader` turns back; such params are read and not written."""
 
     reader: Transform
-    name: ClassVar[str] = "stored"
+    name: ClassVar[str] = "read_through"
 
     def inverse(self) -> Transform | None:
         return self.reader

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MinibatchResult, TokenLoss
+from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
@@ -254,7 +254,7 @@ class MegatronWorker:
         return self._result(logprob_stats([row.columns_R for row in rows], column, self._data_group))
 
     def train_minibatch(
-        self, index: int, loss: TokenLoss, lr: float, weight_decay: float | None = None
+        self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
         from rlctl.backends.megatron.optimizer import take_step
         from rlctl.backends.results import micro_batch_loss, minibatch_result

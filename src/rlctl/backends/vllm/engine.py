@@ -107,7 +107,7 @@ class VllmEngine:
                     if not flight.done:
                         flight.abort(self._version)
             routed = self._routing(requests, flight)
-            return [self._result(request, flight.of_row(row), routed) for row, request in enumerate(requests)]
+            return [self._result(request, flight.of_request(row), routed) for row, request in enumerate(requests)]
 
     def generate_apart(
         self, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
@@ -151,7 +151,7 @@ class VllmEngine:
             return {}
         prompts = [np.asarray(request.prompt_tokens, np.int32) for request in requests]
         tokens = {
-            name: np.concatenate([prompts[sample.row], np.asarray(sample.output.token_ids, np.int32)])
+            name: np.concatenate([prompts[sample.request], np.asarray(sample.output.token_ids, np.int32)])
             for name, sample in flight.samples.items()
         }
         if self._records:
@@ -160,12 +160,12 @@ class VllmEngine:
             given = {name: getattr(sample.output, "routed_experts", None) for name, sample in flight.samples.items()}
             spans = {name: [(0, rows)] for name, rows in given.items() if rows is not None}
         routed = assembled(tokens, spans)
-        return {(sample.row, sample.index): routed[name] for name, sample in flight.samples.items()}
+        return {(sample.request, sample.index): routed[name] for name, sample in flight.samples.items()}
 
     def _result(
         self, request: GroupRequest, samples: list[Sample], routed: dict[tuple[int, int], np.ndarray]
     ) -> GroupResult:
-        columns = columns_of(request.prompt_tokens, samples, [routed.get((s.row, s.index)) for s in samples])
+        columns = columns_of(request.prompt_tokens, samples, [routed.get((s.request, s.index)) for s in samples])
         texts = [sample.output.text for sample in samples]
         reasons = [str(sample.output.finish_reason) for sample in samples]
         return GroupResult.of(request, columns, texts, reasons, self._version)

@@ -70,9 +70,9 @@ class EngineLock:
 
 @dataclass
 class Sample:
-    """One request of vLLM."""
+    """One sample of a request, as vLLM works on it."""
 
-    row: int
+    request: int
     """Number of the request in the call."""
     index: int
     """Number of the sample in the request."""
@@ -134,9 +134,9 @@ class Flight:
             sample.stamp(version)
             sample.finished = True
 
-    def of_row(self, row: int) -> list[Sample]:
+    def of_request(self, request: int) -> list[Sample]:
         """The samples of one request, in order."""
-        return sorted((s for s in self.samples.values() if s.row == row), key=lambda sample: sample.index)
+        return sorted((s for s in self.samples.values() if s.request == request), key=lambda sample: sample.index)
 
 
 def columns_of(prompt: Sequence[int], samples: Sequence[Sample], routed: Sequence[np.ndarray | None]) -> RolloutColumns:

@@ -166,6 +166,8 @@ def convert_in_child(source: Path, destination: Path, dtype: str) -> None:
     if process.returncode < 0:
         why = f"The conversion of {source} was killed by signal {-process.returncode}."
         raise RlctlError(why, "Was memory short? Run again; what it left is removed then.")
+    if process.returncode == errors.EXIT_INTERRUPTED:
+        raise RlctlError(f"The conversion of {source} was told to stop by a signal.", "Run again to convert it.")
     if process.returncode:
         raise _error(answer)
 

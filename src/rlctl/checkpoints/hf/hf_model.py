@@ -16,7 +16,7 @@ from rlctl.models.families import facts_from_hf_config, weights_of
 from rlctl.weights import hf
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole
 from rlctl.weights.transfer_plan import SingleWorld, World
-from rlctl.weights.transforms import Dequantize, Stored, Transform
+from rlctl.weights.transforms import Dequantize, ReadThrough, Transform
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ def _readers(stored: StoredTensor, files: SafetensorsDirectory, block: list[int]
     expected = tuple(-(-n // b) for n, b in zip(stored.shape, size, strict=True))
     if scale.shape != expected:
         raise InputError(f"{stored.file.name}: {scale.name} has shape {list(scale.shape)}, expected {list(expected)}.")
-    return (Stored(Dequantize(scale.name, size)),)
+    return (ReadThrough(Dequantize(scale.name, size)),)
 
 
 def _refuse_extra(directory: Path, facts: ModelFacts, extra: list[str]) -> None:

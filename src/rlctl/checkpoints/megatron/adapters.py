@@ -12,7 +12,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
 from rlctl.weights.layout import Layout, ParamSpec, Span
-from rlctl.weights.transforms import MergeLora, Stored
+from rlctl.weights.transforms import MergeLora, ReadThrough
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Adapters:
 
     def onto(self, layout: Layout) -> Layout:
         """A layout of the base's weights, read with the adapters merged."""
-        merges = {tensor: Stored(MergeLora(tensor + A, tensor + B, self.scale)) for tensor in self.pairs}
+        merges = {tensor: ReadThrough(MergeLora(tensor + A, tensor + B, self.scale)) for tensor in self.pairs}
         pieces = (
             replace(p, transforms=(merges[p.tensor], *p.transforms)) if p.tensor in merges else p for p in layout.pieces
         )

@@ -344,7 +344,7 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.gpu_memory_utilization": to("generation.memory_fraction"),
     f"{VLLM}.max_model_len": without("model.max_length"),
     f"{VLLM}.precision": only(None, "bfloat16", "float32", why="engines hold the weights in model.dtype"),
-    f"{VLLM}.load_format": without("engines read the model's own weights; the first refit replaces them"),
+    f"{VLLM}.load_format": without("engines start without weights, and the first refit fills them"),
     f"{VLLM}.skip_tokenizer_init": without("engines take and return token ids, and end texts by rlctl's stop rules"),
     f"{VLLM}.distributed_executor_backend": without("Ray places the engines"),
     f"{VLLM}.async_engine": ENGINE_CALLS,
@@ -393,7 +393,7 @@ _REST: dict[str, Rule] = {
         without("the chat template decides"),
     ),
     "env": without("there is none"),
-    "env.math.num_workers": without("rewards are computed by the driver"),
+    "env.math.num_workers": without("rewards are computed in one process"),
     "env.math.math_verify_impl": rules.when_math(
         only(None, "hf_math_verify", why="answers are compared by math-verify", settled_by="reward.terms")
     ),

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import GIB
+from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 
 SUSPECTS = {
@@ -61,11 +62,7 @@ def measured_seconds(run: Path) -> dict[str, float]:
     path = run / "metrics.jsonl"
     if not path.exists():
         raise InputError(f"--run {run}: there is no metrics.jsonl.", "Give the directory of a run that took a step.")
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        steps = [line["seconds"] for line in lines if "seconds" in line]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"--run {run}: metrics.jsonl cannot be read: {error}.") from error
+    steps = [line["seconds"] for line in read_metrics(path) if "seconds" in line]
     if not steps:
         raise InputError(f"--run {run}: no step has finished.", "Give the directory of a run that took a step.")
     steady = steps[1:] or steps

@@ -1,9 +1,11 @@
 """The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `available.py`.
 
-An algorithm reads the sections `advantage` and `loss` of the configuration, and nobody else does. Its object lives in
-the driver, where torch is not imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a
-file of an algorithm imports torch inside of those two only. Suffixes: G the rollouts of a group, N those of an
-optimizer mini-batch, R response tokens.
+Its options are the sections `advantage` and `loss` of the configuration. Others read of them only what is not its own:
+which log-probs are computed (`RlctlConfig.logprobs_needed`, also for the planner), and whether sampling that cuts the
+distribution can be trained on (`rl/agreement.py`). An algorithm's object lives in the driver, where torch is not
+imported, and is pickled to the policy's ranks, where `token_loss` and `measure` run: a file of an algorithm imports
+torch inside of those two only. Suffixes: G the rollouts of a group, N those of an optimizer mini-batch, R response
+tokens.
 
 `RunLoss` makes of it what a policy trains on, and metrics of the ranks' sums. It measures what every algorithm has: the
 entropy of the policy, and how far the engine's log-probs are from the trainer's.
@@ -49,6 +51,7 @@ class Algorithm(ABC):
     """The metrics that `measure` computes."""
 
     def __init__(self, config: RlctlConfig) -> None:
+        """`config` is what the user set; values that the planner decides are not in it yet."""
         self.config = config
         self.made_by: Callable[[RlctlConfig], Algorithm] = type(self)
         """Factory that makes the same algorithm in another process."""
@@ -101,7 +104,7 @@ def declared(algorithm: Algorithm) -> tuple[Metric, ...]:
 
 @dataclass(frozen=True)
 class RunLoss:
-    """The `TokenLoss` of an algorithm: the weighted sum of its loss over response tokens, and its metrics' parts."""
+    """The `MicroBatchLoss` of an algorithm: its loss over response tokens, weighted and summed, and metrics' parts."""
 
     algorithm: Algorithm
 

@@ -42,7 +42,7 @@ class Assignment:
 
     @property
     def path(self) -> str:
-        """`direct`, `loader`, or `mixed`."""
+        """The way of its tensors (a site's `path` is its module): `direct`, `loader`, or `mixed`."""
         if not self.loaded:
             return DIRECT
         return MIXED if self.direct else LOADER
