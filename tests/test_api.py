@@ -14,7 +14,7 @@ import pytest
 import rlctl
 from rlctl import api
 from rlctl.config.load import resolve
-from rlctl.errors import ConfigError, InputError, NoPlanError
+from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +85,16 @@ def test_training_is_for_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert "only the main thread" in str(caught[0])
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str, *rest: object) -> object:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+
+    train = rlctl.train
+    monkeypatch.setattr("builtins.__import__", absent)
+    with pytest.raises(MachineError, match="`torch` is not installed"):
+        train(None)  # type: ignore[arg-type]
 
 
 def test_metrics_of_a_run_and_of_none(tmp_path: Path) -> None:

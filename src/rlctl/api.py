@@ -5,17 +5,18 @@ Every function raises the errors of `rlctl.errors`, all of which are `RlctlError
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.load import Resolved, from_sources
 from rlctl.config.sources import Source, flatten, sources_in_order
-from rlctl.errors import InputError
+from rlctl.errors import InputError, missing_package
 from rlctl.rl.algorithms.available import register as register_algorithm
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def plan(config: Resolved) -> Plan:
     """
     from rlctl.apps.prepare import shown_plan
 
-    return shown_plan(config, 0, tell)
+    with installed_engines():
+        return shown_plan(config, 0, tell)
 
 
 def train(
@@ -70,9 +72,10 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise InputError("A run takes Ctrl-C, which only the main thread can.", "Call rlctl.train there.")
-    from rlctl.apps.train import train_grpo
+    with installed_engines():
+        from rlctl.apps.train import train_grpo
 
-    return train_grpo(config, resume=resume, quiet=quiet, allow_changes=allow_changes, loop=loop)
+        return train_grpo(config, resume=resume, quiet=quiet, allow_changes=allow_changes, loop=loop)
 
 
 def generate(
@@ -87,13 +90,14 @@ def generate(
 
     The weights are those of `model.name`, or with `run_dir` those of a run's checkpoint: of `step`, or the newest.
     """
-    from rlctl.apps.generate import complete, completion_job, of_run, read_prompts
+    with installed_engines():
+        from rlctl.apps.generate import complete, completion_job, of_run, read_prompts
 
-    checkpoint = None
-    if run_dir is not None:
-        config, checkpoint = of_run(Path(run_dir), step, config)
-    rows = read_prompts(prompts, None, config.config.data.prompt_field)
-    return list(complete(completion_job(config, n, checkpoint, len(rows), tell), rows, tell))
+        checkpoint = None
+        if run_dir is not None:
+            config, checkpoint = of_run(Path(run_dir), step, config)
+        rows = read_prompts(prompts, None, config.config.data.prompt_field)
+        return list(complete(completion_job(config, n, checkpoint, len(rows), tell), rows, tell))
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -105,6 +109,15 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     if not file.is_file():
         raise InputError(f"{run_dir} has no {file.name}.", "Give the directory of a run that has finished a step.")
     return metrics.read_metrics(file)
+
+
+@contextlib.contextmanager
+def installed_engines() -> Iterator[None]:
+    """Raise MachineError, naming the package and how it is installed, where an engine that is needed is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from error
 
 
 def with_references(value: Any) -> Any:

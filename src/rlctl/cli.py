@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from rlctl import __version__
 from rlctl.commands import output
 from rlctl.config.installed import installed_versions
-from rlctl.errors import EXIT_INTERRUPTED, InputError, MachineError, RlctlError
+from rlctl.errors import EXIT_INTERRUPTED, InputError, RlctlError, missing_package
 from rlctl.telemetry.streams import Unbreakable, open_closed_ones
 
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
@@ -171,14 +171,3 @@ def refused(error: OSError) -> RlctlError:
         return RlctlError("the output cannot be written: no space left on its device")
     what = "the working directory" if error.filename is None else os.fsdecode(error.filename)
     return RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met.")
-
-
-def missing_package(error: ModuleNotFoundError) -> RlctlError:
-    """An engine that is not installed is the machine's lack; any other missing module is a defect and raised again."""
-    package = (error.name or "").partition(".")[0]
-    if package in ("", "rlctl") or package in sys.stdlib_module_names:
-        raise error
-    hint = (
-        "Install the engines: `make venv` in a checkout, or the extra rlctl[cpu] or rlctl[cuda]; then `rlctl doctor`."
-    )
-    return MachineError(f"the Python package `{package}` is not installed.", hint)
