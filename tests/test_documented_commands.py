@@ -167,7 +167,8 @@ def test_commands_that_take_long(place: Path, tiny_llama: Path) -> None:
     def command_line(*words: str) -> None:
         command = [sys.executable, "-m", "rlctl", *words]
         done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, f"{words}: {done.stderr[-3000:]}"
+        accepted = (0, 3) if words[0] == "doctor" else (0,)  # 3: this machine lacks something
+        assert done.returncode in accepted, f"{words}: {done.stderr[-3000:]}"
 
     (place / "reward.py").write_text(REWARD)
     data = [*TASK, "--reward", "reward.py:even", "--prompts", "2", "--generations", "2"]
@@ -175,11 +176,11 @@ def test_commands_that_take_long(place: Path, tiny_llama: Path) -> None:
     shutil.copytree(place / "runs" / "my-run", place / "runs" / "longer")
     shutil.rmtree(place / "my-model")
     for command in sorted(of_kind("needs a run"), key=lambda command: "convert" in command):
-        words = shlex.split(command.replace("--steps 200", "--steps 3"))[1:]
-        if "--resume" in words and "--steps" not in words:
-            words += ["--steps", "4"]
+        words = shlex.split(command.replace("--steps 200", "--steps 5"))[1:]
+        if "--resume" in words and "--steps" not in words:  # the newest run, whichever of the two it is
+            words += ["--steps", "3"]
         command_line(*words, *(["--force"] if (place / "my-model").exists() and words[0] == "convert" else []))
-    assert len(read_metrics(place / "runs" / "my-run" / "metrics.jsonl")) >= 3
+    assert len(read_metrics(place / "runs" / "my-run" / "metrics.jsonl")) == 5
     command_line("convert", "hf-to-megatron", str(tiny_llama), "./ckpt")
     shutil.rmtree(place / "my-model")
     for command in sorted(of_kind("slow"), key=lambda command: "hf-to-megatron" in command):
