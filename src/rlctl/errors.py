@@ -6,6 +6,7 @@ Raise them where the cause is known, name the user's own word for the thing (the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 EXIT_INTERRUPTED = 130
@@ -91,3 +92,14 @@ class WaitTimeoutError(RlctlError, TimeoutError):
 
 class DivergenceError(RlctlError):
     """A run is diverging for numerical reasons (exit code 1)."""
+
+
+def missing_package(error: ModuleNotFoundError) -> RlctlError:
+    """An engine that is not installed is the machine's lack; any other missing module is a defect and raised again."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "rlctl") or package in sys.stdlib_module_names:
+        raise error
+    hint = (
+        "Install the engines: `make venv` in a checkout, or the extra rlctl[cpu] or rlctl[cuda]; then `rlctl doctor`."
+    )
+    return MachineError(f"the Python package `{package}` is not installed.", hint)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,20 @@ def paths_below(path: list[str], command: Any) -> Iterator[list[str]]:
         yield from paths_below([*path, name], child)
 
 
-def test_version() -> None:
-    done = rlctl("--version")
-    assert (done.returncode, done.stdout.strip()) == (0, f"rlctl {__version__}")
+def test_version_names_the_engines_and_imports_none(capsys: pytest.CaptureFixture[str]) -> None:
+    done = rlctl("--version", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["rlctl"]) == (0, __version__)
+    assert {name: found[name] for name in ("torch", "megatron-core", "ray", "transformers")} == {
+        name: metadata.version(name) for name in ("torch", "megatron-core", "ray", "transformers")
+    }
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{name} {version}" for name, version in found.items()]
+
+
+def test_json_before_a_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--json", "presets", "ls"]) == 2
+    assert "is for --version" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import rlctl
 from rlctl.config.keys import field, known_keys
+from rlctl.config.nemo_rl.recipe import Override, import_recipe
 from rlctl.config.passthrough import ALIASES, MANAGED, TARGETS, installed_field
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import OWN_VARIABLES
 
 SOURCE = Path(rlctl.__file__).parent
-PAGES = (*(SOURCE.parents[1] / "docs").glob("*.md"), SOURCE.parents[1] / "README.md")
+DOCS = SOURCE.parents[1] / "docs"
+PAGES = (*(page for page in DOCS.glob("*.md") if page.name != "coming_from.md"), SOURCE.parents[1] / "README.md")
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RlctlConfig.model_fields)})\.([a-z_]+(?:\.[a-z_]+)*)\b(?![(*])")
-FILES_AND_MODULES = ("model.safetensors", "data.jsonl", "refit.session", "megatron.core", "training.md")
+FILES_AND_MODULES = ("model.safetensors", "data.jsonl", "refit.session", "megatron.core", "training.md", "refit.md")
 """Names that look like keys."""
 
 
@@ -75,3 +77,22 @@ def test_every_key_of_another_trainer_leads_to_a_key_that_exists() -> None:
 
     assert [key for key in KEYS.values() if field(key) is None] == []
     assert nearest("actor_rollout_ref.rollout.n") == "batch.generations"
+
+
+def test_every_key_that_stands_for_one_of_another_program_exists() -> None:
+    rows = re.findall(r"^\|(.*)\|(.*)\|$", (DOCS / "coming_from.md").read_text(), re.MULTILINE)
+    found = [match.group(0) for _, ours in rows for match in KEY.finditer(ours)]
+    assert len(found) > 50
+    assert [key for key in found if not exists(key)] == []
+
+
+def test_keys_of_nemo_rl_become_those_that_the_page_says() -> None:
+    section = (DOCS / "coming_from.md").read_text().partition("## NeMo-RL")[2].partition("## verl")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    values = {"policy.precision": "bfloat16", "loss_fn.reference_policy_kl_type": "k3", "policy.model_name": "name"}
+    flags = ("normalize_rewards", "use_leave_one_out_baseline", "token_level_loss", "enabled")
+    for theirs, ours in rows:
+        value = values.get(theirs, True if theirs.endswith(flags) else 0.5 if "ratio_clip_m" in theirs else 4)
+        recipe = import_recipe(None, [Override(theirs, value)])
+        assert ours in recipe.values, (theirs, recipe.entries)

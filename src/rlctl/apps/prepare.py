@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, requ
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource
+from rlctl.config.installed import installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.paths import user_path
@@ -463,12 +463,4 @@ def version_changes(stored: dict[str, Any], tell: Tell) -> list[str]:
 
 def packages() -> dict[str, str]:
     """Return the versions of the installed ones among `PACKAGES`."""
-    found = {name: _version(name) for name in PACKAGES}
-    return {name: version for name, version in found.items() if version}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return installed_versions(PACKAGES)

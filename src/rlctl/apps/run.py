@@ -69,7 +69,9 @@ class RunSummary:
         return "\n".join(lines)
 
 
-def run_training(job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool) -> RunSummary:
+def run_training(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, *, resume: bool, loop: type[Loop] = Loop
+) -> RunSummary:
     """Train until the last step or a stop request. The run directory is locked and has its manifest.
 
     With `resume` it goes on from the newest checkpoint that is intact.
@@ -80,7 +82,7 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     display.metrics = (*declared(job.algorithm), *filtered(job.config.filter))
     try:
         with run.writing():
-            steps, interrupted = _train(job, run, display, stop, resume)
+            steps, interrupted = _train(job, run, display, stop, resume, loop)
     except RlctlError as error:
         _report(run, display, "stopped")
         raise _with_resume_hint(error, run) from error
@@ -102,7 +104,9 @@ def run_training(job: Job, run: RunDirectory, display: Display, stop: StopReques
     )
 
 
-def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool) -> tuple[int, bool]:
+def _train(
+    job: Job, run: RunDirectory, display: Display, stop: StopRequest, resume: bool, loop: type[Loop]
+) -> tuple[int, bool]:
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
@@ -155,13 +159,13 @@ def _train(job: Job, run: RunDirectory, display: Display, stop: StopRequest, res
             timer=timer,
             validation=validation,
         )
-        loop = Loop(job.config, parts, step=begun["step"], version=begun["version"])
-        interrupted = loop.run(stop)
-        if loop.step < job.config.run.steps:
+        steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
+        interrupted = steps.run(stop)
+        if steps.step < job.config.run.steps:
             require_processes()
         display.doing("stopping the processes")
         _keep_memory(run, crew, display)
-        return loop.step, interrupted
+        return steps.step, interrupted
 
 
 def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:

@@ -18,6 +18,7 @@ from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_v
 from rlctl.config.parallel import SIZES
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
+from rlctl.rl.loop import Loop
 from rlctl.runs.directory import RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
@@ -35,18 +36,23 @@ CHANGEABLE = (
 )  # fmt: skip
 
 
-def train_grpo(resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False) -> RunSummary:
-    """Begin or continue a run; returns when it is finished or was asked to stop."""
+def train_grpo(
+    resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False, loop: type[Loop] | None = None
+) -> RunSummary:
+    """Begin or continue a run; returns when it is finished or was asked to stop. `loop` takes the steps in place of
+    rlctl's own."""
     with Display(steps=resolved.config.run.steps, quiet=quiet) as display, StopRequest(display.say) as stop:
         display.doing("reading model and data, planning")
         try:
-            return _resume(resolved, display, stop, allow_changes) if resume else _begin(resolved, display, stop)
+            if resume:
+                return _resume(resolved, display, stop, allow_changes, loop or Loop)
+            return _begin(resolved, display, stop, loop or Loop)
         except Exception as error:
             display.note(f"{type(error).__name__}: {error}")
             raise
 
 
-def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummary:
+def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[Loop]) -> RunSummary:
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     job = prepare_job(resolved, display.say, starts=True)
@@ -56,14 +62,16 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest) -> RunSummar
             display.log_to(run.log)
             run.write_manifest(job.manifest())
             _introduce(display, job, run)
-            return run_training(job, run, display, stop, resume=False)
+            return run_training(job, run, display, stop, resume=False, loop=loop)
         except BaseException as error:
             if not run.has_steps():
                 run.abandon(keep_logs=isinstance(error, Exception))
             raise
 
 
-def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool) -> RunSummary:
+def _resume(
+    resolved: Resolved, display: Display, stop: StopRequest, allow_changes: bool, loop: type[Loop]
+) -> RunSummary:
     run = run_to_resume(resolved)
     with _locked(run, run.reopen):
         display.log_to(run.log)
@@ -72,7 +80,7 @@ def _resume(resolved: Resolved, display: Display, stop: StopRequest, allow_chang
         display.steps = job.config.run.steps
         run.write_manifest(job.manifest())
         _introduce(display, job, run)
-        return run_training(job, run, display, stop, resume=True)
+        return run_training(job, run, display, stop, resume=True, loop=loop)
 
 
 def run_to_resume(resolved: Resolved) -> RunDirectory:

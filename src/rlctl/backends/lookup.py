@@ -2,8 +2,8 @@
 
 A backend's record names its worker class and holds what the driver needs of it before a process runs. Records are
 imported when they are asked for, so that no command imports an engine it does not use. `register_backend` adds one from
-outside of the package; the loop, refits and commands need no change for it. No key of the configuration selects a
-generation engine yet: a registered one is used where it takes the name `vllm`.
+outside of the package, and so does an entry point of an installed one; the loop, refits and commands need no change. No
+key of the configuration selects a generation engine yet: a registered one is used where it takes the name `vllm`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlctl.backends.base import Device, EngineSpec, PolicySpec
+from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.names import suggest
 from rlctl.errors import ConfigError
@@ -103,9 +104,19 @@ def policy_backend(name: str) -> PolicyBackend:
 
 
 def require_backend(name: str) -> None:
-    """Raise ConfigError, with the nearest known name, where `training.backend` names nothing that can be planned."""
+    """Raise ConfigError, with the nearest known name, where `training.backend` names nothing that can be planned. The
+    backend of an installed package is imported and registered here."""
     known = ("auto", *POLICIES, *PLANNED_ONLY)
-    if name not in known:
+    if name not in known and (entry := find_plugin("rlctl.backends", name)):
+        record = load_plugin(entry)
+        if not (isinstance(record, PolicyBackend) and record.name == name):
+            raise ConfigError(
+                f"training.backend = {name}: {entry.value} of {origin(entry)} is no PolicyBackend of that name.",
+                "Update or uninstall that package.",
+            )
+        register_backend(record)
+    elif name not in known:
+        known = (*known, *plugin_names("rlctl.backends"))
         hint = suggest(name, known) or f"Choose one of {', '.join(known)}."
         raise ConfigError(f"training.backend = {name} is not known.", hint)
 

@@ -11,7 +11,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +44,15 @@ class Module:
     @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text(encoding="utf-8"))
+
+
+def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those that are installed, in the order given."""
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def version(package: str) -> str | None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from itertools import islice
 
+from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
@@ -55,7 +56,11 @@ def _known_name(name: str) -> str:
     if is_reference(name):
         path, function = split_reference(name)
         return f"{path}:{function}"
-    hint = suggest(name, BUILT_IN) or f"Rewards are {', '.join(BUILT_IN)} and path/to/file.py:function."
+    plugins = plugin_names("rlctl.rewards")
+    if name in plugins:
+        return name
+    known = (*BUILT_IN, *plugins)
+    hint = suggest(name, known) or f"Rewards are {', '.join(known)} and path/to/file.py:function."
     raise InputError(f"Unknown reward {name!r} (--reward).", hint)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlctl.config.files import problem_with, read_text
 from rlctl.config.paths import user_path
+from rlctl.config.plugins import find_plugin, load_plugin
 from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.errors import InputError
@@ -184,10 +185,15 @@ class UserBatchScorer(UserFunction):
 
 
 def user_scorer(name: str) -> UserScorer | UserBatchScorer:
-    """Import the file and return the scorer of the form that the function's signature has. Raises InputError where the
-    import fails, or there is no such function."""
-    code = UserCode.read(name, "Reward")
-    function = code.load()
+    """Import the file, or the installed package that brings a reward of this name, and return the scorer of the form
+    that the function's signature has. Raises InputError where that fails, or there is no such function."""
+    entry = None if is_reference(name) else find_plugin("rlctl.rewards", name)
+    if entry is None:
+        code = UserCode.read(name, "Reward")
+        function = code.load()
+    else:
+        function = load_plugin(entry)
+        code = UserCode(Path(sys.modules[entry.module].__file__ or ""), "", entry.attr, "Reward")
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:  # some built-in ones have none

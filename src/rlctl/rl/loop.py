@@ -84,7 +84,10 @@ class Parts:
 
 class Loop:
     """The steps of a run. `step` counts batches trained on and `version` weights; a new run begins with none of
-    either, and its first step is step 1."""
+    either, and its first step is step 1.
+
+    A loop of your own derives from it and replaces `sample`, `train_on` or `refit`.
+    """
 
     def __init__(self, config: RlctlConfig, parts: Parts, *, step: int = 0, version: int = 0) -> None:
         self.config, self.parts = config, parts
@@ -113,8 +116,8 @@ class Loop:
         parts.timer.restart()
         at_start = {} if self.step else self._validate("validation_at_start")
         parts.journal.begin_step(step)
-        batch = parts.source.next(self.version)
-        metrics = {**batch_metrics(batch), **self._train(batch), **self._refit(), **batch.metrics, **at_start}
+        batch = self.sample()
+        metrics = {**batch_metrics(batch), **self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
         self.step = step
         metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
@@ -129,7 +132,11 @@ class Loop:
         parts.journal.log(step, self._timed(metrics))
         return metrics, ending
 
-    def _train(self, batch: RolloutBatch) -> dict[str, Any]:
+    def sample(self) -> RolloutBatch:
+        """Return the batch of the next step."""
+        return self.parts.source.next(self.version)
+
+    def train_on(self, batch: RolloutBatch) -> dict[str, Any]:
         """Train on a batch, where the algorithm keeps any of it; the policy has its next version afterwards."""
         policy, algorithm, timer, config = self.parts.policy, self.parts.algorithm, self.parts.timer, self.config
         train_batch = make_batch(batch.groups, algorithm, config.batch.optimizer_steps)
@@ -160,7 +167,8 @@ class Loop:
             "imbalance": packing.imbalance,
         }
 
-    def _refit(self) -> dict[str, Any]:
+    def refit(self) -> dict[str, Any]:
+        """Bring the policy's weights into the engines."""
         with self.parts.timer(Phase.REFIT):
             report = self.parts.sync.refit(self.version)
         seconds = {phase.value: value for phase, value in report.seconds.items()}

@@ -136,8 +136,9 @@ class Algorithm(ABC):
 
     def manifest(self) -> dict[str, Any]:
         """Return what the run's manifest keeps of it, and a resume compares."""
-        code = getattr(self.made_by, "code", None)
-        return {"name": self.config.run.algorithm} | ({"file": code.fingerprint} if code else {})
+        code, package = getattr(self.made_by, "code", None), getattr(self.made_by, "package", None)
+        made_of = {"file": code.fingerprint} if code else {"package": package} if package else {}
+        return {"name": self.config.run.algorithm} | made_of
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.made_by, self.config)

@@ -1,4 +1,5 @@
-"""Algorithms that are built in, registered from outside of the package, or in a user's file; losses from such files.
+"""Algorithms that are built in, registered by a program, brought by an installed package, or in a user's file; losses
+from such files.
 
 A user's loss is tried before a run, in a process of its own: its file imports torch, which the driver does without.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.names import suggest
 from rlctl.data.rollouts import Rollout, RolloutGroup
@@ -99,7 +101,9 @@ def _factory(name: str) -> Factory:
         return getattr(importlib.import_module(module), factory)
     if is_reference(name):
         return UserAlgorithm(UserCode.read(name, "Algorithm"))
-    known = (*BUILT_IN, *_registered)
+    if entry := find_plugin("rlctl.algorithms", name):
+        return PluginAlgorithm(name, origin(entry))
+    known = (*BUILT_IN, *_registered, *plugin_names("rlctl.algorithms"))
     raise ConfigError(
         f"Unknown algorithm {name!r} (run.algorithm).",
         _meant(name, known) or f"Algorithms are {', '.join(known)} and path/to/file.py:Class.",
@@ -125,23 +129,43 @@ class UserAlgorithm:
 
     def __call__(self, config: RlctlConfig) -> Algorithm:
         """Raises InputError where the class is none, or cannot be made."""
-        make = self.code.load()
-        if not (isinstance(make, type) and issubclass(make, Algorithm)):
-            raise InputError(
-                f"Algorithm {self.code.reference!r} is no class of an algorithm.",
-                "Derive it from rlctl.rl.algorithms.algorithm.Algorithm.",
-            )
-        if missing := sorted(make.__abstractmethods__):
-            raise InputError(
-                f"Algorithm {self.code.reference!r} does not define {' and '.join(missing)}.",
-                "Both are described in docs/training.md.",
-            )
+        make = _checked_class(self.code.load(), f"Algorithm {self.code.reference!r}")
         try:
             algorithm = make(config)
         except Exception as error:
             raise self.code.error(error, "being made") from error
         algorithm.made_by = self
         return algorithm
+
+
+@dataclass(frozen=True)
+class PluginAlgorithm:
+    """Makes the algorithm of an installed package; pickled as its name, so every process imports it for itself."""
+
+    name: str
+    package: str
+    """The package with its version, which a resume compares."""
+
+    def __call__(self, config: RlctlConfig) -> Algorithm:
+        """Raises InputError where the package is not installed here, or brings no class of an algorithm."""
+        entry = find_plugin("rlctl.algorithms", self.name)
+        if entry is None:
+            raise InputError(
+                f"Algorithm {self.name!r} is of {self.package}, which is not installed here.",
+                "Install that package on every node.",
+            )
+        algorithm = _checked_class(load_plugin(entry), f"Algorithm {self.name!r} of {self.package}")(config)
+        algorithm.made_by = self
+        return algorithm
+
+
+def _checked_class(made: Any, what: str) -> type[Algorithm]:
+    """Return a class that an algorithm can be made of. Raises InputError, naming `what`, for anything else."""
+    if not (isinstance(made, type) and issubclass(made, Algorithm)):
+        raise InputError(f"{what} is no class of an algorithm.", "Derive it from rlctl.Algorithm.")
+    if missing := sorted(made.__abstractmethods__):
+        raise InputError(f"{what} does not define {' and '.join(missing)}.", "Both are described in docs/training.md.")
+    return made
 
 
 class UserLoss(Algorithm):

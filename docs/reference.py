@@ -1,0 +1,101 @@
+"""Pages of the site that are generated from the code when it is built: the commands, and the keys of the configuration.
+
+mkdocs calls `on_files` (`hooks` in mkdocs.yml). `python docs/reference.py` prints both pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rlctl.cli import COMMANDS, load_command
+from rlctl.config.keys import section_of
+from rlctl.config.schema import RlctlConfig, Section
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages to those of the folder."""
+    from mkdocs.structure.files import File
+
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def pages() -> dict[str, str]:
+    """Return each page by its path."""
+    return {"reference/commands.md": commands_page(), "reference/configuration.md": configuration_page()}
+
+
+def commands_page() -> str:
+    """Return a section for each command, with its arguments, options and examples."""
+    parts = ["# Commands\n\nThis page is generated from the commands themselves; `--help` says the same."]
+    for name in COMMANDS:
+        parts += described(["rlctl", name], load_command(name))
+    return "\n\n".join(parts) + "\n"
+
+
+def described(path: list[str], command: Any) -> Iterator[str]:
+    """Yield the paragraphs on a command and on its subcommands."""
+    yield f"{'#' * min(len(path), 3)} {' '.join(path)}\n\n{cell(plain(command.help))}"
+    children = getattr(command, "commands", {})
+    context = command.make_context(path[-1], [], resilient_parsing=True)
+    records = [parameter.get_help_record(context) for parameter in command.params if not parameter.hidden]
+    rows = [f"| `{option(record[0])}` | {cell(plain(record[1]))} |" for record in records if record]
+    if rows:
+        yield "| option | meaning |\n|---|---|\n" + "\n".join(rows)
+    if examples := re.findall(r"^\s*(rlctl .*)$", command.epilog or "", re.MULTILINE):
+        yield "\n".join(["```", *examples, "```"])
+    for name, child in children.items():
+        yield from described([*path, name], child)
+
+
+def configuration_page() -> str:
+    """Return a section for each section of the schema, with type, default and meaning of its keys."""
+    parts = ["# Configuration keys\n\nThis page is generated from the schema; `rlctl config schema` prints the same."]
+    for name, field in RlctlConfig.model_fields.items():
+        section = section_of(field.annotation)
+        assert section is not None
+        parts.append(f"## {name}\n\n{plain(section.__doc__)}")
+        lines = "\n".join(key_rows(section, name))
+        parts.append(f"| key | type | default | meaning |\n|---|---|---|---|\n{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+def key_rows(section: type[Section], prefix: str) -> Iterator[str]:
+    """Yield a line of a table for each key, those of inner sections after their own section's."""
+    from pydantic import TypeAdapter
+
+    from rlctl.commands.config_ import inline_yaml
+    from rlctl.config.passthrough import type_words
+
+    for key, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from key_rows(inner, f"{prefix}.{key}")
+            continue
+        default = inline_yaml(TypeAdapter(Any).dump_python(field.default, mode="json"))
+        words = cell(type_words(field.annotation))
+        yield f"| `{prefix}.{key}` | {words} | `{default}` | {cell(plain(field.description))} |"
+
+
+def plain(text: str | None) -> str:
+    """Return help or a docstring as one paragraph, without the mark that keeps lines apart."""
+    return " ".join((text or "").replace("\b", " ").split())
+
+
+def option(names: str) -> str:
+    """Return an option's names and value for a code cell, without the type of an argument that has a name."""
+    return re.sub(r"(?<=\]|\.) <.*>$", "", names)
+
+
+def cell(text: str) -> str:
+    """Return prose for a cell of a table. Outside of code, bars end no cell and angle brackets are no HTML."""
+    prose = {"|": "\\|", "<": "&lt;"}
+    parts = text.split("`")
+    return "`".join(part if number % 2 else part.translate(str.maketrans(prose)) for number, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    print("\n".join(pages().values()))

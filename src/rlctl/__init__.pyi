@@ -1,0 +1,16 @@
+from rlctl.api import generate as generate
+from rlctl.api import load_config as load_config
+from rlctl.api import plan as plan
+from rlctl.api import read_metrics as read_metrics
+from rlctl.api import register_algorithm as register_algorithm
+from rlctl.api import train as train
+from rlctl.backends.batch import TokenBatch as TokenBatch
+from rlctl.backends.lookup import register_backend as register_backend
+from rlctl.errors import RlctlError as RlctlError
+from rlctl.rl.algorithms.algorithm import Algorithm as Algorithm
+from rlctl.rl.loop import Loop as Loop
+from rlctl.rollouts.source import RolloutSource as RolloutSource
+from rlctl.telemetry.metrics import Metric as Metric
+
+__version__: str
+API: dict[str, str]

@@ -1,0 +1,147 @@
+"""Python's way to what the commands do: a configuration, its plan, a run, completions, and the metrics of a run.
+
+Every function raises the errors of `rlctl.errors`, all of which are `RlctlError`s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.config.load import Resolved, from_sources
+from rlctl.config.sources import Source, flatten, sources_in_order
+from rlctl.errors import InputError, missing_package
+from rlctl.rl.algorithms.available import register as register_algorithm
+
+if TYPE_CHECKING:
+    from rlctl.apps.run import RunSummary
+    from rlctl.planner.make_plan import Plan
+    from rlctl.rl.loop import Loop
+
+__all__ = ["generate", "load_config", "plan", "read_metrics", "register_algorithm", "train"]
+
+
+def load_config(
+    preset: str | None = None, files: Sequence[str | Path] = (), values: Mapping[str, Any] | None = None
+) -> Resolved:
+    """Return the configuration of a preset, YAML files, the environment and `values`; later ones win over earlier ones.
+
+    `values` holds keys as `rlctl config schema` lists them, dotted or nested: `{"run.steps": 20, "optimizer": {"lr":
+    1e-5}}`. A function or class of a file of yours stands for its `path/to/file.py:name`, so that rewards, losses and
+    algorithms can be given as they are.
+
+    Raises ConfigError for a wrong key or value, naming the nearest known one.
+    """
+    sources = sources_in_order(preset, files, os.environ, {}, ())
+    return from_sources([*sources, Source(flatten(with_references(values or {}), "program"))])
+
+
+def plan(config: Resolved) -> Plan:
+    """Return how a run of this configuration would be laid out; needs neither its weights nor its GPUs.
+
+    `plan.config_values()` are the keys that it decides, `plan.seconds` and `plan.total_s` the predicted step. Raises
+    NoPlanError when nothing fits.
+    """
+    from rlctl.apps.prepare import shown_plan
+
+    with installed_engines():
+        return shown_plan(config, 0, tell)
+
+
+def train(
+    config: Resolved,
+    *,
+    resume: bool = False,
+    allow_changes: bool = False,
+    quiet: bool = False,
+    loop: type[Loop] | None = None,
+) -> RunSummary:
+    """Begin a run, or continue the one in `run.dir` (or the newest), and return its summary when it has ended.
+
+    `loop` is a class derived from `rlctl.Loop`, for steps of your own. `quiet` keeps the progress off the terminal;
+    the run's log has it in any case. Ctrl-C finishes the step and saves, as on the command line.
+
+    Raises InputError for what the configuration names wrongly and in any thread but the main one, NoPlanError when no
+    plan fits, MachineError where this machine lacks what was asked for, and the error of whatever failed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError("A run takes Ctrl-C, which only the main thread can.", "Call rlctl.train there.")
+    with installed_engines():
+        from rlctl.apps.train import train_grpo
+
+        return train_grpo(config, resume=resume, quiet=quiet, allow_changes=allow_changes, loop=loop)
+
+
+def generate(
+    config: Resolved,
+    prompts: Sequence[str],
+    *,
+    n: int = 1,
+    run_dir: str | Path | None = None,
+    step: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return a record for each prompt: `prompt`, and `completions` with text, token_ids, logprobs and finish_reason.
+
+    The weights are those of `model.name`, or with `run_dir` those of a run's checkpoint: of `step`, or the newest.
+    """
+    with installed_engines():
+        from rlctl.apps.generate import complete, completion_job, of_run, read_prompts
+
+        checkpoint = None
+        if run_dir is not None:
+            config, checkpoint = of_run(Path(run_dir), step, config)
+        rows = read_prompts(prompts, None, config.config.data.prompt_field)
+        return list(complete(completion_job(config, n, checkpoint, len(rows), tell), rows, tell))
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the metrics of each finished step of a run, as `metrics.jsonl` has them."""
+    from rlctl.runs.directory import RunDirectory
+    from rlctl.telemetry import metrics
+
+    file = RunDirectory(Path(run_dir)).metrics
+    if not file.is_file():
+        raise InputError(f"{run_dir} has no {file.name}.", "Give the directory of a run that has finished a step.")
+    return metrics.read_metrics(file)
+
+
+@contextlib.contextmanager
+def installed_engines() -> Iterator[None]:
+    """Raise MachineError, naming the package and how it is installed, where an engine that is needed is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise missing_package(error) from error
+
+
+def with_references(value: Any) -> Any:
+    """Return `value` with the `path/to/file.py:name` of each function and class in it."""
+    if isinstance(value, Mapping):
+        return {key: with_references(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_references(item) for item in value]
+    return reference(value) if inspect.isfunction(value) or inspect.isclass(value) else value
+
+
+def reference(made: Callable[..., Any]) -> str:
+    """Return the `path/to/file.py:name` of a function or class. Raises InputError where it is not at the top of a file,
+    from which the processes of a run could read it."""
+    module = sys.modules.get(made.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None or getattr(module, made.__qualname__, None) is not made:
+        raise InputError(
+            f"{made.__qualname__} is not defined at the top of a file, where other processes can read it.",
+            "Move it to the top of a .py file.",
+        )
+    return f"{Path(file).absolute()}:{made.__qualname__}"
+
+
+def tell(text: str) -> None:
+    """Show a message on stderr."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""Algorithms, training backends and rewards that other installed packages bring, by the names of their entry points.
+
+A package says in its `pyproject.toml` what it brings:
+
+    [project.entry-points."rlctl.algorithms"]
+    reinforce = "my_package.reinforce:Reinforce"
+
+Names are read from the packages' metadata. The code behind a name is imported when a configuration asks for that name.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any, Literal
+
+from rlctl.errors import InputError
+
+Group = Literal["rlctl.algorithms", "rlctl.backends", "rlctl.rewards"]
+
+
+def plugin_names(group: Group) -> tuple[str, ...]:
+    """Return the names in a group; nothing is imported."""
+    return tuple(sorted({entry.name for entry in metadata.entry_points(group=group)}))
+
+
+def find_plugin(group: Group, name: str) -> metadata.EntryPoint | None:
+    """Return the entry point called `name`, or None; nothing is imported.
+
+    Raises InputError where two packages bring different things by that name.
+    """
+    found = list({entry.value: entry for entry in metadata.entry_points(group=group, name=name)}.values())
+    if len(found) > 1:
+        raise InputError(
+            f"Several installed packages bring {name!r} in {group}: {', '.join(map(origin, found))}.",
+            "Uninstall all but one of them.",
+        )
+    return found[0] if found else None
+
+
+def load_plugin(entry: metadata.EntryPoint) -> Any:
+    """Import what the entry point names. Raises InputError, naming package and reason, where that fails."""
+    try:
+        return entry.load()
+    except Exception as error:
+        raise InputError(
+            f"{entry.name!r} of {origin(entry)} cannot be imported ({entry.value}): {type(error).__name__}: {error}.",
+            "Update or uninstall that package.",
+        ) from error
+
+
+def origin(entry: metadata.EntryPoint) -> str:
+    """Return the package of an entry point, with its version."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.module

@@ -1,0 +1,199 @@
+"""Every command in the README, in the pages and among the examples is run, or where it takes long, run in a slow test.
+
+A command that begins like none of `COMMANDS` fails the tests: say there how it is run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlctl.cli import load_command, run
+from rlctl.commands.output import JsonMode
+from rlctl.telemetry.metrics import read_metrics
+from support.runs import REWARD, TASK
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "examples").glob("*.md"), *(ROOT / "docs").glob("*.md")]
+)
+LINE = re.compile(r"^\s*(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?((?:rlctl|make) .*?)(?:\s+#.*|\s+\.\.\.)?$")
+COMMANDS = {
+    "make": "target",
+    "rlctl --version": "here",
+    "rlctl presets": "here",
+    "rlctl config": "here",
+    "rlctl plan --run": "needs a run",
+    "rlctl plan": "here",
+    "rlctl doctor --calibrate": "slow",
+    "rlctl doctor": "quick",
+    "rlctl train grpo --resume": "needs a run",
+    "rlctl train grpo": "dry run",
+    "rlctl generate --run-dir": "needs a run",
+    "rlctl generate": "dry run",
+    "rlctl refit-test": "dry run",
+    "rlctl eval --run-dir": "needs a run",
+    "rlctl eval": "needs the hub",
+    "rlctl rollouts": "needs a run",
+    "rlctl report": "needs a run",
+    "rlctl convert megatron-to-hf": "needs a run",
+    "rlctl convert megatron-to-hf ./ckpt": "slow",
+    "rlctl convert inspect": "slow",
+    "rlctl convert hf-to-megatron": "slow",
+}
+"""How the commands that begin so are run. The longest beginning counts."""
+RECIPE = """
+policy: { model_name: Qwen/Qwen3-1.7B, max_total_sequence_length: 1024 }
+grpo: { num_prompts_per_step: 4 }
+cluster: { num_nodes: 1, gpus_per_node: 8 }
+"""
+LOSSES = "def clipped(batch, options):\n    return -batch.logprobs_R * batch.advantages_R\n"
+
+
+SHORT = "def short(completion, **row):\n    return -len(completion) / 100\n"
+
+
+def code_lines(page: str) -> Iterator[str]:
+    """Yield the lines of a page's indented and fenced blocks; a backslash joins a line with the next."""
+    fenced = False
+    for line in page.replace("\\\n", " ").splitlines():
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            yield line
+
+
+def documented() -> dict[str, str]:
+    """Each command, without comments, and the first page that has it."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for line in code_lines(page.read_text()):
+            if match := LINE.match(line):
+                found.setdefault(" ".join(match[1].partition(" > ")[0].split()), page.name)
+    return found
+
+
+def kind(command: str) -> str | None:
+    """How a command is run; None where `COMMANDS` does not say."""
+    begins = [begin for begin in COMMANDS if f"{command} ".startswith(f"{begin} ")]
+    return COMMANDS[max(begins, key=len)] if begins else None
+
+
+def of_kind(*kinds: str) -> list[str]:
+    return [command for command in documented() if kind(command) in kinds]
+
+
+def test_every_command_is_of_a_known_kind() -> None:
+    found = documented()
+    assert len(found) > 50
+    assert [f"{page}: {command}" for command, page in found.items() if kind(command) is None] == []
+
+
+def test_commands_are_found_in_blocks_alone() -> None:
+    page = (
+        "rlctl prose is none\n\n    rlctl plan --top 2   # a comment\n\n```\n.venv/bin/rlctl doctor \\\n--quick\n```\n"
+    )
+    assert [match[1] for line in code_lines(page) if (match := LINE.match(line))] == [
+        "rlctl plan --top 2", "rlctl doctor  --quick",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that the pages name. Where no command names a model, it is a tiny one."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("recipe.yaml", "grpo_recipe.yaml"):
+        (tmp_path / name).write_text(RECIPE)
+    (tmp_path / "losses.py").write_text(LOSSES)
+    (tmp_path / "my_reward.py").write_text(SHORT)
+    for name in ("questions.jsonl", "gsm8k.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "3 + 4?", "question": "3 + 4?", "answer": "7"}\n' * 4)
+    (tmp_path / "mine.yaml").write_text("extends: 1node\nrun: { steps: 5 }\n")
+    shutil.copytree(tiny_llama, tmp_path / "my-model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLCTL_MODEL__NAME", str(tiny_llama))
+    return tmp_path
+
+
+def run_here(command: str, *more: str) -> int:
+    JsonMode.wanted = JsonMode.printed = False
+    return run([*shlex.split(command)[1:], *(flag for flag in more if flag not in command.split())])
+
+
+def test_make_has_every_target() -> None:
+    for command in of_kind("target"):
+        done = subprocess.run(
+            ["make", "--dry-run", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@pytest.mark.parametrize("command", of_kind("here"))
+def test_commands_that_only_look(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(command) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", of_kind("quick"))
+def test_checks_of_the_machine(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run_here(command.replace("HEAD:6379", "127.0.0.1:1"), "--quick")
+    # This machine may lack a GPU and has no Ray cluster, which is what exit code 3 says.
+    assert code in (0, 3), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", {command.replace(" --dry-run", ""): None for command in of_kind("dry run")})
+def test_commands_that_train_or_sample(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
+    monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, sources: dict.fromkeys(sources, ()))
+    monkeypatch.setattr("rlctl.rl.algorithms.available._tried", lambda loss: ())
+    monkeypatch.setattr("rlctl.apps.prepare.wanted_loggers", lambda run, tell: ())  # packages that need not be there
+    if "--preset laptop" not in command:  # for GPUs, and planned from the catalog
+        monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
+    assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", of_kind("needs a run", "needs the hub", "slow"))
+def test_flags_of_the_commands_that_take_long(command: str) -> None:
+    words = shlex.split(command)[1:]
+    parsed = load_command(words.pop(0))
+    while hasattr(parsed, "commands"):
+        parsed = parsed.commands[words.pop(0)]
+    assert parsed.make_context("rlctl", words).params
+
+
+@pytest.mark.slow
+def test_commands_that_take_long(place: Path, tiny_llama: Path) -> None:
+    """One after the other, as they follow from each other: a run, what is done with it, and conversions."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "RLCTL_MACHINE_PROFILE": str(place / "profile.json")}
+
+    def command_line(*words: str) -> None:
+        command = [sys.executable, "-m", "rlctl", *words]
+        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=900)
+        accepted = (0, 3) if words[0] == "doctor" else (0,)  # 3: this machine lacks something
+        assert done.returncode in accepted, f"{words}: {done.stderr[-3000:]}"
+
+    (place / "reward.py").write_text(REWARD)
+    data = [*TASK, "--reward", "reward.py:even", "--prompts", "2", "--generations", "2"]
+    command_line("train", "grpo", "--preset", "laptop", *data, "--steps", "2", "--run-dir", "runs/my-run")
+    shutil.copytree(place / "runs" / "my-run", place / "runs" / "longer")
+    shutil.rmtree(place / "my-model")
+    for command in sorted(of_kind("needs a run"), key=lambda command: "convert" in command):
+        words = shlex.split(command.replace("--steps 200", "--steps 5"))[1:]
+        if "--resume" in words and "--steps" not in words:  # the newest run, whichever of the two it is
+            words += ["--steps", "3"]
+        command_line(*words, *(["--force"] if (place / "my-model").exists() and words[0] == "convert" else []))
+    assert len(read_metrics(place / "runs" / "my-run" / "metrics.jsonl")) == 5
+    command_line("convert", "hf-to-megatron", str(tiny_llama), "./ckpt")
+    shutil.rmtree(place / "my-model")
+    for command in sorted(of_kind("slow"), key=lambda command: "hf-to-megatron" in command):
+        force = ["--force"] if "hf-to-megatron" in command else []
+        command_line(*[str(tiny_llama) if "/Llama-3" in word else word for word in shlex.split(command)[1:]], *force)
