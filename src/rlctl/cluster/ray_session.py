@@ -93,9 +93,9 @@ def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) ->
                 logging_level=logging.ERROR,
                 namespace=namespace,
             )
+    except MachineError:
+        raise
     except (*RAY_FAILURES, RayError) as error:
-        if isinstance(error, MachineError):
-            raise
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     _keep_stdout_clean()
     try:
@@ -108,7 +108,7 @@ def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) ->
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether the Ray cluster at `address` (HOST:PORT) turns away who has no token.."""
+    """Whether the Ray cluster at `address` (HOST:PORT) turns away those who have no token."""
     without = os.environ | {"RAY_AUTH_MODE": "disabled"}
     asked = subprocess.run([sys.executable, "-P", "-c", ASK, address], env=without, capture_output=True, check=False)
     return b"AuthenticationError" in asked.stderr
