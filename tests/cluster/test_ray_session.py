@@ -117,7 +117,7 @@ def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session
 
 # A run of two workers. Each has shared memory, a temporary file and a child that outlives it.
 RUN = """
-import json, os, subprocess, sys, tempfile, time
+import json, os, re, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 from ray import cloudpickle
 from rlctl.cluster.placement import Placement
@@ -139,6 +139,7 @@ class Worker:
         return "done"
 
 logs, victim = Path(sys.argv[1]), sys.argv[2]
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     with ray_session(logs=logs):
         from ray._private import worker
@@ -159,6 +160,8 @@ try:
             place.release()
 except RlctlError as error:
     told["error"] = error.message
+caught = int(re.search("SigCgt:\\s*(.*)", Path("/proc/self/status").read_text())[1], 16)
+told["catches"] = bool(caught >> (signal.SIGTERM - 1) & 1)  # what the kernel knows of it, not what Python believes
 print(json.dumps(told))
 """
 
@@ -182,6 +185,7 @@ def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["error"] == said
+    assert told["catches"], "SIGTERM would end this process before it has told how the run ended"
     assert [one["niceness"] for one in told["begun"]] == [os.nice(0) + 3] * 2
     assert told.get("finished") == finished
     assert told.get("dead") == (said.removesuffix(" died.") if finished else None)

@@ -62,6 +62,7 @@ def ray_session(
     Raises MachineError when Ray cannot be started or the address does not answer.
     """
     import ray
+    from ray._private import ray_constants
 
     if ray.is_initialized():
         # A caller (a test, a notebook) brought its own session: use it and leave it alone.
@@ -72,6 +73,8 @@ def ray_session(
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is in the result that is waited for
     # We choose devices ourselves: two engines share each GPU, which Ray's own masking cannot express.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # At its end Ray would set SIGTERM back to what kills at once, and nothing would be cleared up or told any more.
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
     with _started(gpus, namespace, logs) if address is None else _joined(address, namespace, tell):
         yield
@@ -93,9 +96,9 @@ def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) ->
                 logging_level=logging.ERROR,
                 namespace=namespace,
             )
+    except MachineError:
+        raise
     except (*RAY_FAILURES, RayError) as error:
-        if isinstance(error, MachineError):
-            raise
         raise MachineError(f"--ray-address {address} did not answer: {error}.", _joining_hint()) from error
     _keep_stdout_clean()
     try:
@@ -108,7 +111,7 @@ def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) ->
 
 
 def asks_for_token(address: str) -> bool:
-    """Whether the Ray cluster at `address` (HOST:PORT) turns away who has no token.."""
+    """Whether the Ray cluster at `address` (HOST:PORT) turns away those who have no token."""
     without = os.environ | {"RAY_AUTH_MODE": "disabled"}
     asked = subprocess.run([sys.executable, "-P", "-c", ASK, address], env=without, capture_output=True, check=False)
     return b"AuthenticationError" in asked.stderr
@@ -293,7 +296,7 @@ def _require_answer(address: str) -> None:
 def _require_membership(address: str) -> None:
     """Raise MachineError where this machine is no node of the cluster: Ray would abort this process. Raises RayError
     where the cluster turns us away."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue] - compiled
 
     if address.startswith("ray://") or ":" not in address:  # through its own proxy, or this machine's
         return

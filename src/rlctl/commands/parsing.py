@@ -160,7 +160,8 @@ class App(typer.Typer):
         )  # fmt: skip
 
     def command(self, name: str | None = None, **settings: Any) -> Any:
-        return super().command(name, **{"cls": Command} | settings)
+        chosen: dict[str, Any] = {"cls": Command} | settings
+        return super().command(name, **chosen)
 
 
 def explained(error: Any) -> InputError:
