@@ -87,9 +87,10 @@ def hf_to_megatron(
     if found.note:
         message(found.note)
     if destination is None:
-        dtype = dtype or cast(Any, open_hf_model(found.directory).dtype)
-        destination, reuse = place_of(found.directory, dtype), not force
-        message(f"writing to {destination}, where runs that compute in {dtype} look for it")
+        precision: str = dtype or open_hf_model(found.directory).dtype
+        dtype = cast(Any, precision)
+        destination, reuse = place_of(found.directory, precision), not force
+        message(f"writing to {destination}, where runs that compute in {precision} look for it")
     with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
         settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
         report = conversion.hf_to_megatron(found.directory, destination, settings)
