@@ -21,7 +21,7 @@ def step(mean: float) -> dict:
     [("float32", 1e-6, 1e-3, 0.1), ("bfloat16", 0.02, 0.2, 2), ("float8", 0.1, 0.3, 2)],
 )
 def test_limits_follow_the_precision(dtype: str, usual: float, strange: float, wrong: float) -> None:
-    agreement = Agreement.from_config(ChecksConfig(), GenerationConfig(), dtype)
+    agreement = Agreement.from_config(RlctlConfig(), dtype)
     assert agreement.check(1, step(usual)) is None
     warning = agreement.check(7, step(strange))
     assert warning is not None
@@ -43,30 +43,32 @@ def test_a_refit_test_allows_in_each_precision_what_a_step_is_not_warned_of() ->
 
 def test_what_is_not_a_number_stops_the_run() -> None:
     with pytest.raises(DivergenceError, match="nan"):
-        Agreement.from_config(ChecksConfig(), GenerationConfig(), "bfloat16").check(1, step(math.nan))
+        Agreement.from_config(RlctlConfig(), "bfloat16").check(1, step(math.nan))
 
 
 def test_limits_can_be_set_and_a_low_error_limit_lowers_the_warning() -> None:
     limits = ChecksConfig(logprob_diff_warning=0.3, logprob_diff_error=0.4)
-    agreement = Agreement.from_config(limits, GenerationConfig(), "float32")
+    agreement = Agreement.from_config(RlctlConfig(checks=limits), "float32")
     assert agreement.check(1, step(0.25)) is None
     assert agreement.check(1, step(0.35)) is not None
     with pytest.raises(DivergenceError):
         agreement.check(1, step(0.45))
     low = ChecksConfig(logprob_diff_error=1e-9)
-    assert Agreement.from_config(low, GenerationConfig(), "float32").warning == 1e-9
+    assert Agreement.from_config(RlctlConfig(checks=low), "float32").warning == 1e-9
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
 def test_sampling_from_a_cut_distribution_is_held_to_no_limit_but_ones_own(cut: dict) -> None:
     generation = GenerationConfig(**cut)
-    agreement = Agreement.from_config(ChecksConfig(), generation, "float32")
+    agreement = Agreement.from_config(RlctlConfig(generation=generation), "float32")
     assert "top_p or top_k" in agreement.note
     assert agreement.check(1, step(0.1)) is None
     with pytest.raises(DivergenceError, match="nan"):
         agreement.check(1, step(math.nan))
     with pytest.raises(DivergenceError):
-        Agreement.from_config(ChecksConfig(logprob_diff_error=0.05), generation, "float32").check(1, step(0.1))
+        Agreement.from_config(
+            RlctlConfig(checks=ChecksConfig(logprob_diff_error=0.05), generation=generation), "float32"
+        ).check(1, step(0.1))
 
 
 @pytest.mark.parametrize(("cut", "named"), [({"top_p": 0.9}, r"top_p = 0\.9"), ({"top_k": 20}, "top_k = 20")])

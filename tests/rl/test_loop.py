@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
-from rlctl.config.schema import ChecksConfig, FilterConfig, GenerationConfig, RlctlConfig
+from rlctl.config.schema import FilterConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
@@ -56,6 +57,8 @@ class Recorder:
         number = len([what for what, _ in self.asked if what == "next"])
         return RolloutBatch((group(100 * number, self.rewards[number - 1], [3, 5]),), {"from_the_source": number})
 
+    def write(self, directory: Path) -> None: ...
+
     def state(self) -> dict[str, Any]:
         return {"trained": [[0, 1]]}
 
@@ -85,7 +88,7 @@ class Recorder:
     def due(self, step: int, ending: bool) -> bool:
         return ending
 
-    def begin(self, step: int, state: dict[str, Any]) -> None:
+    def begin(self, step: int, state: dict[str, Any], write: Any) -> None:
         self.saved.append({"step": step, **state})
 
     def finish(self) -> None: ...
@@ -123,7 +126,7 @@ class Stop:
 
 def loop(recorder: Any, steps: int, *, step: int = 0, version: int = 0, **sections: Any) -> Loop:
     config = RlctlConfig.model_validate({"run": {"steps": steps}, **sections})
-    agreement = Agreement.from_config(ChecksConfig(), GenerationConfig(), "float32")
+    agreement = Agreement.from_config(RlctlConfig(), "float32")
     health = Health(config.checks)
     parts = Parts(recorder, Plain(config), recorder, recorder, recorder, recorder, agreement, health, StepTimer())
     return Loop(config, parts, step=step, version=version)

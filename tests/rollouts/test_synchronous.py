@@ -4,51 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlctl.backends.messages import GroupRequest, GroupResult
+from rlctl.backends.messages import GroupRequest
 from rlctl.config.schema import FilterConfig, RlctlConfig
-from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import RolloutColumns, RolloutGroup
-from rlctl.envs.reward_worker import GroupScores, ScoreRequest
 from rlctl.errors import InputError, WorkerError
 from rlctl.rollouts import synchronous
 from rlctl.rollouts.source import RolloutBatch, sample_seed
 from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.telemetry.phases import StepTimer
+from support.rollouts import VERSION, Prompts, Scorer, answer
 
 CONFIG = RlctlConfig.model_validate({"batch": {"prompts": 3, "generations": 2}, "run": {"seed": 5}})
-VERSION = 4
-
-
-class Prompts:
-    """A stream of numbered prompts, whose order follows from what was observed: each prompt's number is one more for
-    every group so far."""
-
-    encoder = SimpleNamespace(stop=(), stop_token_ids=())
-
-    def __init__(self) -> None:
-        self.observed = 0
-
-    def observe(self, groups: Sequence[RolloutGroup]) -> None:
-        self.observed += len(groups)
-
-    def state(self) -> dict[str, int]:
-        return {"": self.observed}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        self.observed = state.get("", 0)
-
-    def prompt_at(self, position: int) -> PromptRow:
-        return PromptRow(position % 7, f"row {position % 7}", f"question {position}", None)
-
-    def tokens(self, row: PromptRow) -> list[int]:
-        return [row.index, self.observed]
 
 
 class Turns:
@@ -63,29 +36,6 @@ class Turns:
 
     def recover(self, error: Exception, version: int) -> None:
         self.recovered.append(version)
-
-
-class Scorer:
-    """Gives each completion of a group its number as its reward."""
-
-    def within(self, timeout_s: float) -> Scorer:
-        return self
-
-    def call(self, method: object, requests: Sequence[ScoreRequest]) -> list[list[GroupScores]]:
-        return [[GroupScores((0.0, 1.0), None, {"half": (0.0, 0.5)}, 1) for _ in requests]]
-
-
-def answer(request: GroupRequest) -> GroupResult:
-    """Samples of three tokens, of which the policy chose the first and the last."""
-    prompt, samples = len(request.prompt_tokens), len(request.seeds)
-    length = prompt + 3
-    mask = np.tile(np.array([False] * prompt + [True, False, True]), samples)
-    versions = np.where(mask, VERSION, -1).astype(np.int32)
-    columns = RolloutColumns(
-        np.zeros(samples * length, np.int32), np.arange(samples + 1, dtype=np.int32) * length, mask,
-        np.zeros(samples * length, np.float32), versions,
-    )  # fmt: skip
-    return GroupResult.of(request, columns, ["a"] * samples, ["stop", "length"], 0)
 
 
 @pytest.fixture
@@ -132,7 +82,7 @@ def requests_of(batches: int, first: SynchronousSource, cut: int, asked: list[Gr
         if number == cut:
             state = json.loads(json.dumps(now.state()))
             now = source()
-            now.restore(state)
+            now.restore(state, Path())
         _: RolloutBatch = now.next(number)
     return asked[1:]
 
@@ -185,16 +135,16 @@ def test_a_resumed_source_replaces_groups_as_the_first_would_have(asked: list[Gr
     assert state["trained"] == [[0, found[1][-1]]]
     cut.next(VERSION)  # of a step that is killed before it is saved
     again = fussy()
-    again.restore(state)
+    again.restore(state, Path())
     found += [[one.position for one in again.next(VERSION).groups] for _ in range(2)]
     assert found == positions
 
 
 def test_a_state_that_is_no_ledger_is_refused(asked: list[GroupRequest]) -> None:
     with pytest.raises(InputError, match="ledger"):
-        source().restore({"trained": [[2, 3]], "finished": [], "under_way": []})
+        source().restore({"trained": [[2, 3]], "finished": [], "under_way": []}, Path())
     with pytest.raises(InputError, match="cannot take them over"):
-        source().restore({"trained": [[0, 2]], "finished": [[3, 3]], "under_way": []})
+        source().restore({"trained": [[0, 2]], "finished": [[3, 3]], "under_way": []}, Path())
 
 
 def test_seeds_differ_in_every_coordinate_and_repeat() -> None:

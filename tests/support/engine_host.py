@@ -48,8 +48,7 @@ class SwappingEngine:
     def tokens_in_flight(self) -> int:
         """Tokens that the samples being generated have so far; 0 if nothing is generated."""
         with self.engine._lock.ask():
-            flight = self.engine._flight
-            return sum(sample.tokens for sample in flight.samples.values()) if flight is not None else 0
+            return sum(sample.tokens for flight in self.engine._flights for sample in flight.samples.values())
 
     def share_device(self) -> None:
         """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""

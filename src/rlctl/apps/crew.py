@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 POLICY_WORKER = "rlctl.refit.weight_sender:policy_worker"
 REWARD_WORKER = "rlctl.envs.reward_worker:RewardWorker"
-# Calls that an engine takes at a time where a refit may come into a generation: both, and one that looks.
-ENGINE_CALLS = 3
+# Calls that an engine takes at a time where a refit may come into a generation: `generate`, `submit`, `collect`, the
+# refit, and one that looks.
+ENGINE_CALLS = 5
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
 from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.telemetry.loggers import wanted_loggers
 
@@ -354,6 +355,7 @@ def check_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None)
     refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume)
     config = planned.config
+    refuse_async(config, device_of(plan))
     planned_policy(config, facts, plan)
     engine_backend().refuse(config, facts, device_of(plan))
     return plan

@@ -20,12 +20,14 @@ from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
+from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
 from rlctl.rl.algorithms.algorithm import declared
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
-from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.asynchronous import AsynchronousSource
+from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.synchronous import SynchronousSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
@@ -131,10 +133,7 @@ def _train(
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
         timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
-        assert crew.reward is not None  # a run is started with its rewards
-        rollouts = SynchronousSource(
-            job.config, job.prompts, crew.engines, crew.reward, sync, timer, job.algorithm.trains_on
-        )
+        rollouts = stack.enter_context(_rollouts(job, crew, sync, timer, display))
         validation = None
         if job.validation is not None:
             assert crew.validation is not None  # its scorer was started with the others
@@ -142,7 +141,7 @@ def _train(
         begun = {"step": 0, "version": 0}
         if resume_from is not None:
             begun = resume_from.state()
-            rollouts.restore(begun["source"])
+            rollouts.restore(begun["source"], resume_from.path)
             if validation is not None:
                 validation.restore(begun.get("validation") or {})
         parts = Parts(
@@ -152,9 +151,7 @@ def _train(
             sync=sync,
             saver=saver,
             journal=RunJournal(job, run, display, loggers, Machine(crew)),
-            agreement=Agreement.from_config(
-                job.config.checks, job.config.generation, precision_of(job.config, job.dtype)
-            ),
+            agreement=Agreement.from_config(job.config, precision_of(job.config, job.dtype)),
             health=Health(job.config.checks),
             timer=timer,
             validation=validation,
@@ -180,6 +177,17 @@ def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int,
         return None
 
     return progress
+
+
+def _rollouts(
+    job: Job, crew: Crew, sync: WeightSync, timer: StepTimer, display: Display
+) -> contextlib.AbstractContextManager[RolloutSource]:
+    """Return the source that `rollouts.mode` asks for."""
+    assert crew.reward is not None  # a run is started with its rewards
+    parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
+    if job.config.rollouts.mode == "async":
+        return contextlib.closing(AsynchronousSource(*parts, display.say))
+    return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:

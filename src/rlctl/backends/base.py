@@ -289,6 +289,14 @@ class EngineWorker(WeightReceiver, Protocol):
         """As `generate`, with the token-sized values apart (`messages.apart`), to be handed on by handle."""
         ...
 
+    def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        """Begin the samples of some prompts, which are decoded while `collect_apart` waits for some."""
+
+    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_apart`. Raises
+        WaitTimeoutError after `timeout_s`."""
+        ...
+
     def forget_prompts(self) -> None:
         """Drop what is cached of earlier prompts, so that the next ones are computed as in a new engine."""
 

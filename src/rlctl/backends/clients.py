@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -101,6 +102,20 @@ class PolicyClient(Generic[W_co]):
         self.group.call(PolicyWorker.load, directory)
 
 
+@dataclass(frozen=True)
+class PendingGroups:
+    """Groups that one engine was asked for."""
+
+    engine: object
+    call: PendingCall[list[GroupResult]]
+    handles: list[object]
+
+    def results(self) -> list[GroupResult]:
+        """Wait for the groups, with handles of columns and texts. Raises what `PendingCall.results` raises."""
+        (found,) = self.call.results()
+        return joined(found, self.handles)
+
+
 class EngineClient:
     """Asks all generation engines, which know nothing of one another: a call is never collective, and one that allows
     for the loss of an engine says so."""
@@ -125,6 +140,37 @@ class EngineClient:
             joined(outcome, values) if isinstance(outcome, list) else outcome
             for outcome, values in zip(asked.outcomes(), handles, strict=True)
         ]
+
+    def begin(
+        self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
+    ) -> PendingGroups:
+        """Have one of `engines` generate `requests`, all of which it gives back at once."""
+        asked, (values,) = self._alone(engine, timeout_s).submit_apart(
+            EngineWorker.generate_apart, [(requests, sampling, timeout_s)], [VALUES_A_GROUP * len(requests)]
+        )
+        return PendingGroups(engine, asked, values)
+
+    def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
+        self._alone(engine, ANSWER_TIMEOUT_S).call(EngineWorker.submit, requests, sampling)
+
+    def collect(self, engine: object, timeout_s: float) -> PendingGroups:
+        """Ask one of `engines` for the next of the groups that were submitted to it."""
+        asked, (values,) = self._alone(engine, timeout_s).submit_apart(
+            EngineWorker.collect_apart, [(timeout_s,)], [VALUES_A_GROUP]
+        )
+        return PendingGroups(engine, asked, values)
+
+    @property
+    def engines(self) -> list[object]:
+        """The engines that there are now. One that takes another's place is another engine."""
+        return list(self.group.hosts)
+
+    def _alone(self, engine: object, timeout_s: float) -> WorkerGroup[EngineWorker]:
+        """Raises WorkerError where the engine is there no more."""
+        if engine not in self.group.hosts:
+            raise WorkerError("An engine was replaced while groups were asked of it.")
+        return self.group.part([self.group.hosts.index(engine)]).within(timeout_s + MARGIN_S)
 
     def forget_prompts(self) -> None:
         """Let the engines drop what they cached of earlier prompts. One whose process is gone has no cache."""

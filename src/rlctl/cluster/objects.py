@@ -14,3 +14,10 @@ def fetch(handle: Any) -> Any:
 
     require_processes(RAYLET)
     return ray.get(handle)
+
+
+def put(value: Any) -> object:
+    """Put a value into the object store of this node; return its handle."""
+    import ray
+
+    return ray.put(value)

@@ -414,6 +414,17 @@ class WorkerDiedError(WorkerError):
     """A worker process is gone."""
 
 
+def first_done(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[PendingCall[Any]]:
+    """Return the calls, each of one rank, that have ended; waits at most `timeout_s` for the first of them. Raises
+    ClusterError where Ray is broken."""
+    import ray
+
+    by_ref = {call.refs[0]: call for call in calls}
+    done, _ = ray.wait(list(by_ref), timeout=timeout_s)
+    require_processes(RAYLET)
+    return [by_ref[ref] for ref in done]
+
+
 def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: float) -> tuple[list[R], list[S]]:
     """Wait for two calls whose ranks may wait for one another; return the results of each.
 

@@ -137,6 +137,13 @@ Algorithm: TypeAlias = Annotated[
 Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
 Prompts: TypeAlias = Annotated[int | None, typer.Option("--prompts", help="Number of prompts in each step.")]
 Generations: TypeAlias = Annotated[int | None, typer.Option("--generations", help="Number of rollouts of each prompt.")]
+Async: TypeAlias = Annotated[
+    bool | None,
+    typer.Option("--async/--sync", help="Make rollouts while the policy trains on earlier ones, or before each step."),
+]
+MaxStaleness: TypeAlias = Annotated[
+    int | None, typer.Option("--max-staleness", help="With --async, how many versions old weights of rollouts may be.")
+]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
 ShowSamples: TypeAlias = Annotated[
@@ -157,13 +164,13 @@ KEYS = {
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
     "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
-    "show_samples": "run.show_samples",
+    "show_samples": "run.show_samples", "async_": "rollouts.mode", "max_staleness": "rollouts.max_staleness",
 }  # fmt: skip
 
 
 def flag(name: str) -> str:
     """Return the flag of a parameter, as the user typed it."""
-    return "--colocated/--split" if name == "colocated" else f"--{name.replace('_', '-')}"
+    return {"colocated": "--colocated/--split", "async_": "--async/--sync"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def resolve_config(
@@ -181,6 +188,8 @@ def resolve_config(
 
     if params.get("reward"):
         params["reward"] = [parse_reward(text) for text in params["reward"]]
+    if params.get("async_") is not None:
+        params["async_"] = "async" if params["async_"] else "sync"
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
     if several := flags.pop("data.name", None):

@@ -59,6 +59,8 @@ def grpo(
     max_new_tokens: options.MaxNewTokens = None,
     max_length: options.MaxLength = None,
     mean_length: options.MeanLength = None,
+    async_: options.Async = None,
+    max_staleness: options.MaxStaleness = None,
     lr: options.LearningRate = None,
     seed: options.Seed = None,
     run_dir: options.RunDir = None,

@@ -380,6 +380,19 @@ class FilterConfig(Section):
     KL penalty nor an entropy bonus is on. Entropy and `logprob_diff` are then measured on the others."""
 
 
+class RolloutsConfig(Section):
+    """When rollouts are made: before each step, or while the policy trains."""
+
+    mode: Literal["sync", "async"] = "sync"
+    """Make the rollouts of a step while the policy waits (sync), or while it trains on earlier ones (async)."""
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 1
+    """With async, the largest number of versions between the weights under which a group is begun and those that are
+    trained on it."""
+    order: Literal["position", "arrival"] = "position"
+    """With async, the contents of a batch: the next prompts in their order (position), or the groups that finished
+    first, where one that was begun `max_staleness` versions ago is waited for (arrival)."""
+
+
 class ChecksConfig(Section):
     """Limits at which a step warns, or the run stops."""
 
@@ -678,6 +691,7 @@ class RlctlConfig(Section):
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     filter: FilterConfig = FilterConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()

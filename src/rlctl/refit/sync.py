@@ -119,6 +119,8 @@ class WeightSync:
         self.turns = DeviceTurns(policy, engines, offload=offload, engines_sleep=engines_sleep)
         self._restarts, self._tell = restarts, tell
         self._lost_so_far = 0
+        self.before_refit: Callable[[], None] = lambda: None
+        """Called before each refit of a run, where rollouts are in flight that must be finished first."""
 
     def __enter__(self) -> WeightSync:
         self.turns.to_weights()
@@ -142,6 +144,7 @@ class WeightSync:
         """Bring the policy's weights into every engine as `version`, also where an engine is lost on the way; `verify`
         as `RefitSession.refit` takes it."""
         begun = time.perf_counter()
+        self.before_refit()
         self.turns.to_weights()
         offloaded_s = time.perf_counter() - begun
         try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.config.schema import ChecksConfig, GenerationConfig, RlctlConfig
+from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError, DivergenceError
 
 # (warning, error) for the mean absolute difference of a step. Two correct engines differ by rounding: a logit of size
@@ -64,20 +64,21 @@ class Agreement:
     """Note about them for the user before the first step."""
 
     @classmethod
-    def from_config(cls, checks: ChecksConfig, generation: GenerationConfig, precision: str) -> Agreement:
+    def from_config(cls, config: RlctlConfig, precision: str) -> Agreement:
         """Return the limits that are set, and those of the precision where none is.
 
-        Where top-p or top-k cut the distribution that is sampled, only limits that are set hold: the engine's log-probs
-        are of what is left of it and the trainer's of all of it, which differ by more than rounding.
+        Where top-p or top-k cut the distribution that is sampled, or rollouts may be of older weights, only limits that
+        are set hold: log-probs then differ by more than rounding.
         """
-        cut = generation.top_p < 1 or generation.top_k > 0
-        warning, error = (math.inf, math.inf) if cut else LIMITS[precision]
+        checks, why = config.checks, ""
+        if config.generation.top_p < 1 or config.generation.top_k > 0:
+            why = "generation.top_p or top_k cut what is sampled"
+        elif config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
+            why = "rollouts may be of older weights than those that are trained"
+        warning, error = (math.inf, math.inf) if why else LIMITS[precision]
         error = checks.logprob_diff_error or error
-        note = (
-            "generation.top_p or top_k cut what is sampled: log-probs of engine and trainer differ by that, and are "
-            "held to no limit but checks.logprob_diff_error"
-        )
-        return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if cut else "")
+        note = f"{why}: log-probs of engine and trainer differ by that, and have no limit but checks.logprob_diff_error"
+        return cls(precision, checks.logprob_diff_warning or min(warning, error), error, note if why else "")
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> str | None:
         """Return what to warn about after `step` (counted from 1); None: nothing, or the step trained on nothing.

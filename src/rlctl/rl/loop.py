@@ -32,6 +32,7 @@ from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.health import Health
 from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
+from rlctl.rollouts.ledger import ranges
 from rlctl.rollouts.source import RolloutBatch, RolloutSource
 from rlctl.rollouts.validation import Validated, Validation
 from rlctl.runs.interrupt import StopRequest
@@ -116,8 +117,9 @@ class Loop:
         parts.timer.restart()
         at_start = {} if self.step else self._validate("validation_at_start")
         parts.journal.begin_step(step)
+        version = self.version
         batch = self.sample()
-        metrics = {**batch_metrics(batch), **self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
+        metrics = {**batch_metrics(batch, version), **self.train_on(batch), **self.refit(), **batch.metrics, **at_start}
         self.step = step
         metrics |= self._validate("validation")
         parts.journal.keep_rollouts(step, batch)
@@ -206,7 +208,7 @@ class Loop:
             state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
             if self.parts.validation is not None:
                 state["validation"] = self.parts.validation.state()
-            saver.begin(step, state)
+            saver.begin(step, state, self.parts.source.write)
         saver.finish() if ending else saver.finish_if_written()
 
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -267,12 +269,13 @@ def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any
     }
 
 
-def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
-    """Return what the scalars of a batch say. Suffix N: its rollouts."""
+def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, Any]:
+    """Return what the scalars of a batch say that is trained on by the weights of `version`. Suffix N: its rollouts."""
     rollouts = batch.rollouts
     rewards_N = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
+    staleness_N = [version - rollout.first_version for rollout in rollouts]
     return {
         "reward_mean": float(rewards_N.mean()),
         "reward_std": float(rewards_N.std()),
@@ -286,6 +289,8 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, Any]:
         "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
         "weight_version": min(rollout.first_version for rollout in rollouts),
+        "positions": ranges(group.position for group in batch.groups),
+        "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
     }
 
 

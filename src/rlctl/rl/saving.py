@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from rlctl.backends.clients import PolicyClient
@@ -49,11 +50,12 @@ class Saver:
         wanted = (ending and self.config.save_final) or (every > 0 and step % every == 0)
         return wanted and step != self._begun
 
-    def begin(self, step: int, state: dict[str, Any]) -> None:
+    def begin(self, step: int, state: dict[str, Any], write: Callable[[Path], None] = lambda _: None) -> None:
         """Take a snapshot after `step` and start writing it, once the save before it is complete.
 
         `state` goes into the checkpoint: `version`, `source`, and `metrics`, which a run that is killed before it wrote
-        its metrics line finds there. Raises DivergenceError, and saves nothing, where parameters are not finite.
+        its metrics line finds there; `write` adds files of its own. Raises DivergenceError, and saves nothing, where
+        parameters are not finite.
         """
         self.finish()
         if odd := self.policy.parameters_not_finite():
@@ -66,6 +68,7 @@ class Saver:
         new = self.run.new_checkpoint(step)
         with new.writing():
             new.begin()
+            write(new.directory)
             self.policy.save_begin(new.policy)
         done = self._under_way = Future()
         threading.Thread(target=self._complete, args=(new, state, done), name="saver", daemon=True).start()

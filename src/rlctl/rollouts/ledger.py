@@ -31,6 +31,21 @@ class Ledger:
         """The positions whose groups the loop has got."""
         return [[0, self._handed_over_below - 1]] * (self._handed_over_below > 0) + ranges(self._handed_over)
 
+    @property
+    def taken(self) -> int:
+        """How many positions were taken and are not waiting to be taken again."""
+        return self._next - len(self._again)
+
+    def next_to_hand_over(self, count: int) -> list[int]:
+        """Return the first `count` positions that were not handed over, taken or not."""
+        found: list[int] = []
+        position = self._handed_over_below
+        while len(found) < count:
+            if position not in self._handed_over:
+                found.append(position)
+            position += 1
+        return found
+
     def take(self, count: int) -> list[int]:
         """Take `count` positions that are not under way, the lowest first; they are under way from now on."""
         again, self._again = self._again[:count], self._again[count:]

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
+from rlctl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,56 @@ class RolloutSource(Protocol):
         """Return what a resumed run needs to go on, as JSON. All batches returned so far count as trained on."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, in a new process and before the first `next`."""
-        ...
+    def write(self, directory: Path) -> None:
+        """Write into a checkpoint's directory what `state` cannot hold: finished groups that were not returned yet."""
+
+    def restore(self, state: Mapping[str, Any], directory: Path) -> None:
+        """Go on from what `state` returned and `write` wrote, in a new process and before the first `next`."""
+
+
+def refuse_async(config: RlctlConfig, device: str) -> None:
+    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
+    rollouts = config.rollouts
+    if rollouts.mode == "sync":
+        return
+    if device != "cpu" or config.training.offload:
+        raise ConfigError(
+            "rollouts.mode = async: engines that share devices with the policy give way to it while it trains.",
+            "Leave out --async; engines on devices of their own (generation.colocated=false) cannot be run yet."
+            if device != "cpu"
+            else "Set training.offload=false.",
+        )
+    if config.filter.groups == "replace":
+        raise ConfigError(
+            "filter.groups = replace samples on until a batch is full, and rollouts.mode = async samples ahead of "
+            "batches.",
+            "Choose filter.groups=drop, or leave out --async.",
+        )
+    orders = {config.data.order, *(source.order for source in config.data.sources)}
+    if "pass-rate" in orders:
+        raise ConfigError(
+            "data.order = pass-rate follows from rollouts that are trained on, and rollouts.mode = async samples ahead "
+            "of them.",
+            "Choose another order, or leave out --async.",
+        )
+    if config.refit.in_flight == "abort":
+        raise ConfigError(
+            "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "
+            "weights come.",
+            "Choose refit.in_flight=wait or keep.",
+        )
+    if config.training.router_replay and config.refit.in_flight == "keep":
+        raise ConfigError(
+            "training.router_replay records the experts of whole rollouts, and refit.in_flight = keep goes on with "
+            "rollouts under new weights.",
+            "Choose refit.in_flight=wait.",
+        )
+    if rollouts.max_staleness > 0 and config.loss.importance_correction == "off":
+        raise ConfigError(
+            f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
+            "loss.importance_correction is off.",
+            "Choose loss.importance_correction=truncated or masked, or --max-staleness 0.",
+        )
 
 
 def sample_seed(run_seed: int, position: int, sample: int) -> int:

@@ -7,26 +7,23 @@ its rewards are those of the prompts and not of a choice among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlctl.backends.clients import EngineClient
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import RlctlConfig
-from rlctl.data.prompt_rows import PromptRow
-from rlctl.data.rollouts import Rollout, RolloutGroup
-from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.envs.reward_worker import RewardWorker
 from rlctl.errors import InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.source import RolloutBatch, sample_seed
+from rlctl.rollouts.scored_groups import GroupMaker, restored
+from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
-
-# The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
-MARGIN_S = 240.0
 
 
 class SynchronousSource:
@@ -45,10 +42,8 @@ class SynchronousSource:
     ) -> None:
         """`trains_on` says which groups fill the batch, where others are replaced."""
         self._config, self._prompts, self._timer = config, prompts, timer
-        self._engines, self._rewards, self._sync = engines, rewards, sync
-        self._sampling = Sampling.from_config(
-            config.generation, stop=prompts.encoder.stop, stop_token_ids=prompts.encoder.stop_token_ids
-        )
+        self._engines, self._sync = engines, sync
+        self._groups = GroupMaker(config, prompts, rewards)
         self._ledger = Ledger()
         self._trains_on = trains_on
 
@@ -76,26 +71,20 @@ class SynchronousSource:
         a scorer failed, and the bytes that the policy made free for the engines."""
         positions = self._ledger.take(prompts)
         rows = {position: self._prompts.prompt_at(position) for position in positions}
-        requests = [self._request(position) for position in positions]
+        requests = [self._groups.request(position, row) for position, row in rows.items()]
         with self._timer(Phase.GENERATION), self._sync.generating() as freed_bytes:
             results = generate_groups(
                 self._engines,
                 requests,
-                self._sampling,
+                self._groups.sampling,
                 self._config.cluster.step_timeout_s,
                 lambda error: self._sync.recover(error, version),
             )
         with self._timer(Phase.REWARD):
-            groups, failures = scored(self._rewards, requests, results, rows, self._config.reward.timeout_s)
+            groups, failures = self._groups.scored(results, rows)
         self._ledger.finish(positions)
         self._prompts.observe(groups)
         return groups, failures, freed_bytes
-
-    def _request(self, position: int) -> GroupRequest:
-        seeds = (
-            sample_seed(self._config.run.seed, position, sample) for sample in range(self._config.batch.generations)
-        )
-        return GroupRequest(position, tuple(self._prompts.tokens(self._prompts.prompt_at(position))), tuple(seeds))
 
     def state(self) -> dict[str, Any]:
         """Return the ledger, and what the order of prompts follows from. Between two calls of `next` nothing is under
@@ -103,64 +92,18 @@ class SynchronousSource:
         orders = self._prompts.state()
         return {**self._ledger.state(), **({"orders": orders} if orders else {})}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def write(self, directory: Path) -> None:
+        """There is nothing to write: no group is finished and not trained on."""
+
+    def restore(self, state: Mapping[str, Any], directory: Path) -> None:
         """Go on after the trained positions of `state`; positions that were under way are begun again.
 
         Raises InputError where it is not the state of synchronous rollouts.
         """
-        try:
-            self._ledger = Ledger.restored(state)
-            self._prompts.restore(state.get("orders", {}))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"The checkpoint's ledger and order of prompts cannot be read: {error}.",
-                "Resume from a checkpoint before it, or start a new run.",
-            ) from error
+        self._ledger = restored(state, self._prompts)
         if self._ledger.finished:
             raise InputError(
                 "The checkpoint holds finished rollouts that were not trained on, and synchronous rollouts cannot take "
                 "them over.",
-                "Resume with the settings that the run was started with.",
+                "Resume with the settings that the run was started with (rollouts.mode=async).",
             )
-
-
-def scored(
-    workers: WorkerGroup[RewardWorker],
-    requests: Sequence[GroupRequest],
-    results: Sequence[GroupResult],
-    prompts: Mapping[int, PromptRow],
-    timeout_s: float,
-) -> tuple[list[RolloutGroup], int]:
-    """Return the groups of `results` with their rewards, and the number of completions on which a scorer failed.
-
-    `requests` and `results` are in the same order. A group's number is its position, and `prompts` has the row of each.
-    """
-    asked = [ScoreRequest(prompts[result.group], result.texts) for result in results]
-    (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
-    groups = [
-        RolloutGroup(
-            result.group, prompts[result.group], _rollouts(request, result, answer), result.columns, result.texts
-        )
-        for request, result, answer in zip(requests, results, answers, strict=True)
-    ]
-    return groups, sum(answer.failures for answer in answers)
-
-
-def _rollouts(request: GroupRequest, result: GroupResult, scores: GroupScores) -> tuple[Rollout, ...]:
-    return tuple(
-        Rollout(
-            position=result.group,
-            sample=sample,
-            seed=seed,
-            first_version=result.first_versions[sample],
-            last_version=result.last_versions[sample],
-            stop_reason=result.finish_reasons[sample],
-            prompt_tokens=result.prompt_tokens,
-            tokens=result.tokens[sample],
-            response_tokens=result.response_tokens[sample],
-            reward=scores.rewards[sample],
-            terms={name: values[sample] for name, values in scores.terms.items()},
-            accuracy=None if scores.accuracies is None else scores.accuracies[sample],
-        )
-        for sample, seed in enumerate(request.seeds)
-    )

@@ -30,8 +30,8 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
+from rlctl.rollouts.scored_groups import scored
 from rlctl.rollouts.source import sample_seed
-from rlctl.rollouts.synchronous import scored
 
 FIRST_POSITION = 2**48
 """Positions of validation, which no training reaches: its samples have seeds of their own."""
@@ -159,7 +159,8 @@ class Validation:
             )
             self._engines.forget_prompts()
         rows = {request.group: row for request, row in zip(requests, data.rows, strict=True)}
-        groups, failures = scored(self._rewards, requests, results, rows, data.rewards.timeout_s)
+        seeds = {request.group: request.seeds for request in requests}
+        groups, failures = scored(self._rewards, results, rows, seeds, data.rewards.timeout_s)
         found = Validated(metrics_of(groups, failures), tuple(groups))
         self._compare(found.metrics[self.metric])
         return found

@@ -331,7 +331,8 @@ class NewCheckpoint:
     def __init__(self, parent: Path, step: int) -> None:
         self.step = step
         self._final = parent / f"step_{step}"
-        self._aside = parent / f".step_{step}.partial"
+        self.directory = self._aside = parent / f".step_{step}.partial"
+        """Where it is written."""
         self.policy = self._aside / "policy"
         """Where the policy backend writes."""
 

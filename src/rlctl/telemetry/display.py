@@ -61,6 +61,7 @@ DECLARED_WIDTH = 9
 PHASE_LABELS = {
     Phase.GENERATION: "gen",
     Phase.REWARD: "rew",
+    Phase.WAITING: "wait",
     Phase.LOGPROBS: "logp",
     Phase.TRAINING: "train",
     Phase.REFIT: "refit",

@@ -13,6 +13,8 @@ class Phase(StrEnum):
 
     GENERATION = "generation"
     REWARD = "reward"
+    WAITING = "waiting"
+    """The policy waits for rollouts that are made while it trains."""
     LOGPROBS = "logprobs"
     TRAINING = "training"
     REFIT = "refit"

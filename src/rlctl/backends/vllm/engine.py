@@ -29,12 +29,16 @@ POISONED = -1
 
 
 class VllmEngine:
-    """One engine, from any thread: one call of `generate` at a time, and other calls between its decode steps."""
+    """One engine, from any thread: one call of `generate` and one of `collect` at a time, and other calls between their
+    decode steps."""
 
     def __init__(self, spec: EngineSpec, index: int = 0) -> None:
         self.spec, self.index = spec, index
         self._lock, self._one_call = EngineLock(), threading.Lock()
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []
+        """The samples in flight: those of `generate`, and those of `submit`, by call."""
+        self._submitted: Flight | None = None
+        """The samples that were submitted and not collected."""
         self._draining = False
         self._version = 0
         self._updating: int | None = None
@@ -93,17 +97,16 @@ class VllmEngine:
             with self._lock.ask():
                 while self._draining and self._lock.wait(deadline):
                     pass  # a refit is due, and comes first
-                self._require_whole_weights()
-                self._require_awake()
-                self._require_prompts_fit(requests)
-                flight = self._flight = Flight(self._llm.llm_engine)
+                self._require_ready(requests)
+                flight = Flight(self._llm.llm_engine)
+                self._flights.append(flight)
             try:
                 with self._lock.ask():  # a refit that comes now finds all samples in flight, or none
                     self._begin(flight, requests, sampling)
-                self._fly(flight, deadline, timeout_s)
+                self._fly(flight, lambda: flight.done, deadline, timeout_s)
             finally:
                 with self._lock.ask():
-                    self._flight = None  # also where vLLM is broken, and cannot abort
+                    self._flights.remove(flight)  # also where vLLM is broken, and cannot abort
                     self._lock.tell()
                     if not flight.done:
                         flight.abort(self._version)
@@ -115,24 +118,59 @@ class VllmEngine:
     ) -> tuple[list[GroupResult], list[Any]]:
         return apart(self.generate(requests, sampling, timeout_s))
 
+    def submit(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        with self._lock.ask():
+            self._require_ready(requests)
+            if self._submitted is None:
+                self._submitted = Flight(self._llm.llm_engine)
+                self._flights.append(self._submitted)
+            self._begin(self._submitted, requests, sampling)
+            self._lock.tell()
+
+    def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
+        deadline = time.monotonic() + timeout_s
+        with self._lock.ask():
+            while self._submitted is None and self._lock.wait(deadline):
+                pass  # they come from another thread of the driver
+            flight = self._submitted
+            if flight is None:
+                raise WaitTimeoutError(f"Engine {self.index} was given nothing to sample in {timeout_s:.0f} s.")
+        self._fly(flight, lambda: flight.finished_request() is not None, deadline, timeout_s)
+        with self._lock.ask():
+            row = flight.finished_request()
+            assert row is not None  # `_fly` has waited for it
+            result = self._result(flight.requests[row], flight.of_request(row), {})
+            flight.forget(row)
+            if not flight.samples:
+                self._flights.remove(flight)
+                self._submitted = None
+                self._lock.tell()
+        return apart([result])
+
+    def _require_ready(self, requests: Sequence[GroupRequest]) -> None:
+        self._require_whole_weights()
+        self._require_awake()
+        self._require_prompts_fit(requests)
+
     def _begin(self, flight: Flight, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         self._calls += 1
         if self._records:
             # What is found in the cache is not computed, and so not recorded: begin without what earlier calls left.
             self._llm.llm_engine.reset_prefix_cache()
             self._rpc("rlctl_take_routing")
-        for row, request in enumerate(requests):
+        for request in requests:
+            row = flight.add(request)
             prompt = {"prompt_token_ids": list(request.prompt_tokens)}
             for index, seed in enumerate(request.seeds):
                 name = f"{self._calls}.{row}.{index}"
                 flight.samples[name] = Sample(row, index)
                 flight.engine.add_request(name, prompt, compat.sampling_params(sampling, seed))
 
-    def _fly(self, flight: Flight, deadline: float, timeout_s: float) -> None:
-        """Decode until every sample is finished, giving way to refits between two steps."""
-        while not flight.done:
+    def _fly(self, flight: Flight, enough: Callable[[], bool], deadline: float, timeout_s: float) -> None:
+        """Decode until `flight` has enough, giving way to refits between two steps."""
+        while not enough():
             with self._lock.step():
-                while self._updating is not None and not (flight.done or flight.rejected):
+                while self._updating is not None and not (enough() or flight.rejected):
                     if not self._lock.wait(deadline):
                         self._require_whole_weights()
                 if flight.rejected:
@@ -143,9 +181,14 @@ class VllmEngine:
                         f"{timeout_s:.0f} s.",
                         "Raise cluster.step_timeout_s, or ask for fewer or shorter completions.",
                     )
-                if not flight.done:
-                    flight.take(flight.engine.step(), self._version)
+                if not enough():
+                    self._take(flight.engine.step())
             report(flight.finished, len(flight.samples))
+
+    def _take(self, outputs: Sequence[Any]) -> None:
+        """Give each flight the outputs of its samples."""
+        for flight in self._flights:
+            flight.take([output for output in outputs if output.request_id in flight.samples], self._version)
 
     def _routing(self, requests: Sequence[GroupRequest], flight: Flight) -> dict[tuple[int, int], np.ndarray]:
         """int16 [tokens, layers, experts a token] of each sample (row, index); empty unless they are recorded."""
@@ -246,23 +289,25 @@ class VllmEngine:
 
     def _settle(self) -> None:
         """Bring samples in flight to where the weights may change under them."""
-        if self._flight is None:
+        if not self._flights:
             return
         if self.spec.in_flight == "wait":
             self._drain()
         elif self.spec.in_flight == "abort":
-            self._flight.abort(self._version)
+            for flight in self._flights:
+                flight.abort(self._version)
             self._lock.tell()
         elif self._updating is None:
-            self._flight.take(compat.pause(self._llm.llm_engine), self._version)
-            self._flight.stamp(self._version)
+            self._take(compat.pause(self._llm.llm_engine))
+            for flight in self._flights:
+                flight.stamp(self._version)
 
     def _drain(self) -> None:
         """Let the call in flight finish, and none begin before the refit."""
         deadline = time.monotonic() + self.spec.drain_timeout_s
         self._draining = True
         try:
-            while self._flight is not None:
+            while self._flights:
                 if not self._lock.wait(deadline):
                     raise WaitTimeoutError(
                         f"Engine {self.index} still generates {self.spec.drain_timeout_s:.0f} s after a refit was due.",
@@ -288,7 +333,7 @@ class VllmEngine:
             self._rpc("finish_weight_update")
             loaded = time.perf_counter()
             # Samples kept in flight compute what they have again, under the new weights.
-            if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=self._flight is not None):
+            if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=bool(self._flights)):
                 raise WorkerError(f"Engine {self.index} could not drop its prefix cache: requests are still running.")
             compat.set_weight_version(self._llm.llm_engine, str(version))
             compat.resume(self._llm.llm_engine)
@@ -299,8 +344,8 @@ class VllmEngine:
     def refit_reject(self, version: int) -> None:
         with self._lock.ask():
             self._updating = version
-            if self._flight is not None:
-                self._flight.rejected = True
+            for flight in self._flights:
+                flight.rejected = True
             self._lock.tell()
 
     def poison(self) -> int:

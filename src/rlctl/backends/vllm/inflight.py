@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlctl.backends.messages import GroupRequest
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import WorkerError
 
@@ -97,9 +98,16 @@ class Flight:
     def __init__(self, engine: Any) -> None:
         """`engine` is vLLM's LLMEngine, which knows each sample by its key in `samples`."""
         self.engine = engine
+        self.requests: dict[int, GroupRequest] = {}
         self.samples: dict[str, Sample] = {}
         self.rejected = False
         """The weights in use turned out not to be the policy's."""
+
+    def add(self, request: GroupRequest) -> int:
+        """Take `request` in; return its number."""
+        row = max(self.requests, default=-1) + 1
+        self.requests[row] = request
+        return row
 
     @property
     def finished(self) -> int:
@@ -108,6 +116,16 @@ class Flight:
     @property
     def done(self) -> bool:
         return all(sample.finished for sample in self.samples.values())
+
+    def finished_request(self) -> int | None:
+        """The number of the first request whose samples are all finished; None: there is none."""
+        unfinished = {sample.request for sample in self.samples.values() if not sample.finished}
+        return min(self.requests.keys() - unfinished, default=None)
+
+    def forget(self, request: int) -> None:
+        """Let go of a request and its samples."""
+        del self.requests[request]
+        self.samples = {name: sample for name, sample in self.samples.items() if sample.request != request}
 
     def take(self, outputs: Sequence[Any], version: int) -> None:
         """Take the outputs of a decode step under `version`."""

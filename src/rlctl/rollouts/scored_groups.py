@@ -1,0 +1,147 @@
+"""From a position to a request for the engines, and from their answer to a scored group; groups on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.cluster.objects import fetch, put
+from rlctl.cluster.workers import WorkerGroup
+from rlctl.config.schema import RlctlConfig
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
+from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
+from rlctl.errors import InputError
+from rlctl.rollouts.ledger import Ledger
+from rlctl.rollouts.prompt_order import PromptStream
+from rlctl.rollouts.source import sample_seed
+
+# The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
+MARGIN_S = 240.0
+COLUMNS = ("tokens_T", "offsets_G", "loss_mask_T", "logprobs_T", "weight_version_T")
+SCALARS = "scalars"
+
+
+class GroupMaker:
+    """Makes requests and scored groups of a run; every source of rollouts uses it."""
+
+    def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: WorkerGroup[RewardWorker]) -> None:
+        self._config, self._prompts, self._rewards = config, prompts, rewards
+        self.sampling = Sampling.from_config(
+            config.generation, stop=prompts.encoder.stop, stop_token_ids=prompts.encoder.stop_token_ids
+        )
+
+    def row_at(self, position: int) -> PromptRow:
+        """Return the row of the data at `position`."""
+        return self._prompts.prompt_at(position)
+
+    def request(self, position: int, row: PromptRow) -> GroupRequest:
+        """Return what the engines are asked at `position`, where `row` stands."""
+        return GroupRequest(position, tuple(self._prompts.tokens(row)), self._seeds(position))
+
+    def _seeds(self, position: int) -> tuple[int, ...]:
+        samples = range(self._config.batch.generations)
+        return tuple(sample_seed(self._config.run.seed, position, sample) for sample in samples)
+
+    def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
+        """Return what `scored` does; `rows` has the row of each position."""
+        seeds = {result.group: self._seeds(result.group) for result in results}
+        return scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
+
+
+def scored(
+    workers: WorkerGroup[RewardWorker],
+    results: Sequence[GroupResult],
+    rows: Mapping[int, PromptRow],
+    seeds: Mapping[int, Sequence[int]],
+    timeout_s: float,
+) -> tuple[list[RolloutGroup], int]:
+    """Return the groups of `results` with their rewards, and the number of completions on which a scorer failed. A
+    group's number is its position; `rows` and `seeds` have the row and the samples' seeds of each."""
+    asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
+    (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
+    groups = []
+    for result, answer in zip(results, answers, strict=True):
+        rollouts = _rollouts(result, answer, seeds[result.group])
+        groups.append(RolloutGroup(result.group, rows[result.group], rollouts, result.columns, result.texts))
+    return groups, sum(answer.failures for answer in answers)
+
+
+def _rollouts(result: GroupResult, scores: GroupScores, seeds: Sequence[int]) -> tuple[Rollout, ...]:
+    return tuple(
+        Rollout(
+            position=result.group,
+            sample=sample,
+            seed=seed,
+            first_version=result.first_versions[sample],
+            last_version=result.last_versions[sample],
+            stop_reason=result.finish_reasons[sample],
+            prompt_tokens=result.prompt_tokens,
+            tokens=result.tokens[sample],
+            response_tokens=result.response_tokens[sample],
+            reward=scores.rewards[sample],
+            terms={name: values[sample] for name, values in scores.terms.items()},
+            accuracy=None if scores.accuracies is None else scores.accuracies[sample],
+        )
+        for sample, seed in enumerate(seeds)
+    )
+
+
+def restored(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
+    """Return the ledger of a source's state, and bring the orders of prompts to where they were. Raises InputError
+    where the state cannot be read."""
+    try:
+        ledger = Ledger.restored(state)
+        prompts.restore(state.get("orders", {}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"The checkpoint's ledger and order of prompts cannot be read: {error}.",
+            "Resume from a checkpoint before it, or start a new run.",
+        ) from error
+    return ledger
+
+
+def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
+    """Write finished groups with their columns and texts."""
+    arrays: dict[str, np.ndarray] = {}
+    scalars: list[dict[str, Any]] = []
+    for group in groups:
+        columns: RolloutColumns = fetch(group.columns)
+        arrays |= {f"{group.position}/{name}": getattr(columns, name) for name in COLUMNS}
+        arrays |= {f"{group.position}/extra/{name}": array for name, array in columns.extra_T.items()}
+        rollouts = [dataclasses.asdict(rollout) for rollout in group.rollouts]
+        scalars.append({"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts)})
+    arrays[SCALARS] = np.frombuffer(json.dumps(scalars).encode(), np.uint8)
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def load_groups(path: Path, row_at: Callable[[int], PromptRow]) -> list[RolloutGroup]:
+    """Return the groups that `save_groups` wrote, in their order. Raises InputError where they cannot be read; a part
+    that was changed since is noticed by its checksum."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        found = json.loads(arrays.pop(SCALARS).tobytes())
+        return [_loaded(one, arrays, row_at) for one in found]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"{path} cannot be read: {error}.", "Remove its checkpoint to resume from the one before."
+        ) from error
+
+
+def _loaded(one: dict[str, Any], arrays: dict[str, np.ndarray], row_at: Callable[[int], PromptRow]) -> RolloutGroup:
+    position = int(one["position"])
+    extra = f"{position}/extra/"
+    own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
+    further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
+    columns = RolloutColumns(**own, extra_T=further)
+    rollouts = tuple(Rollout(**rollout) for rollout in one["rollouts"])
+    return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]))

@@ -1,0 +1,63 @@
+"""What stands for prompts, engines and scorers where sources of rollouts are tested by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+
+from rlctl.backends.messages import GroupRequest, GroupResult
+from rlctl.data.prompt_rows import PromptRow
+from rlctl.data.rollouts import RolloutColumns, RolloutGroup
+from rlctl.envs.reward_worker import GroupScores, ScoreRequest
+
+VERSION = 4
+
+
+class Prompts:
+    """A stream of numbered prompts, whose order follows from what was observed: each prompt's number is one more for
+    every group so far."""
+
+    encoder = SimpleNamespace(stop=(), stop_token_ids=())
+
+    def __init__(self) -> None:
+        self.observed = 0
+
+    def observe(self, groups: Sequence[RolloutGroup]) -> None:
+        self.observed += len(groups)
+
+    def state(self) -> dict[str, int]:
+        return {"": self.observed}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        self.observed = state.get("", 0)
+
+    def prompt_at(self, position: int) -> PromptRow:
+        return PromptRow(position % 7, f"row {position % 7}", f"question {position}", None)
+
+    def tokens(self, row: PromptRow) -> list[int]:
+        return [row.index, self.observed]
+
+
+class Scorer:
+    """Gives each completion of a group its number as its reward."""
+
+    def within(self, timeout_s: float) -> Scorer:
+        return self
+
+    def call(self, method: object, requests: Sequence[ScoreRequest]) -> list[list[GroupScores]]:
+        return [[GroupScores((0.0, 1.0), None, {"half": (0.0, 0.5)}, 1) for _ in requests]]
+
+
+def answer(request: GroupRequest) -> GroupResult:
+    """Samples of three tokens, of which the policy chose the first and the last."""
+    prompt, samples = len(request.prompt_tokens), len(request.seeds)
+    length = prompt + 3
+    mask = np.tile(np.array([False] * prompt + [True, False, True]), samples)
+    versions = np.where(mask, VERSION, -1).astype(np.int32)
+    columns = RolloutColumns(
+        np.zeros(samples * length, np.int32), np.arange(samples + 1, dtype=np.int32) * length, mask,
+        np.zeros(samples * length, np.float32), versions,
+    )  # fmt: skip
+    return GroupResult.of(request, columns, ["a"] * samples, ["stop", "length"], 0)
