@@ -30,7 +30,7 @@ from support.tiny_models import write_tiny_llama, write_tiny_qwen3_moe
 
 pytest_plugins = ["support.commands", "support.engines", "support.scoring"]
 
-SHARING = {"backends": "engines", "refit": "engines"}
+SHARING = {"backends": "engines", "refit": "engines", "test_vector_math.py": "engines"}
 """Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
 
 

@@ -23,6 +23,7 @@ STEP = {"seconds": {"total": 1.0}}
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Takes five steps with these keys of `run`; returns what was said."""
+    monkeypatch.setattr(run_module, "LiveReport", lambda *_: SimpleNamespace(step=lambda: None))
     monkeypatch.setattr(run_module, "fetch", lambda handle: [f"{handle}.{sample}" for sample in range(2)])
 
     def take(**keys: Any) -> str:

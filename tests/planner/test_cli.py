@@ -102,8 +102,8 @@ def test_the_arithmetic_of_two_plans(capsys: pytest.CaptureFixture[str]) -> None
     code, out, _ = rlctl(capsys, *NODE, *sides)
     assert code == 0
     assert out.count("8.030B parameters") == 2
-    assert "a rank (TP 1)" in out
-    assert "a rank (TP 4)" in out
+    assert "a rank (TP 1)" in " ".join(out.split())
+    assert "a rank (TP 4)" in " ".join(out.split())
     code, out, _ = rlctl(capsys, *NODE, *sides, "--json")
     assert [any("8.030B" in line for line in lines) for lines in json.loads(out)["explain"]] == [True, True]
 
@@ -219,7 +219,11 @@ CONTRACT: dict[str, object] = {
     },
     "generation": {"engines": int, "tp": int, "pp": int, "dp": int, "ep": int, "memory_fraction": float},
     "seconds": dict.fromkeys(
-        ("generation", "reward", "logprobs", "training", "refit", "validation", "checkpoint", "other", "total"), float
+        (
+            "generation", "reward", "waiting", "logprobs", "training", "refit", "validation", "checkpoint", "other",
+            "total",
+        ),
+        float,
     ),
     "memory_gib": {phase: {"total": float} for phase in ("training", "logprobs", "refit", "generation")},
 }  # fmt: skip

@@ -66,7 +66,7 @@ SIMILAR = {
     "--save-freq": "Use --set run.checkpoint_every=N.",
     "--save-total-limit": "Use --set run.keep_last=N.",
     "--logging-steps": "Every step is logged.",
-    "--report-to": "Use --set run.loggers=[wandb] or [tensorboard,mlflow,...].",
+    "--report-to": "Use --set run.loggers=[tensorboard,wandb].",
     "--log-completions": "Use --show-samples N; rollouts/ in the run directory keeps some of each step.",
     "--use-vllm": "Completions always come from vLLM; leave it out.",
     "--vllm-mode": "The planner places the engines; --set generation.colocated=true shares the training devices.",
