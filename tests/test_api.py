@@ -105,7 +105,6 @@ def test_metrics_of_a_run_and_of_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_the_example_trains_and_samples(tiny_llama: Path, tmp_path: Path) -> None:
     environment = {
         "RLCTL_MODEL__NAME": str(tiny_llama), "RLCTL_RUN__STEPS": "2", "RLCTL_RUN__DIR": str(tmp_path / "run"),

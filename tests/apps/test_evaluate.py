@@ -177,7 +177,6 @@ def without_validation(path: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_validation_leaves_a_run_bitwise_as_it_is_and_its_checkpoint_is_evaluated(
     run_here: Run, tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -540,7 +540,6 @@ def test_llama_8b_on_a_node_needs_no_further_flag_to_be_planned(here):
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_run_of_several_sources_is_resumed_to_bitwise_the_same(here, tiny_llama, tmp_path):
     """By an order that follows from pass rates, cut inside its second epoch; each source with a reward of its own."""
     (tmp_path / "sums.jsonl").write_text("".join(f'{{"q": "{i} + 1 =", "answer": "{i + 1}"}}\n' for i in range(3)))

@@ -86,7 +86,6 @@ def over_both(model: Path, cluster: Cluster, run_dir: Path) -> list[str]:
     return command(model, run_dir, *more, "--set", "generation.engines=2")
 
 
-@pytest.mark.guard
 def test_a_run_over_two_hosts_listens_on_the_chosen_network_alone(cluster, tiny_llama, tmp_path):
     """Ray itself listens on all networks: each of its processes, of its workers and the driver at one port, behind the
     token. Everything else of a run is at the address that Ray was started with."""
