@@ -14,8 +14,8 @@ from rlctl.rollouts.ledger import ranges
 from support.runs import command, finish, results, resume, started, wait_for_step, wait_until_gone
 
 pytestmark = pytest.mark.slow
-ASYNC = ("--async", "--max-staleness", "1", "--set", "run.checkpoint_every=1", "--set", "generation.engines=2")
-FAST = ("--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
+ASYNC = ("--async", "--max-staleness", "1", "--set", "run.checkpoint_every=1")
+FAST = ("--set", "generation.engines=2", "--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
 
 
 def killed_at_random(arguments: list[str], run_dir: Path, log: Path, steps: int, chance: random.Random) -> None:
@@ -30,16 +30,16 @@ def killed_at_random(arguments: list[str], run_dir: Path, log: Path, steps: int,
 
 
 @pytest.mark.guard
-def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(tiny_llama, tmp_path):
+def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(run_here, tiny_llama, tmp_path):
     """Batches by position, and no rollout in flight when weights change: two runs are the same to the bit."""
-    done = finish(command(tiny_llama, tmp_path / "whole", *ASYNC, "--steps", "8"))
+    done = run_here(*command(tiny_llama, tmp_path / "whole", *ASYNC, "--steps", "8")[1:])
     assert done.returncode == 0, done.stderr
     whole = results(tmp_path / "whole")
     assert [line["positions"] for line in whole] == [[[2 * step, 2 * step + 1]] for step in range(8)]
     assert [line["staleness"]["max"] for line in whole] == [0] + [1] * 7
     run_dir, log = tmp_path / "run", tmp_path / "log"
     killed_at_random(command(tiny_llama, run_dir, *ASYNC, "--steps", "8"), run_dir, log, 3, random.Random(1))
-    done = finish(resume(run_dir))
+    done = run_here(*resume(run_dir)[1:])
     assert done.returncode == 0, done.stderr
     assert "resuming after step" in done.stderr
     assert results(run_dir) == whole

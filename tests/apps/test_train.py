@@ -506,6 +506,8 @@ def test_a_run_whose_engines_disagree_too_much_stops_and_shows_it(here, tiny_lla
     assert "probability error" in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_a_reward_that_fails_leaves_the_save_of_the_step_before_and_says_so(here, tiny_llama, tmp_path):
     """The save is under way when the run ends; nothing has waited for it."""
     failing = tmp_path / "failing.py"

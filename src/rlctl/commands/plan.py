@@ -103,8 +103,9 @@ def plan(
     def resolved_with(extra: list[str], over: str | None = None, files: list[str] | None = None) -> Resolved:
         pins, paths = [*(set_ or []), *extra], [*(config or []), *(files or [])]
         given: dict[str, Any] = {"preset": over or preset, "config": paths, "set_": pins}
-        given |= lengths(max_length, max_new_tokens)
-        return options.resolve_config(**context.params | given)
+        require_room(max_length, max_new_tokens)
+        resolved = options.resolve_config(**context.params | given)
+        return resolved if max_length is None else resolved.with_values(completions_of(max_length), "with --max-length")
 
     if compare is not None:
         from rlctl.apps.prepare import shown_plan
@@ -122,19 +123,21 @@ def refuse_with(reason: str, flags: dict[str, object]) -> None:
         raise InputError(f"{reason}; {flag} would do nothing.", "Leave one of them out.")
 
 
-def lengths(max_length: int | None, max_new_tokens: int | None) -> dict[str, int | None]:
-    """With `--max-length` alone, completions take what a prompt of 256 tokens (or an eighth) leaves of it."""
-    if max_length is None:
-        return {"max_length": None, "max_new_tokens": max_new_tokens}
-    if max_length < 2:
+def require_room(max_length: int | None, max_new_tokens: int | None) -> None:
+    """Raise InputError where --max-length leaves no room for a prompt."""
+    if max_length is not None and max_length < 2:
         raise InputError(f"--max-length {max_length} leaves no room for a prompt and a completion.", "Raise it.")
-    if max_new_tokens is not None and max_new_tokens >= max_length:
+    if max_length is not None and max_new_tokens is not None and max_new_tokens >= max_length:
         raise InputError(
             f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in --max-length {max_length}.",
             "Give a longer --max-length.",
         )
-    left = max(1, max_length - min(256, max_length // 8))
-    return {"max_length": max_length, "max_new_tokens": left if max_new_tokens is None else max_new_tokens}
+
+
+def completions_of(max_length: int) -> dict[str, int]:
+    """With `--max-length`, where nothing else sets it, completions take what a prompt of 256 tokens (or an eighth)
+    leaves of it."""
+    return {"generation.max_new_tokens": max(1, max_length - min(256, max_length // 8))}
 
 
 def side(text: str) -> tuple[list[str], str | None, list[str]]:

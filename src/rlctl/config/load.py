@@ -1,6 +1,7 @@
 """Resolves the configuration and remembers where every value came from.
 
-Later sources win: defaults < algorithm < preset < --config files < environment (RLCTL_SECTION__KEY) < flags < --set.
+Later sources win: defaults < algorithm < preset < --config files < environment (RLCTL_SECTION__KEY) < flags <
+overrides of a recipe < --set < KEY=VALUE alone.
 The planner's values are added afterwards with `Resolved.with_values`, and replace nothing that the user has set.
 """
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class WeightSender(Protocol):
-    """The sending side of a refit, on one policy rank. Every method is called on all ranks of the policy."""
+    """The sending side of a refit, on one policy rank. Every method is called on all ranks of the policy. The receiving
+    side is `WeightReceiver` in `backends/base.py`."""
 
     def refit_place(self) -> SenderPlace:
         """Where this rank runs."""

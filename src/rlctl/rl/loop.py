@@ -218,7 +218,7 @@ class Loop:
 
 
 def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_steps: int) -> TrainBatch:
-    """Return the rows of the groups that the algorithm keeps, with advantages and token weights.
+    """Return the rollouts of the groups that the algorithm keeps, with advantages and token weights.
 
     There are `optimizer_steps` mini-batches of about equal numbers of rollouts, or fewer where rollouts do not suffice.
     Rollouts without a gradient are taken out of them afterwards, unless `filter.skip` is off.

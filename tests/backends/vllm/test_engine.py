@@ -197,6 +197,8 @@ def test_refit_that_fails_in_the_engine_refuses_too(engine: HostedEngine, policy
     assert readings_differ(engine, policy) == set()
 
 
+@pytest.mark.slow
+@pytest.mark.guard
 def test_killed_engine_is_reported_not_waited_for(placement: Any, tiny_llama: Path, tmp_path: Path) -> None:
     hosted = start_engine(placement, tiny_llama, tmp_path, name="victim")
     policy = WholeTensorPolicy(tiny_llama)

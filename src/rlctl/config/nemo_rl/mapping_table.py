@@ -43,7 +43,7 @@ ENGINE_CALLS = without("results do not depend on how an engine is called")
 UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
 ADAMW = ("torch.optim.AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam")
 NO_BALANCING = only(None, 0, 0.0, why="routers are trained by the policy's loss alone")
-NOT_SYNC = "the loop is synchronous"
+ASYNC = "it is not imported yet; rlctl has --async"
 
 DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 WSD_DECAYS = {name: name.replace("_", "-") for name in ("linear", "cosine", "exponential", "minus_sqrt")}
@@ -75,10 +75,10 @@ _GRPO: dict[str, Rule] = {
     "grpo.zero_variance_prompt_filtering": only(
         None, False, why="it is not imported yet; rlctl has filter.groups=drop"
     ),
-    "grpo.async_grpo": only(None, why=NOT_SYNC),
+    "grpo.async_grpo": only(None, why=ASYNC),
     "grpo.overlong_filtering": only(None, False, why="it is not imported yet; rlctl has filter.truncated=mask"),
     "grpo.seed": to("run.seed"),
-    "grpo.async_grpo.enabled": only(None, False, why=NOT_SYNC),
+    "grpo.async_grpo.enabled": only(None, False, why=ASYNC),
     "grpo.async_grpo.*": without("grpo.async_grpo is off, or refused above"),
     "grpo.use_dynamic_sampling": only(None, False, why="it is not imported yet; rlctl has filter.groups=replace"),
     "grpo.dynamic_sampling_max_gen_batches": without("for dynamic sampling"),
@@ -438,8 +438,8 @@ _REST: dict[str, Rule] = {
     "cluster.*": without("Ray places the processes"),
     "data_plane": without("tokens travel through Ray's object store"),
     "data_plane.*": without("tokens travel through Ray's object store"),
-    "async_rl.sampler.max_lookahead_versions": only(None, 0, why=NOT_SYNC),
-    "async_rl.sampler.max_staleness_versions": only(None, 0, why=NOT_SYNC),
+    "async_rl.sampler.max_lookahead_versions": only(None, 0, why=ASYNC),
+    "async_rl.sampler.max_staleness_versions": only(None, 0, why=ASYNC),
     "async_rl.*": without("of a loop with several versions in flight, which async_rl.sampler asks for"),
     "reward_penalties.token_ids": without("read with the penalties"),
     "reward_penalties.*": only(None, False, why="rewards are those of the scorers alone"),
