@@ -53,8 +53,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a folder's tests in one process where several run tests: they share what is slow to start."""
     from xdist.scheduler import LoadScopeScheduling
 
+    guard = config.option.markexpr == "guard"
+
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if guard and folder_of(nodeid) == "apps":
+                return nodeid  # whole runs, each with processes of its own
             return SHARING.get(folder_of(nodeid), folder_of(nodeid))
 
     return ByFolder(config, log)
