@@ -29,7 +29,6 @@ def killed_at_random(arguments: list[str], run_dir: Path, log: Path, steps: int,
         wait_until_gone(family)
 
 
-@pytest.mark.guard
 def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(run_here, tiny_llama, tmp_path):
     """Batches by position, and no rollout in flight when weights change: two runs are the same to the bit."""
     done = run_here(*command(tiny_llama, tmp_path / "whole", *ASYNC, "--steps", "8")[1:])
