@@ -41,7 +41,7 @@ from rlctl.rollouts.prompt_order import PromptOrder
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.sample_file import SampleFile
-from rlctl.telemetry.progress import WorkProgress
+from rlctl.telemetry.work_progress import WorkProgress
 
 GYM_PROMPTS = 200
 """Questions of a reasoning-gym task, which has as many as one likes, where --limit is not given."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.telemetry import progress
-from rlctl.telemetry.progress import WorkProgress
+from rlctl.telemetry import work_progress as progress
+from rlctl.telemetry.work_progress import WorkProgress
 
 
 def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(
