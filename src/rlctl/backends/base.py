@@ -194,15 +194,13 @@ class PolicyWorker(Protocol):
         collective (an all-gather that overlaps is completed): to be called on all ranks."""
         ...
 
-    def save(self, directory: Path | str) -> None:
-        """Write model, optimizer and random state into an existing directory; not atomic."""
-
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...
 
     def save_begin(self, directory: Path | str) -> None:
-        """Take a snapshot and start writing it into an existing directory; one save at a time."""
+        """Take a snapshot of model, optimizer and random state, and start writing it into an existing directory; one
+        save at a time. Not atomic."""
 
     def save_written(self) -> bool:
         """Whether `save_finish` would not have to wait for this rank; not collective. This and `save_finish` may be
@@ -218,7 +216,7 @@ class PolicyWorker(Protocol):
         ...
 
     def load(self, directory: Path | str) -> None:
-        """Read what `save` wrote, under any parallelism."""
+        """Read what a save wrote, under any parallelism."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -243,8 +241,8 @@ class WeightReceiver(Protocol):
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         """Load the weights that the policy sends at the same time."""
 
-    def refit_finish(self, version: int) -> dict[str, float]:
-        """Complete the refit and take on `version`; return the seconds of its parts."""
+    def refit_finish(self, version: int) -> float:
+        """Complete the refit and take on `version`; return the seconds in which caches were emptied."""
         ...
 
     def refit_reject(self, version: int) -> None:

@@ -113,12 +113,8 @@ class MinibatchResult:
     maxima: dict[str, float]
     grad_norm: float
     """Before clipping; not finite where `skipped`."""
-    lr: float
     skipped: bool
     """The gradient was not finite and the step was not taken."""
-    tokens: int
-    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not
-    counted."""
 
 
 @dataclass(frozen=True)

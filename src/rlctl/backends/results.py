@@ -48,11 +48,9 @@ def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
     )
 
 
-def minibatch_result(
-    rows: list[PackedRow], found: list[dict], outcome: StepOutcome, lr: float, group: Any
-) -> MinibatchResult:
+def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
     """Return sums and maxima over the micro-batches of all data-parallel ranks. Collective over them (`group`)."""
-    local: dict[str, Any] = {"loss": 0.0, "tokens": sum(row.tokens for row in rows), "sums": {}, "maxima": {}}
+    local: dict[str, Any] = {"loss": 0.0, "sums": {}, "maxima": {}}
     for micro in found:
         local["loss"] += float(micro["loss"])
         for name, value in micro["sums"].items():
@@ -66,9 +64,7 @@ def minibatch_result(
         sums={name: sum(rank["sums"].get(name, 0.0) for rank in ranks) for name in names["sums"]},
         maxima={name: max(rank["maxima"].get(name, 0.0) for rank in ranks) for name in names["maxima"]},
         grad_norm=outcome.grad_norm,
-        lr=lr,
         skipped=outcome.skipped,
-        tokens=sum(rank["tokens"] for rank in ranks),
     )
 
 

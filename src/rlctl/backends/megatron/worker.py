@@ -273,7 +273,7 @@ class MegatronWorker:
         self.optimizer.zero_grad()
         found = self._run(rows, lambda row, out: micro_batch_loss(loss, row, out), forward_only=False)
         outcome = take_step(self.optimizer, lr, weight_decay)
-        return self._result(minibatch_result(rows, found, outcome, lr, self._data_group) if found else None)
+        return self._result(minibatch_result(found, outcome, self._data_group) if found else None)
 
     def _run(
         self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool
@@ -319,10 +319,6 @@ class MegatronWorker:
         return result if self.rank == self.spec.parallel.result_rank else None
 
     # --- checkpoints
-
-    def save(self, directory: Path | str) -> None:
-        self.save_begin(directory)
-        self.save_finish()
 
     def parameters_not_finite(self) -> list[str]:
         named = ((self._name(core, name), value) for core in self._cores() for name, value in core.named_parameters())
