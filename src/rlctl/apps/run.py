@@ -121,7 +121,7 @@ def _train(
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
-        policy = _policy(job, crew, display)
+        policy = _load_policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
@@ -207,7 +207,7 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
+def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
     policy = crew.policy
     display.doing("loading weights")

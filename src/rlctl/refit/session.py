@@ -22,7 +22,15 @@ from rlctl.cluster.workers import PendingCall, WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, shares_of, staging_bytes, ways_of
+from rlctl.refit.channels import (
+    choose_mover,
+    meeting_host,
+    plan_channels,
+    shared_place,
+    shares_of,
+    staging_bytes,
+    ways_of,
+)
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.refit.weight_sender import WeightSender
@@ -228,7 +236,7 @@ class RefitSession:
         """The reason why this session can never send only changed elements; empty: it can."""
         if self.mover == "disk":
             return "the disk mover sends whole boxes"
-        if len({place_of(self.mover, place) for place in places}) > 1:
+        if len({shared_place(self.mover, place) for place in places}) > 1:
             return "boxes are exchanged between policy ranks, which sends them whole"
         return next((need.whole_only for need in needs if need.whole_only), "")
 

@@ -94,7 +94,7 @@ def _rollouts(result: GroupResult, scores: GroupScores, seeds: Sequence[int]) ->
     )
 
 
-def restored(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
+def restored_ledger(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
     """Return the ledger of a source's state, and bring the orders of prompts to where they were. Raises InputError
     where the state cannot be read."""
     try:
