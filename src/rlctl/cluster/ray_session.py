@@ -151,7 +151,10 @@ def require_processes(*kinds: str) -> None:
     """Raise ClusterError where a process of Ray has died. Ray's own calls would wait for it without end, or end this
     process without a word."""
     if dead := dead_process(*kinds):
-        raise ClusterError(f"{dead} died.", "Look for a lack of memory (`dmesg`), and at Ray's logs in logs/ray.")
+        raise ClusterError(
+            f"{dead} died.",
+            "Look for a lack of memory (`dmesg`), and at Ray's own logs, in `ray` next to the logs of the workers.",
+        )
 
 
 def _copy_logs(session: Path, logs: Path) -> None:
