@@ -39,8 +39,8 @@ class GatherContext(torch.autograd.Function):
 
 
 class JoinContext(torch.autograd.Function):
-    """Log-probs (or values) of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank
-    computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+    """Log-probs (or values) of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each
+    rank computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
 
     @staticmethod
     def forward(ctx: Any, part_nR: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:

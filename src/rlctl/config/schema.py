@@ -772,8 +772,8 @@ class RlctlConfig(Section):
              "advantage.baseline = critic compares tokens with their values: set it to false"),
             (self.advantage.per_term, "advantage.per_term = true compares reward terms within a group, and "
              "advantage.baseline = critic learns from their sum: set it to false"),
-            (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters, and a critic with adapters cannot be "
-             "trained yet: train all weights, or use an algorithm without a critic"),
+            (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters, and advantage.baseline = critic "
+             "trains all weights of both models: set it to 0, or use an algorithm without a critic"),
             (self.penalty_in_reward and self.loss.needs is not None and "old_logprobs" not in self.loss.needs,
              "loss.kl_in = reward needs old_logprobs where a critic makes the advantages: add it to loss.needs"),
         ):  # fmt: skip

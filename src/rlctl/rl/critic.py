@@ -88,7 +88,8 @@ class TokenAdvantages:
         o = self.config.loss
         if not self.config.penalty_in_reward:
             return rewards_R
-        assert batch.old_logprobs_R is not None and batch.reference_logprobs_R is not None  # `logprobs_needed`
+        assert batch.old_logprobs_R is not None  # `logprobs_needed` has both
+        assert batch.reference_logprobs_R is not None
         penalty_R = kl_penalty(batch.old_logprobs_R, batch.reference_logprobs_R, o.kl_estimator, o.kl_cap)
         return rewards_R - o.kl_coefficient * torch.where(batch.counted_R, penalty_R, 0.0)
 
@@ -105,7 +106,8 @@ class ClippedValueLoss:
 
         from rlctl.rl.losses import value_loss
 
-        assert batch.old_values_R is not None and batch.returns_R is not None  # after `estimate`
+        assert batch.old_values_R is not None  # `estimate` came before
+        assert batch.returns_R is not None
         old_R, returns_R, counted_R = batch.old_values_R, batch.returns_R, batch.counted_R
         loss_R = value_loss(batch.values_R, old_R, returns_R, self.clip)
         loss = torch.where(counted_R, batch.token_weights_R * loss_R, 0.0).sum()

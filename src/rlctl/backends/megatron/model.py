@@ -269,8 +269,8 @@ def forward_step(
 ) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
     """A forward step for `get_forward_backward_func`: (row iterator, model) -> (output, its loss function).
 
-    `loss_of` gets the row and the model's float32 [2, R] (of a critic [1, R]) output; the second value that it returns is collected.
-    `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`.
+    `loss_of` gets the row and the model's float32 [2, R] (of a critic [1, R]) output; the second value that it returns
+    is collected. `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`.
     """
 
     def step(rows: Iterator[PackedRow], model: Any) -> tuple[Tensor, Callable]:

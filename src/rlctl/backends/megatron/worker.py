@@ -34,9 +34,9 @@ from rlctl.transport.collective import ServedStore
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
-    from rlctl.backends.megatron.model import PolicyModel
     from rlctl.backends.host_memory import HostMemory, Offloaded
     from rlctl.backends.megatron.checkpoint import Save
+    from rlctl.backends.megatron.model import PolicyModel
     from rlctl.backends.megatron.value_worker import ValueWorker
 
 CRITIC = "critic"

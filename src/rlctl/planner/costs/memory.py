@@ -45,9 +45,9 @@ def master_and_moments(choice: TrainingChoice) -> int:
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
     """Weights, gradients and optimizer states of one rank; no states where they live in host memory.
 
-    A critic next to the policy has as many. BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
+    BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
     the ranks that hold the same parameter; float32 needs no master: 8. With adapters, gradients and states are theirs
-    alone, and the frozen weights have no master.
+    alone, and the frozen weights have no master. A critic that stays next to the policy has as many bytes again.
     """
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
     element, updated = element_bytes(choice), trained.owned(choice.parallel)
