@@ -281,7 +281,7 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
             # The second copy of tied embeddings on the last pipeline stage
             name = (
                 name
-                if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings)
+                if not (name == "output_layer.weight" and model.share_embeddings_and_output_weights)
                 else "embedding.word_embeddings.weight"
             )
             yield (

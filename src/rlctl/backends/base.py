@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
+from rlctl.backends.batch import (
+    BatchShard,
+    Estimate,
+    Fetch,
+    LogprobColumn,
+    LogprobStats,
+    MicroBatchLoss,
+    MinibatchResult,
+    ValueLoss,
+)
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
@@ -43,6 +52,15 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Device)
 
 
 @dataclass(frozen=True)
+class CriticSpec:
+    """The value model next to a policy: the same model under the same layout, with a value in place of logits."""
+
+    optimizer: OptimizerConfig
+    offload: bool = False
+    """Of policy and critic, the one that does not compute waits in host memory."""
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """Everything a policy worker is built from; the same on every rank."""
 
@@ -69,6 +87,8 @@ class PolicySpec:
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
+    critic: CriticSpec | None = None
+    """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -220,6 +240,26 @@ class PolicyWorker(Protocol):
 
     def close(self) -> None:
         """Leave the process group."""
+
+
+class CriticWorker(Protocol):
+    """What a process of a policy with `PolicySpec.critic` does in addition. Its `load_model`, `save` and `load` are
+    those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+
+    def critic_begin(self) -> None:
+        """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""
+
+    def critic_end(self) -> None:
+        """Let the policy compute again."""
+
+    def estimate(self, estimate: Estimate) -> None:
+        """Add values and returns to the loaded batch, and put the advantages of tokens in place of the rewards."""
+
+    def train_critic(
+        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        """As `PolicyWorker.train_minibatch`."""
+        ...
 
 
 class WeightReceiver(Protocol):
