@@ -22,22 +22,22 @@ class StepOutcome:
     """The gradient was not finite, and nothing was changed."""
 
 
-def micro_batch_loss(loss: MicroBatchLoss, row: PackedRow, out_2R: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss of one row, and its detached loss, sums and maxima."""
-    if out_2R.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
-        return out_2R.sum() * 0.0, {"loss": out_2R.detach().sum(), "sums": {}, "maxima": {}}
-    found = loss(_token_batch(row, out_2R))
+def micro_batch_loss(loss: MicroBatchLoss, row: PackedRow, out: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of one row, and its detached loss, sums and maxima. `out` is what `chunked_logprobs` returns."""
+    if out.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
+        return out.sum() * 0.0, {"loss": out.detach().sum(), "sums": {}, "maxima": {}}
+    found = loss(_token_batch(row, out))
     detached: dict[str, Any] = {"loss": found.loss.detach().clone()}  # the schedule may scale the loss in place
     for kind in ("sums", "maxima"):
         detached[kind] = {name: value.detach() for name, value in getattr(found, kind).items()}
     return found.loss, detached
 
 
-def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
+def _token_batch(row: PackedRow, out: Tensor) -> TokenBatch:
     columns = row.columns_R
     return TokenBatch(
-        logprobs_R=out_2R[0],
-        entropy_R=out_2R[1],
+        logprobs_R=out[0],
+        entropy_R=out[1],
         rollout_logprobs_R=columns["rollout_logprobs"],
         advantages_R=columns["advantages"],
         token_weights_R=columns["token_weights"],
@@ -45,6 +45,9 @@ def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
         rollout_R=columns["rollout"],
         old_logprobs_R=columns.get("old_logprobs"),
         reference_logprobs_R=columns.get("reference_logprobs"),
+        teacher_logprobs_R=columns.get("teacher_logprobs"),
+        teacher_top_RK=columns.get("teacher_top"),
+        top_logprobs_RK=None if row.further_RK is None else out[2:].T,
     )
 
 

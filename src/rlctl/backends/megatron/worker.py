@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
+from rlctl.backends.batch import (
+    BatchShard,
+    Fetch,
+    GroupLogprobs,
+    LogprobColumn,
+    LogprobStats,
+    MicroBatchLoss,
+    MinibatchResult,
+)
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
@@ -42,6 +50,7 @@ class MegatronWorker:
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
+        self._shard = BatchShard({}, ())
         self._reference: dict[str, Tensor] | None = None
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
@@ -106,9 +115,11 @@ class MegatronWorker:
         stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
         models = [model.build_model(spec, self.config, stage) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self.optimizer: Any = None
         self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
-        self.optimizer = optimizer.build_optimizer(spec, self.chunks)
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        if spec.teaches is None:
+            self.optimizer = optimizer.build_optimizer(spec, self.chunks)
+            self.config.grad_scale_func = self.optimizer.scale_loss
         self._reference = None
         self._rows = []
         cpu.install()  # covers the modules that building has imported
@@ -182,12 +193,12 @@ class MegatronWorker:
 
     def weights_changed(self) -> None:
         """To be called after the live weights were written from outside: the optimizer takes them over."""
-        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer] if self.optimizer else []):
             inner.reload_model_params()
 
     def _gather_parameters(self) -> None:
         """With overlapped all-gather the last one is only issued by the next forward pass."""
-        for chunk in self.chunks:
+        for chunk in self.chunks if self.optimizer is not None else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
@@ -241,15 +252,32 @@ class MegatronWorker:
         from rlctl.backends.rows import fetch_rows
 
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
-        self._rows = fetch_rows(shard, fetch, multiple, self.device, routing=routing)
+        self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
 
     def logprobs(self, column: LogprobColumn) -> None:
         rows = [row for minibatch in self._rows for row in minibatch]
         self._gather_parameters()
-        with self._weights_of(column), torch.no_grad():
-            found = self._run(rows, lambda row, out: (out[0].sum(), {"logprobs": out[0]}), forward_only=True)
-        for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
-            row.columns_R[column] = result["logprobs"]
+        with self._weights_of(column):
+            found = self._outputs(rows)
+        for row, out in zip(rows, found, strict=False):  # empty but on the last pipeline stage
+            row.columns_R[column] = out[0]
+
+    @torch.no_grad()
+    def _outputs(self, rows: list[Any]) -> list[Tensor]:
+        """What the model puts out for each row; empty but on the last pipeline stage."""
+        return [one["out"] for one in self._run(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)]
+
+    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+        from rlctl.backends.rows import taught_by_group
+
+        found = self._outputs([row for minibatch in self._rows for row in minibatch])
+        reports = self.spec.parallel.reports(self.rank)
+        return None, taught_by_group(self._shard, self._rows, found) if reports else []
+
+    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        from rlctl.backends.rows import add_taught
+
+        add_taught(self._shard, self._rows, taught, fetch)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         from rlctl.backends.results import logprob_stats
