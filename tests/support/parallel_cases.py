@@ -23,6 +23,7 @@ from rlctl.backends.batch import (
     TokenBatch,
     WeightedRollout,
 )
+from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
@@ -262,9 +263,7 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
 
     worker._gather_parameters()
     for chunk in worker.chunks:
-        model = chunk.module
-        while hasattr(model, "module"):  # in bfloat16 there is one more wrapper
-            model = model.module
+        model = core_of(chunk)
         named = list(model.named_parameters())
         if what != "grad":
             named += [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]

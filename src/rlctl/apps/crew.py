@@ -58,6 +58,8 @@ class CrewSpec:
     """How long processes may take."""
     validation: Rewards | None = None
     """The scorer of validation; None: there is none."""
+    teacher: PolicySpec | None = None
+    """The teacher, on the policy's devices; None: there is none."""
 
     @property
     def engine(self) -> EngineSpec:
@@ -65,7 +67,8 @@ class CrewSpec:
 
     @property
     def devices(self) -> int:
-        return max(self.policy.parallel.world_size, self.engines.count * self.engines.tp)
+        taught = self.teacher.parallel.world_size if self.teacher else 0
+        return max(self.policy.parallel.world_size, taught, self.engines.count * self.engines.tp)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Crew:
     reward: WorkerGroup[RewardWorker] | None
     validation: WorkerGroup[RewardWorker] | None = None
     """The scorer of validation."""
+    teacher: PolicyClient[PolicyWorker] | None = None
 
     def weight_sync(
         self,
@@ -115,6 +119,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
     hears what is waited for: the two engines start side by side, and the second takes what is left of it."""
     with _placed(spec.devices, spec.policy.device == "cuda", spec.limits, log_dir) as start:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
+        taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
         engines = start.engines(spec.engines)
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
@@ -135,11 +140,17 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
             setup.results()
             doing("starting engines")
             loading.results()
+        if taught is not None:
+            doing("starting teacher")
+            taught.within(start_s).call(PolicyWorker.setup, _meeting_port(taught))
         for scorer in filter(None, (reward, validation)):
             doing("starting scorer")
             scorer.within(start_s).call(RewardWorker.setup)
         policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines), reward, validation)
+        teacher = None
+        if taught is not None and spec.teacher is not None:
+            teacher = PolicyClient(taught, spec.teacher, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
+        yield Crew(spec, policy, EngineClient(engines), reward, validation, teacher)
 
 
 @contextlib.contextmanager
@@ -152,7 +163,7 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
         yield EngineClient(engines)
 
 
-def _meeting_port(ranks: WorkerGroup[SendingPolicy]) -> int:
+def _meeting_port(ranks: WorkerGroup[Any]) -> int:
     return ranks.part([0]).call(PolicyWorker.open_store)[0]
 
 
@@ -184,12 +195,16 @@ class _Start:
             group.ready()
 
     def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
-        assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
-        size, address = spec.policy.parallel.world_size, self.placement.bundles[0].node
-        env = policy_environment(spec.policy.threads, spec.policy.device, spec.training)
-        shared = {"worker": spec.backend.worker, "world_size": size, "master_addr": address, "spec": spec.policy}
-        ranks = [WorkerSpec(shared | {"rank": rank}, (self.placement.bundles[rank],), env) for rank in range(size)]
-        return self._group("policy", POLICY_WORKER, ranks)
+        return self._group("policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": _worker_of(spec)}))
+
+    def teacher(self, spec: CrewSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
+        return self._group("teacher", _worker_of(spec), self._ranks(spec, teacher, {}))
+
+    def _ranks(self, spec: CrewSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
+        size, address = policy.parallel.world_size, self.placement.bundles[0].node
+        env = policy_environment(policy.threads, policy.device, spec.training)
+        shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
+        return [WorkerSpec(shared | {"rank": rank}, (self.placement.bundles[rank],), env) for rank in range(size)]
 
     def engines(self, spec: EnginesSpec) -> WorkerGroup[EngineWorker]:
         engines = [
@@ -212,6 +227,11 @@ class _Start:
         )  # fmt: skip
         self.groups.append(group)
         return group
+
+
+def _worker_of(spec: CrewSpec) -> str:
+    assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
+    return spec.backend.worker
 
 
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rlctl.backends.batch import (
     BatchShard,
     Estimate,
     Fetch,
+    GroupLogprobs,
     LogprobColumn,
     LogprobStats,
     MicroBatchLoss,
@@ -61,6 +62,16 @@ class CriticSpec:
 
 
 @dataclass(frozen=True)
+class Teaching:
+    """The task of a policy that is not trained: it computes log-probs of the rollouts of another, the student."""
+
+    vocab: int
+    """Tokens of the student's vocabulary. Vocabularies of one tokenizer may be padded differently."""
+    top: int = 0
+    """Number of its most likely tokens at each position whose log-probs are computed too."""
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """Everything a policy worker is built from; the same on every rank."""
 
@@ -89,6 +100,8 @@ class PolicySpec:
     """Rank 0: all weights are trained."""
     critic: CriticSpec | None = None
     """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
+    teaches: Teaching | None = None
+    """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -192,6 +205,15 @@ class PolicyWorker(Protocol):
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         """Compare a column that `logprobs` added with the log-probs of the engine."""
         ...
+
+    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+        """Compute the log-probs of the loaded batch as a teacher. On the ranks for which `ParallelSpec.reports` is true
+        return them for each group of the shard, in its order, and nothing elsewhere."""
+        ...
+
+    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        """Add a teacher's log-probs to the loaded batch; not collective. `taught` has the handles of the
+        `GroupLogprobs` of each group of the shard."""
 
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None

@@ -206,12 +206,21 @@ def plan_from_config(
     prompt_tokens: int | None = None,
     top: int = 5,
     workload: Workload | None = None,
+    teacher: ModelFacts | None = None,
 ) -> Plan:
     """The plan of a configuration; `workload` stands in for a training step's. Raises ConfigError, NoPlanError or
     MachineError as `make_plan` and `cluster_from_config` do."""
     cluster = cluster_from_config(config, assume)
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
+    if (
+        workload.trains
+        and config.teacher.model is None
+        and (idle := [key for key in pins if key.startswith("teacher.")])
+    ):
+        raise ConfigError(
+            f"{idle[0]} = {pins[idle[0]]} has no effect: there is no teacher.", "Name one: --teacher NAME."
+        )
     if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",
@@ -223,7 +232,7 @@ def plan_from_config(
             "Remove it, or add --set refit.mover=disk.",
         )
     if not workload.trains:
-        pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
+        pins = {key: value for key, value in pins.items() if not key.startswith(("training.", "teacher."))}
         pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}
     precision = precision_from_config(config, cluster)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
@@ -233,5 +242,5 @@ def plan_from_config(
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
         facts, cluster, workload, pins, precision=precision, adapters=adapters_from_config(config.training.lora),
-        gradient_bytes=gradient_bytes, top=top, constants=constants,
+        gradient_bytes=gradient_bytes, top=top, constants=constants, teacher=teacher,
     )  # fmt: skip

@@ -74,7 +74,7 @@ class AsynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
         timer: StepTimer,
         tell: Callable[[str], None] = lambda _: None,

@@ -35,7 +35,7 @@ class SynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,

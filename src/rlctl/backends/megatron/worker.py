@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ from rlctl.backends.batch import (
     BatchShard,
     Estimate,
     Fetch,
+    GroupLogprobs,
     LogprobColumn,
     LogprobStats,
     LossOutput,
@@ -57,6 +58,7 @@ class MegatronWorker:
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
+        self._shard = BatchShard({}, ())
         self._reference: dict[str, Tensor] | None = None
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
@@ -134,8 +136,10 @@ class MegatronWorker:
         stages = range(spec.parallel.vpp) if spec.parallel.vpp > 1 else [None]
         models = [model.build_model(spec, self.config, stage, self._kind) for stage in stages]
         self.chunks = optimizer.wrap_chunks(spec, self.config, models)
-        self.optimizer = optimizer.build_optimizer(spec, self.chunks)
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.optimizer: Any = None
+        if spec.teaches is None:
+            self.optimizer = optimizer.build_optimizer(spec, self.chunks)
+            self.config.grad_scale_func = self.optimizer.scale_loss
 
     @property
     def _kind(self) -> type[PolicyModel]:
@@ -229,12 +233,12 @@ class MegatronWorker:
 
     def weights_changed(self) -> None:
         """To be called after the live weights were written from outside: the optimizer takes them over."""
-        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer] if self.optimizer else []):
             inner.reload_model_params()
 
     def _gather_parameters(self) -> None:
         """With overlapped all-gather the last one is only issued by the next forward pass."""
-        for chunk in self.chunks:
+        for chunk in self.chunks if self.optimizer is not None else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
@@ -288,7 +292,7 @@ class MegatronWorker:
         from rlctl.backends.rows import fetch_rows
 
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
-        self._rows = fetch_rows(shard, fetch, multiple, self.device, routing=routing)
+        self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
         if self.critic is not None:
             self.critic._rows = self._rows
 
@@ -300,10 +304,25 @@ class MegatronWorker:
         """Add the first row of the model's output to the loaded batch, on the last pipeline stage."""
         rows = [row for minibatch in self._rows for row in minibatch]
         self._gather_parameters()
-        with torch.no_grad():
-            found = self._run(rows, lambda row, out: (out[0].sum(), {column: out[0]}), forward_only=True)
-        for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
-            row.columns_R |= result
+        for row, out in zip(rows, self._outputs(rows), strict=False):  # empty but on the last pipeline stage
+            row.columns_R[column] = out[0]
+
+    @torch.no_grad()
+    def _outputs(self, rows: list[Any]) -> list[Tensor]:
+        """What the model puts out for each row; empty but on the last pipeline stage."""
+        return [one["out"] for one in self._run(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)]
+
+    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+        from rlctl.backends.rows import taught_by_group
+
+        found = self._outputs([row for minibatch in self._rows for row in minibatch])
+        reports = self.spec.parallel.reports(self.rank)
+        return None, taught_by_group(self._shard, self._rows, found) if reports else []
+
+    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        from rlctl.backends.rows import add_taught
+
+        add_taught(self._shard, self._rows, taught, fetch)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         from rlctl.backends.results import logprob_stats

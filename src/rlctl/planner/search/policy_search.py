@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem
@@ -20,6 +20,9 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import Constants
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.search.rules import training_problems
+
+if TYPE_CHECKING:
+    from rlctl.planner.search.teacher_search import TeacherPlan
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""
@@ -46,6 +49,7 @@ class Request:
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
+    teacher: ModelFacts | None = None
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)
@@ -69,10 +73,17 @@ class TrainingCandidate:
     seconds: float
     logprobs: float
     critic: float = 0.0
+    teacher: TeacherPlan | None = None
 
     @property
     def score(self) -> float:
         return (self.seconds + self.logprobs + self.critic) * (1 + SIMPLICITY * complexity(self.choice))
+
+    def taught_by(self, teacher: TeacherPlan) -> TrainingCandidate:
+        """Return this layout with a teacher next to it."""
+        asleep = {"teacher asleep": teacher.asleep} if teacher.asleep else {}
+        peak = mem.PhaseMemory(self.peak.parts | asleep)
+        return replace(self, peak=peak, logprobs=self.logprobs + teacher.seconds, teacher=teacher)
 
 
 def complexity(choice: TrainingChoice) -> int:
