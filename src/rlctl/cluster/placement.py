@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.ray_session import dead_process, require_processes
 from rlctl.errors import MachineError
+
+NODE_LABEL = "ray.io/node-id"
+"""The label with which Ray marks each node by itself."""
 
 
 @dataclass(frozen=True)
@@ -20,26 +24,35 @@ class Bundle:
     """Node address; workers of one node share memory."""
     gpu: str | None
     """The GPU as its node's CUDA_VISIBLE_DEVICES names it: by index, or by UUID where that has UUIDs; None without."""
+    node_id: str = ""
+    """Ray's name of the node."""
 
 
 class Placement:
     """`count` bundles on the cluster, numbered so that neighbours share a node where they can."""
 
-    def __init__(self, count: int, *, gpus: bool, timeout_s: float) -> None:
+    def __init__(self, count: int, *, gpus: bool, timeout_s: float, away_from: Sequence[Bundle] = ()) -> None:
+        """Reserve the bundles, none of them on a node that holds one of `away_from`. Raises MachineError when Ray
+        cannot reserve them in `timeout_s`."""
         import ray
         from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
-        self.group = placement_group([dict(unit) for _ in range(count)], strategy="PACK")
+        others = sorted({bundle.node_id for bundle in away_from})
+        selector = [{NODE_LABEL: f"!in({','.join(others)})"}] * count if others else None
+        self.group = placement_group(
+            [dict(unit) for _ in range(count)], strategy="PACK", bundle_label_selector=selector
+        )
         try:
             self.bundles = self._discover(count, gpus, timeout_s)
         except GetTimeoutError:
             require_processes()
             self.release()
             have = ray.cluster_resources()
+            where = f" on other nodes than {', '.join(sorted({one.node for one in away_from}))}" if others else ""
             raise MachineError(
-                f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}, and Ray could not reserve them in "
+                f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}{where}, and Ray could not reserve them in "
                 f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs and {have.get('CPU', 0):.0f} CPU "
                 "slots).",
                 "Free some, use fewer with --nodes/--gpus-per-node, or raise cluster.start_timeout_s.",
@@ -57,7 +70,7 @@ class Placement:
         asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in range(count)]
         found = ray.get(asked, timeout=timeout_s)
         # Stable: Ray's own order within equal (node, GPU) keys.
-        order = sorted(range(count), key=lambda index: place_order(*found[index]))
+        order = sorted(range(count), key=lambda index: place_order(*found[index][:2]))
         return tuple(Bundle(index, *found[index]) for index in order)
 
     def strategy(self, index: int) -> Any:
@@ -65,6 +78,15 @@ class Placement:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
+
+    def standing(self) -> set[int]:
+        """Ray's numbers of the bundles that are on a node now: those of a lost one are missing until Ray has placed
+        them again."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        table = ray.util.placement_group_table(self.group)
+        return {index for index, node in table["bundles_to_node_id"].items() if node in alive}
 
     def release(self) -> None:
         """Give the bundles back, unless Ray is broken or out of reach; they end with this process then."""
@@ -87,8 +109,9 @@ def node_address() -> str | None:
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 
 
-def _where_am_i() -> tuple[str, str | None]:
+def _where_am_i() -> tuple[str, str | None, str]:
     import ray
 
     gpu_ids = ray.get_gpu_ids()
-    return ray.util.get_node_ip_address(), str(gpu_ids[0]) if gpu_ids else None
+    gpu = str(gpu_ids[0]) if gpu_ids else None
+    return ray.util.get_node_ip_address(), gpu, ray.get_runtime_context().get_node_id()
