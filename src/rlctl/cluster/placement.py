@@ -41,11 +41,12 @@ class Placement:
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
         others = sorted({bundle.node_id for bundle in away_from})
         selector = [{NODE_LABEL: f"!in({','.join(others)})"}] * count if others else None
+        self._gpus = gpus
         self.group = placement_group(
             [dict(unit) for _ in range(count)], strategy="PACK", bundle_label_selector=selector
         )
         try:
-            self.bundles = self._discover(count, gpus, timeout_s)
+            self.bundles = self._discover(range(count), gpus, timeout_s)
         except GetTimeoutError:
             require_processes()
             self.release()
@@ -61,17 +62,16 @@ class Placement:
             self.release()
             raise
 
-    def _discover(self, count: int, gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
+    def _discover(self, indexes: Sequence[int], gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
         """Ask a task inside each bundle which node and device it is on, and order the bundles by them. The tasks begin
         when the bundles are reserved. (Ray's own wait for that cannot be interrupted.)"""
         import ray
 
         where = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(_where_am_i)
-        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in range(count)]
-        found = ray.get(asked, timeout=timeout_s)
+        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
+        found = [Bundle(index, *place) for index, place in zip(indexes, ray.get(asked, timeout=timeout_s), strict=True)]
         # Stable: Ray's own order within equal (node, GPU) keys.
-        order = sorted(range(count), key=lambda index: place_order(*found[index][:2]))
-        return tuple(Bundle(index, *found[index]) for index in order)
+        return tuple(sorted(found, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
 
     def strategy(self, index: int) -> Any:
         """Ray scheduling strategy for Ray's bundle number `index`."""
@@ -79,14 +79,25 @@ class Placement:
 
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
 
-    def standing(self) -> set[int]:
-        """Ray's numbers of the bundles that are on a node now: those of a lost one are missing until Ray has placed
-        them again."""
+    def stands(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether `bundles` are on one node now. Those of a lost node are on none until Ray has placed them again."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        table = ray.util.placement_group_table(self.group)
-        return {index for index, node in table["bundles_to_node_id"].items() if node in alive}
+        nodes = {self._nodes().get(bundle.index) for bundle in bundles}
+        return len(nodes) == 1 and nodes <= alive
+
+    def renewed(self, bundles: Sequence[Bundle], timeout_s: float) -> tuple[Bundle, ...]:
+        """Return `bundles` with the node and the device that they are on now; Ray places those of a lost node again."""
+        nodes = self._nodes()
+        if all(nodes.get(bundle.index) == bundle.node_id for bundle in bundles):
+            return tuple(bundles)
+        return self._discover([bundle.index for bundle in bundles], self._gpus, timeout_s)
+
+    def _nodes(self) -> dict[int, str]:
+        import ray
+
+        return ray.util.placement_group_table(self.group)["bundles_to_node_id"]
 
     def release(self) -> None:
         """Give the bundles back, unless Ray is broken or out of reach; they end with this process then."""

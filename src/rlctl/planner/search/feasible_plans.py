@@ -35,7 +35,7 @@ def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
 
 
 def _modes(request: Request) -> list[bool]:
-    """Whether the engines share the policy's devices: the ways to try. A CPU is divided only where that is asked for."""
+    """Return whether the engines share the policy's devices, the ways to try. A CPU is divided only if asked for."""
     colocated, cluster = request.pin("generation.colocated"), request.cluster
     if colocated is None and request.pin("generation.devices") is not None:
         colocated = False
