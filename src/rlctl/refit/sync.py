@@ -4,9 +4,9 @@ Where policy and engines share devices, one of them computes at a time, and what
 (`training.offload`, vLLM's sleep mode) or is dropped. While weights move both hold theirs, and nothing else that can
 wait. On a CPU nothing is given back unless `training.offload` is set, and the turns are only counted.
 
-An engine is lost when one of its processes is gone or does not answer. A new one takes its place (or the others go on
-without it, where its host is lost until that is back), the refit session is formed again, and a full refit that is compared tensor by tensor brings all engines to
-the policy's weights. The trainers stay as they are.
+An engine is lost when one of its processes is gone or does not answer. A new one takes its place, or the others go on
+without it, where its host is lost until that is back. The refit session is then formed again, and a full refit that is
+compared tensor by tensor brings all engines to the policy's weights. The trainers stay as they are.
 """
 
 from __future__ import annotations
