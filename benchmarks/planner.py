@@ -537,11 +537,11 @@ def show_divisions(rows: list[Row]) -> None:
             print(f"   {row.name} no plan: {error.message[:90]}")
             continue
         assert plan.training is not None
-        own = plan.training.parallel.world_size
+        own, theirs = plan.training.parallel.world_size, row.training.parallel.world_size
         ratios.append(with_gathering_refit(plan) / seconds["total"])
         print(
             f"   {row.name} {'async' if row.workload.overlaps else 'turns'} published "
-            f"{row.training.parallel.world_size} + {row.generation.gpus}: {seconds['total']:.0f} s, policy {policy:.0f} "
+            f"{theirs} + {row.generation.gpus}: {seconds['total']:.0f} s, policy {policy:.0f} "
             f"and engines {engines:.0f} ({waits} wait); own {own} + {plan.engine_devices}: "
             f"{with_gathering_refit(plan):.0f} s ({ratios[-1]:.2f})"
         )
