@@ -248,8 +248,8 @@ def runnable_plan(
 
 def require_devices(plan: Plan, config: RlctlConfig) -> None:
     """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
-    policy = plan.training.parallel.world_size if plan.training else 0
-    need, have = max(policy, plan.generation.gpus if plan.generation else 0), len(local_gpus())
+    sides = (plan.training.parallel.world_size if plan.training else 0, plan.generation.gpus if plan.generation else 0)
+    need, have = max(sides) if plan.colocated else sum(sides), len(local_gpus())
     if plan.cluster.is_cpu or config.cluster.ray_address or have >= need:
         return
     raise MachineError(
@@ -365,9 +365,13 @@ def planned_crew(
         policy=policy,
         training=config.training,
         micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),
-        engines=planned_engines(config, facts, plan, model_dir, max_length, dummy_weights=dummy_weights),
+        engines=planned_engines(
+            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
+        ),
         reward=rewards,
         limits=config.cluster,
+        colocated=plan.colocated,
+        own_nodes=plan.engines_have_nodes,
     )
 
 
@@ -382,7 +386,7 @@ def planned_engines(
     dummy_weights: bool = False,
 ) -> EnginesSpec:
     """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
-    themselves."""
+    themselves, and never sleep."""
     backend, generation = engine_backend(), plan.generation
     assert generation is not None  # only a plan for training without rollouts has none, and nothing starts one
     spec = backend.spec(
@@ -468,7 +472,13 @@ def check_plan(
     refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
     config = planned.config
-    refuse_async(config, device_of(plan))
+    refuse_async(config)
+    if config.training.offload and not plan.colocated:
+        raise ConfigError(
+            "training.offload = true has no use where engines have devices of their own (generation.colocated = "
+            "false): nothing gives way to them.",
+            "Leave it out.",
+        )
     planned_policy(config, facts, plan)
     if teacher is not None:
         planned_teacher(config, facts, teacher, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +204,8 @@ class EngineClient:
 
     def __init__(self, group: WorkerGroup[EngineWorker]) -> None:
         self.group = group
+        self._aside: list[WorkerGroup[EngineWorker]] = []
+        """Engines that are waiting for a host."""
 
     def __len__(self) -> int:
         return len(self.group)
@@ -273,8 +275,32 @@ class EngineClient:
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new processes for `ranks`, and load their models."""
-        self.group.restart(ranks)
-        self.group.part(ranks).within(self.group.start_timeout_s).call(EngineWorker.start)
+        _start_again(self.group, ranks)
+
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """Go on without `ranks`, whose host is lost."""
+        self._aside.append(self.group.drop(ranks))
+
+    def take_back(self, tell: Callable[[str], None]) -> bool:
+        """Start the engines that were set aside and have a place again; return whether there are any. `tell` hears of
+        those that do not start, which are given up."""
+        back = [one for one in self._aside if len(one.placed(range(len(one)))) == len(one)]
+        self._aside = [one for one in self._aside if one not in back]
+        taken = False
+        for engines in back:
+            try:
+                _start_again(engines, range(len(engines)))
+            except (WorkerError, WaitTimeoutError) as error:
+                tell(f"An engine whose host came back did not start and is given up: {error.message}")
+                continue
+            self.group.join(engines)
+            taken = True
+        return taken
+
+
+def _start_again(group: WorkerGroup[EngineWorker], ranks: Sequence[int]) -> None:
+    group.restart(ranks)
+    group.part(ranks).within(group.start_timeout_s).call(EngineWorker.start)
 
 
 def only_result(results: Sequence[R | None]) -> R:

@@ -154,6 +154,9 @@ Async: TypeAlias = Annotated[
 MaxStaleness: TypeAlias = Annotated[
     int | None, typer.Option("--max-staleness", help="With --async, how many versions old weights of rollouts may be.")
 ]
+Colocated: TypeAlias = Annotated[
+    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
+]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
 ShowSamples: TypeAlias = Annotated[

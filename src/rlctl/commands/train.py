@@ -63,6 +63,7 @@ def grpo(
     mean_length: options.MeanLength = None,
     async_: options.Async = None,
     max_staleness: options.MaxStaleness = None,
+    colocated: options.Colocated = None,
     lr: options.LearningRate = None,
     seed: options.Seed = None,
     run_dir: options.RunDir = None,

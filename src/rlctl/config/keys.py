@@ -24,7 +24,7 @@ LAID_OUT = {
     "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers"),
     "generation": (
         "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
-        "threads", "colocated",
+        "threads", "colocated", "devices",
     ),
 }  # fmt: skip
 """Keys of how the two engines and a teacher are laid out, by section: the planner decides what of them is unset."""

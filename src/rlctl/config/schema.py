@@ -534,7 +534,9 @@ class GenerationConfig(Section):
     ep: Positive | None = None
     """Expert parallel size of one engine: 1, or tp x dp."""
     colocated: bool | None = None
-    """Generate on the devices that train; false: on devices of their own."""
+    """Generate on the devices that train; false: on devices of their own, where nothing sleeps."""
+    devices: Positive | None = None
+    """Number of devices that the engines have to themselves, with colocated=false: GPUs, or cores of a CPU."""
     max_new_tokens: Positive = 512
     """Largest number of tokens of a completion; a long prompt may leave fewer of `model.max_length`."""
     mean_length: Positive | None = None

@@ -130,6 +130,8 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         packing=config.training.packing,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,
+        staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
+        in_flight=config.refit.in_flight,
     )
 
 
@@ -233,7 +235,8 @@ def plan_from_config(
         )
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith(("training.", "teacher."))}
-        pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}
+        apart = ("generation.colocated", "generation.devices", "refit.mover")
+        pins = {key: value for key, value in pins.items() if key not in apart}
     precision = precision_from_config(config, cluster)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4

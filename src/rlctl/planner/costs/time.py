@@ -387,7 +387,9 @@ def refit_time(
     payload = count(facts).total * (4 if choice.precision == "float32" else 2)
     detour = _detour_seconds(payload, cluster, mover, constants)
     if cluster.is_cpu:
-        return detour + 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
+        far = payload / cluster.device.network if cluster.nodes > 1 and not colocated else 0.0
+        # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
+        return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
     far = remote_share(choice.parallel, cluster, colocated) * received
     near = received - far

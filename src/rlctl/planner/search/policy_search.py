@@ -104,9 +104,9 @@ def values_to_try(request: Request, key: str, options: list[int]) -> list[int]:
 
 
 def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
-    """Sizes over `devices` ranks (on a CPU over any number up to the cores), before rules and memory."""
+    """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
     if request.cluster.is_cpu:
-        yield from _cpu_layouts(request)
+        yield from _cpu_layouts(request, devices)
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
@@ -146,8 +146,9 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
     )
 
 
-def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
-    cores, nodes = request.cluster.device.cores, request.cluster.nodes
+def _cpu_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
+    nodes = request.cluster.nodes
+    cores = max(1, devices // nodes)
     for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
         sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
         model = tp * sizes["pp"] * sizes["cp"]
