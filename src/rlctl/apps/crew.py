@@ -45,8 +45,7 @@ class EnginesSpec:
 class CrewSpec:
     """The processes to start. Policy and engines share the devices, and rank r is on device r."""
 
-    backend: PolicyBackend | None
-    """None: the plan is of a backend that is not there yet, and can only be shown."""
+    backend: PolicyBackend
     policy: PolicySpec
     training: TrainingConfig
     micro_batch_tokens: int
@@ -184,7 +183,6 @@ class _Start:
             group.ready()
 
     def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
-        assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
         size, address = spec.policy.parallel.world_size, self.placement.bundles[0].node
         env = policy_environment(spec.policy.threads, spec.policy.device, spec.training)
         shared = {"worker": spec.backend.worker, "world_size": size, "master_addr": address, "spec": spec.policy}

@@ -17,7 +17,7 @@ from rlctl.apps.crew import CrewSpec, EnginesSpec
 from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
 from rlctl.backends.base import Device, Dtype, PolicySpec, resolve_dtype
-from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
+from rlctl.backends.lookup import engine_backend, policy_backend, require_backend
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource
@@ -82,6 +82,11 @@ class Job:
     @property
     def dtype(self) -> Dtype:
         return resolve_dtype(self.config.model.dtype, self.device)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the run starts from a conversion of the model."""
+        return converts(self.config, self.plan)
 
     @property
     def offload(self) -> bool:
@@ -207,6 +212,11 @@ def device_of(plan: Plan) -> Device:
     return "cpu" if plan.cluster.is_cpu else "cuda"
 
 
+def converts(config: RlctlConfig, plan: Plan) -> bool:
+    """Whether the policy of a plan starts from a conversion of the model."""
+    return config.model.convert and policy_backend(plan.backend).takes_conversion
+
+
 def training_of(plan: Plan) -> TrainingChoice:
     """The training half of a plan that has one, as all but those for completions alone."""
     assert plan.training is not None
@@ -235,8 +245,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
-    if plan.backend in POLICIES:
-        policy_backend(plan.backend).refuse(policy)
+    policy_backend(plan.backend).refuse(policy)
     return policy
 
 
@@ -256,10 +265,10 @@ def planned_crew(
 
     Raises ConfigError for what a backend refuses.
     """
-    policy = planned_policy(config, facts, plan, trains=trains)
+    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
     return CrewSpec(
-        backend=policy_backend(plan.backend) if plan.backend in POLICIES else None,
+        backend=policy_backend(plan.backend),
         policy=policy,
         training=config.training,
         micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),

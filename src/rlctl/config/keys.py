@@ -18,7 +18,7 @@ from rlctl.config.schema import PassThrough, RlctlConfig, Section
 TRAINING_CHOSEN = (*SIZES, "sequence_parallel", "micro_batch_tokens", "recompute", "optimizer_offload")
 """Keys of `training` that every plan of a training decides."""
 LAID_OUT = {
-    "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers"),
+    "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers", "replicate"),
     "generation": (
         "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
         "threads", "colocated",

@@ -82,7 +82,7 @@ class Plan:
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
         family = family_problem(self.facts.family)
-        layout = not_runnable(self.training, self.generation, self.colocated, self.backend)
+        layout = not_runnable(self.training, self.generation, self.colocated)
         return [*([family] if family else []), *self.blocked, *layout]
 
     @property

@@ -78,7 +78,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, True, "megatron")):
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, True)):
         asleep = policy_asleep(request, training.choice)
         left = request.budget
         if cluster.is_cpu:

@@ -98,10 +98,11 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
-    tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
-    pps = values_to_try(request, "training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
+    fsdp = request.fsdp
+    tps = values_to_try(request, "training.tp", [1] if fsdp else powers(min(facts.heads, joined, 16)))
+    pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
-    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
+    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe and not fsdp else 1))
     for tp in tps:
         for pp in pps:
             for cp in cps:
@@ -121,6 +122,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
         sequence_parallel=request.pin("training.sequence_parallel"),
         first_stage_layers=request.pin("training.first_stage_layers"),
         last_stage_layers=request.pin("training.last_stage_layers"),
+        replicate=request.pin("training.replicate", 1),
     )
     return TrainingChoice(
         parallel,
@@ -135,7 +137,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
 
 def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
     cores, nodes = request.cluster.device.cores, request.cluster.nodes
-    for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
+    for tp in values_to_try(request, "training.tp", [1] if request.fsdp else powers(min(cores, request.facts.heads))):
         sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
         model = tp * sizes["pp"] * sizes["cp"]
         # What experts are spread over is data parallelism, whatever the cores are.
@@ -173,7 +175,8 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
     """Recompute modes and optimizer offload to try, the cheapest in time first."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
     offload = request.pin("training.optimizer_offload")
-    places = [False, True] if offload is None and not request.cluster.is_cpu else [bool(offload)]
+    both = offload is None and not request.cluster.is_cpu and not request.fsdp
+    places = [False, True] if both else [bool(offload)]
     return [{"recompute": mode, "optimizer_offload": place} for place in places for mode in modes]
 
 
