@@ -9,17 +9,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlctl.backends.clients import only_result
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
+from rlctl.models.families import facts_from_hf_config
 from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_checkpoint
 from support.parallel_cases import WEIGHT, Case
 from support.parallel_cases import run_case as run_megatron
+from support.parallel_families import FAMILIES
+from support.parallel_families import hf_model as family_model
+from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
-from support.reference import Optim, Reference, hf_model, make_batch, megatron_weights, run_reference
+from support.reference import (
+    Optim,
+    Reference,
+    advantage,
+    hf_model,
+    make_batch,
+    megatron_weights,
+    run_reference,
+    token_loss,
+)
 
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
+WITHOUT_CONFIG = "no config.json next to it: `megatron-to-hf` needs --config-from"
 TOLERANCE = 1e-6
 """Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
 
@@ -96,6 +114,8 @@ PAIRS = {
     "cp2": Case("qwen3", ParallelSpec(cp=2)),
     "moe-dp2": Case("qwen3moe", ParallelSpec(dp=2)),
     "mla-cp2": Case("deepseek", ParallelSpec(cp=2), recompute="selective"),
+    "tp2": Case("qwen2", ParallelSpec(tp=2), share_prompts=False),
+    "tp2-tied-recompute": Case("llama-tied", ParallelSpec(tp=2), recompute="full", chunk=7),
 }
 
 
@@ -110,12 +130,73 @@ def test_two_processes_equal_transformers(pools: Pools, published: Published, ca
 FOURS = {
     "replicate2-shard2": Case(parallel=ParallelSpec(dp=4, replicate=2)),
     "dp2-cp2": Case("llama-tied", ParallelSpec(dp=2, cp=2)),
+    "tp2-dp2": Case("qwen3", ParallelSpec(tp=2, dp=2)),
+    "tp2-cp2": Case("llama-tied", ParallelSpec(tp=2, cp=2), recompute="selective"),
+    "tp4-of-2-key-heads": Case("qwen2", ParallelSpec(tp=4)),
 }
 
 
 @pytest.mark.parametrize("case", FOURS.values(), ids=FOURS.keys())
 def test_four_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)
+
+
+@cache
+def expected_of(family: str) -> Reference:
+    """Log-probs, loss and gradients of a tiny model of the family."""
+    model, out = family_model(family), Reference()
+    total = torch.zeros(())
+    for group, columns in family_batch().items():
+        for row in range(columns.rollouts):
+            span = columns.slice(row)
+            tokens, chosen = (torch.from_numpy(x[span]).long() for x in (columns.tokens_T, columns.loss_mask_T))
+            logits = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)[chosen[1:].bool()]
+            logprobs = logits.gather(1, tokens[1:][chosen[1:].bool()][:, None])[:, 0]
+            entropy = -(logits.exp() * logits).sum(-1)
+            out.logprobs[group, row] = logprobs.detach()
+            zeros, weight = torch.zeros_like(logprobs), torch.tensor(WEIGHT)
+            total = total + token_loss(logprobs, entropy, zeros, torch.tensor(advantage(group, row)), weight)
+    total.backward()
+    out.losses = [float(total.detach())]
+    out.module_grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return out
+
+
+def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelSpec) -> None:
+    family_model(family).save_pretrained(directory)
+    facts = facts_from_hf_config(read_config(directory))
+    case = Case(parallel=parallel, share_prompts=family in ("gemma3", "gpt-oss", "llama3"), micro_batch_tokens=48)
+    ranks = pools(parallel.world_size).run(run_case, case, directory, family_batch(), facts)
+    expected = expected_of(family)
+    for rank in ranks:
+        for key, value in rank.logprobs.items():
+            assert close(value, expected.logprobs[key], 1e-5), key
+    first = only_result([rank.results[0] for rank in ranks])
+    assert abs(first.loss - expected.losses[0]) <= 1e-5
+    unclip = max(1.0, (first.grad_norm + 1e-6) / Optim().clip)
+    for name, value in expected.module_grads.items():
+        ours = ranks[0].grads[name] * unclip
+        assert close(ours, value, TOLERANCE), (name, (ours - value).abs().max())
+
+
+DIFFERENT = ("llama3", "qwen2-yarn", "mistral-windowed", "mixtral", "moonlight", "gemma3", "gpt-oss")
+"""Families whose attention, positions or experts no other test here has."""
+DENSE = ("llama3", "qwen2-yarn", "mistral-windowed", "gemma3")
+
+
+@pytest.mark.parametrize("family", DIFFERENT)
+def test_every_family_is_the_model_of_transformers(pools: Pools, family: str, tmp_path: Path) -> None:
+    check_family(pools, tmp_path, family, ParallelSpec())
+
+
+PRODUCT = [(family, {"dp": 2}) for family in FAMILIES] + [(family, {"cp": 2}) for family in FAMILIES]
+PRODUCT += [(family, {"tp": 2}) for family in DENSE] + [(family, {"tp": 2, "dp": 2}) for family in DENSE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), PRODUCT, ids=[f"{f}-{'-'.join(s)}" for f, s in PRODUCT])
+def test_every_family_under_every_sharding(pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    check_family(pools, tmp_path, family, ParallelSpec(**sizes))
 
 
 def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -> None:
@@ -137,7 +218,7 @@ def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -
 
 SAVED = {
     "same-dp2": (Case(parallel=ParallelSpec(dp=2)),) * 2,
-    "dp2-to-cp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(cp=2))),
+    "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
     "moe-dp2-to-replicate2": (
         Case("deepseek", ParallelSpec(dp=2)), Case("deepseek", ParallelSpec(dp=2, replicate=2)),
     ),
@@ -161,6 +242,11 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
     assert abs(straight.grad_norm / resumed.grad_norm - 1) < 1e-5
     for name, value in kept.items():
         assert (loaded[name] - value).abs().max() < 1e-6, name
+    megatron_to_hf(directory, tmp_path / "exported", config_from=published(before.kind))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in model.items())
+    found = inspect(directory)
+    assert (found.format, found.optimizer, found.problems) == ("dtensor torch_dist", True, [WITHOUT_CONFIG])
     assert any(not torch.equal(model[name], value) for name, value in kept.items())  # of the step before
 
 

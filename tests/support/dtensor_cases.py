@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import MinibatchResult
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.facts import ModelFacts
 from support.parallel_cases import BrokenLoss, Case, Loss, column_by_rollout, plan_of, spec_of
 from support.reference import Optim
 
@@ -32,13 +32,13 @@ class Outcome:
     """Elements of parameters on this rank."""
 
 
-def dtensor_spec(case: Case, directory: Path) -> PolicySpec:
-    return replace(spec_of(case), model_dir=directory)
-
-
-def make_worker(rank: int, case: Case, directory: Path, *, load: bool = True) -> DTensorWorker:
-    """A worker in the pool's process group, on the weights in `directory`."""
-    worker = DTensorWorker(rank, case.parallel.world_size, "127.0.0.1", dtensor_spec(case, directory))
+def make_worker(
+    rank: int, case: Case, directory: Path, *, load: bool = True, facts: ModelFacts | None = None
+) -> DTensorWorker:
+    """A worker in the pool's process group, on the weights in `directory`; `facts`: where they are no case's."""
+    spec = replace(spec_of(case), model_dir=directory)
+    spec = replace(spec, facts=facts) if facts else spec
+    worker = DTensorWorker(rank, case.parallel.world_size, "127.0.0.1", spec)
     worker.prepare()
     worker.build()
     if load:
@@ -61,8 +61,8 @@ def wholes(worker: DTensorWorker, what: str) -> dict[str, Tensor]:
     return {name: whole(value) for name, value in (named | buffers).items()}
 
 
-def run_case(rank: int, case: Case, directory: Path, batch: Batch) -> Outcome:
-    worker = make_worker(rank, case, directory)
+def run_case(rank: int, case: Case, directory: Path, batch: Batch, facts: ModelFacts | None = None) -> Outcome:
+    worker = make_worker(rank, case, directory, facts=facts)
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
     worker.logprobs("old_logprobs")

@@ -67,11 +67,19 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     for key, size, why in (
         ("pp", parallel.pp, "FSDP2 has no pipeline stages"),
         ("vpp", parallel.vpp, "FSDP2 has no pipeline stages"),
-        ("tp", parallel.tp, "the dtensor backend does not divide matrices yet"),
         ("ep", parallel.ep, "the dtensor backend does not spread experts yet"),
     ):
         if size > 1:
             found.append(Problem(f"training.{key}", why))
+    tp = parallel.tp
+    found += _tensor_problems(facts, parallel)
+    if tp > 1 and facts.moe is not None:
+        found.append(Problem("training.tp", "the dtensor backend does not divide experts yet"))
+    if facts.vocab % tp:
+        found.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
+    if tp > 1 and not parallel.sequence_parallel:
+        why = "the dtensor backend divides matrices with sequence parallelism only"
+        found.append(Problem("training.sequence_parallel", why))
     return found
 
 

@@ -114,7 +114,7 @@ class DTensorWorld:
         """(ranks, what they hold of a param) of each distinct part."""
         parallel = self.parallel
         tps, shards = range(parallel.tp), range(parallel.fsdp_shards)
-        for tp in tps if self._axis(name) is not None else [None]:
+        for tp in tps if self.axis(name) is not None else [None]:
             for shard in shards if self._sharded(name) else [None]:
                 ranks = [
                     (copy * parallel.fsdp_shards + s) * parallel.tp + t
@@ -124,7 +124,7 @@ class DTensorWorld:
                 ]
                 yield ranks, self._box(name, shape, tp or 0, shard or 0)
 
-    def _axis(self, name: str) -> int | None:
+    def axis(self, name: str) -> int | None:
         """The axis along which tensor parallelism divides a param; None: every rank has it."""
         role = self.roles[name]
         return 0 if role in COLUMN_ROLES else 1 if role in ROW_ROLES else None
@@ -135,7 +135,7 @@ class DTensorWorld:
 
     def _box(self, name: str, shape: Shape, tp: int, shard: int) -> Box:
         box = list(whole(shape))
-        axis = self._axis(name)
+        axis = self.axis(name)
         if axis is not None:
             box[axis] = _chunk(box[axis], self.parallel.tp, tp)
         if self._sharded(name):

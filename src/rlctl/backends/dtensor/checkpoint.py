@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
@@ -25,6 +26,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "optimizer.step"
 
 
+class Writer(FileSystemWriter):
+    """Leaves out where the checkpoint was written: that is a pickled path, which `pickles` does not admit."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
 class Save:
     """A save under way on this rank. Every rank makes one and finishes it; the checkpoint is complete when all have."""
 
@@ -33,7 +41,7 @@ class Save:
         # Its own group: what it exchanges in the background must not meet what training does.
         self._group = torch.distributed.new_group(backend="gloo")
         state = dict(_state(weights, optimizer))
-        writing = state_dict_saver.async_save(state, checkpoint_id=str(directory), process_group=self._group)
+        writing = state_dict_saver.async_save(state, storage_writer=Writer(directory), process_group=self._group)
         self._directory, self._digests = directory, dict[str, str]()
         pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing = pool.submit(self._write, writing)

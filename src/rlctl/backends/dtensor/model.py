@@ -20,11 +20,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
+from rlctl.backends.dtensor.tensor_parallel import divide, gather_tokens
 from rlctl.backends.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
+from rlctl.weights.dtensor import DTensorWorld
 
 ATTENTION = "rlctl_rows"
 """The name under which transformers finds `row_attention`. It has no mask function there, so no mask is made."""
@@ -107,7 +109,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.inner = inner
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
-        self._temperature, self._chunk = temperature, chunk
+        self._temperature, self._chunk, self._vocab = temperature, chunk, inner.config.vocab_size
 
     def forward(self, row: PackedRow) -> Tensor:
         size, rank = self._context.size(), self._context.rank()
@@ -119,16 +121,20 @@ class PolicyModel(nn.Module):
         found = self.inner.model(
             input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, row=passed
         ).last_hidden_state
+        if self._tensor.size() > 1:
+            found = gather_tokens(found, self._tensor)
         part = context_part(row, size, rank)
         hidden_U = found[0].index_select(0, part.sources_U)
-        vocab = VocabPart(self._tensor)
+        vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
         out = chunked_logprobs(
             hidden_U, part.inverse_R, part.targets_R, self.inner.lm_head, vocab, self._temperature, self._chunk
         )
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
 
 
-def build_model(spec: PolicySpec, groups: Groups, device: torch.device, frozen: frozenset[str]) -> PolicyModel:
+def build_model(
+    spec: PolicySpec, world: DTensorWorld, groups: Groups, device: torch.device, frozen: frozenset[str]
+) -> PolicyModel:
     """This rank's part of the policy, with random weights; parameters named in `frozen` are not trained.
 
     Raises ConfigError for a model whose buffers transformers cannot compute anew.
@@ -136,12 +142,14 @@ def build_model(spec: PolicySpec, groups: Groups, device: torch.device, frozen: 
     model = PolicyModel(_on_meta(spec), groups, spec.temperature, spec.logprob_chunk_tokens)
     for name, parameter in model.inner.named_parameters():
         parameter.requires_grad_(name not in frozen)
+    if spec.parallel.tp > 1:
+        divide(model.inner, world, groups.sharding["tp"])
     _recompute(model, spec.recompute)
-    if spec.parallel.world_size > 1 or spec.dtype != "float32":
+    if groups.fsdp.size() > 1 or spec.dtype != "float32":
         _shard(model, groups.fsdp, spec.dtype)
     model.to_empty(device=device)
     if not isinstance(model, FSDPModule):
-        model.inner.tie_weights()  # `to_empty` has made two of tied weights; FSDP2's are one
+        model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
     _fill_buffers(model.inner)
     generator = torch.Generator(device).manual_seed(spec.seed)
     with torch.no_grad():
@@ -157,7 +165,9 @@ def _on_meta(spec: PolicySpec) -> Any:
     config = copy.deepcopy(AutoConfig.from_pretrained(Path(spec.model_dir)))
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+        inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
+    return inner
 
 
 def _recompute(model: PolicyModel, mode: str) -> None:

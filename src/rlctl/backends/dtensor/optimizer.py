@@ -32,7 +32,7 @@ def _is_plain(name: str, parameter: Tensor) -> bool:
 def take_step(spec: PolicySpec, optimizer: torch.optim.AdamW, lr: float, weight_decay: float | None) -> StepOutcome:
     """One step at learning rate `lr` and `weight_decay` (None: that of the optimizer's configuration); none at all when
     the gradient is not finite (the state stays as it was). Collective."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [_reduced(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm, clip = total_norm(gradients), spec.optimizer.clip_grad
     if not math.isfinite(norm):
         return StepOutcome(norm, skipped=True)
@@ -43,6 +43,16 @@ def take_step(spec: PolicySpec, optimizer: torch.optim.AdamW, lr: float, weight_
         group["lr"], group["weight_decay"] = lr, decay * group["decays"]
     optimizer.step()
     return StepOutcome(norm, skipped=False)
+
+
+def _reduced(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, summed over tensor-parallel ranks that each have a part of the sum. FSDP2 has done
+    that to those that it holds."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient
 
 
 def total_norm(gradients: Iterable[Tensor]) -> float:
@@ -61,4 +71,4 @@ def _parts(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if place.is_shard())
+    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())

@@ -40,7 +40,9 @@ class DTensorWorker(PolicyRank):
         torch.manual_seed(spec.seed)
         routers = {name for name, role in world.roles.items() if role in (Role.ROUTER, Role.ROUTER_BIAS)}
         self.groups = Groups.of(spec.parallel, spec.device)
-        self.model = build_model(spec, self.groups, self.device, frozenset(routers if spec.freeze_router else ()))
+        self.model = build_model(
+            spec, world, self.groups, self.device, frozenset(routers if spec.freeze_router else ())
+        )
         self.optimizer = build_optimizer(spec, self.model)
         self._buffers = [name for name in world.roles if name in dict(self.model.inner.named_buffers())]
         self._reference = None

@@ -99,7 +99,7 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
     fsdp = request.fsdp
-    tps = values_to_try(request, "training.tp", [1] if fsdp else powers(min(facts.heads, joined, 16)))
+    tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
     pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe and not fsdp else 1))
@@ -137,7 +137,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
 
 def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
     cores, nodes = request.cluster.device.cores, request.cluster.nodes
-    for tp in values_to_try(request, "training.tp", [1] if request.fsdp else powers(min(cores, request.facts.heads))):
+    for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
         sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
         model = tp * sizes["pp"] * sizes["cp"]
         # What experts are spread over is data parallelism, whatever the cores are.
