@@ -52,7 +52,6 @@ def refuse(spec: PolicySpec) -> None:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> PolicyBackend:
     monkeypatch.setattr(lookup, "POLICIES", dict(lookup.POLICIES))
-    monkeypatch.setattr("rlctl.apps.prepare.POLICIES", lookup.POLICIES)
     record = PolicyBackend(
         "toy",
         f"{__name__}:ToyWorker",
@@ -99,8 +98,8 @@ def test_any_worker_becomes_one_that_sends(toy: PolicyBackend) -> None:
 
 
 def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"training\.backend = dtensor") as caught:
-        policy_backend("dtensor")
+    with pytest.raises(ConfigError, match=r"training\.backend = deepspeed") as caught:
+        policy_backend("deepspeed")
     assert "megatron" in (caught.value.hint or "")
     assert policy_backend("auto").name == "megatron"
 

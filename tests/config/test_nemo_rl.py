@@ -185,16 +185,12 @@ def test_megatron_wins_when_both_are_on(tmp_path: Path) -> None:
     assert status(result, "policy.dtensor_cfg.tensor_parallel_size") == "not applicable"
 
 
-def test_dtensor_alone_is_imported_and_says_that_it_cannot_run() -> None:
+def test_dtensor_alone_is_imported() -> None:
     result = import_recipe(RECIPES / "base.yaml")
     assert result.values["training.tp"] == 1
     assert result.values["optimizer.beta2"] == 0.999
     assert result.values["training.backend"] == "dtensor"
-    assert any("policy.dtensor_cfg.enabled" in line for line in result.unsupported)
-    resolved = resolve(files=[RECIPES / "base.yaml"], environment={})
-    with pytest.raises(ConfigError, match="dtensor_cfg"):
-        resolved.require_supported()
-    assert resolved.with_values({"training.dp": 2}).refusals == resolved.refusals
+    assert not any("dtensor" in line for line in result.unsupported)
 
 
 def test_the_other_spelling_of_the_dtensor_section_is_read(tmp_path: Path) -> None:

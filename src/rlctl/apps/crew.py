@@ -49,8 +49,7 @@ class EnginesSpec:
 class CrewSpec:
     """The processes to start. Policy rank r is on device r, and engines are on the same devices or on others."""
 
-    backend: PolicyBackend | None
-    """None: the plan is of a backend that is not there yet, and can only be shown."""
+    backend: PolicyBackend
     policy: PolicySpec
     training: TrainingConfig
     micro_batch_tokens: int

@@ -17,7 +17,7 @@ from rlctl.apps.crew import CrewSpec, EnginesSpec
 from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
 from rlctl.backends.base import CriticSpec, Device, Dtype, PolicySpec, Teaching, resolve_dtype
-from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
+from rlctl.backends.lookup import engine_backend, policy_backend, require_backend
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource
@@ -90,6 +90,11 @@ class Job:
     @property
     def dtype(self) -> Dtype:
         return resolve_dtype(self.config.model.dtype, self.device)
+
+    @property
+    def converts(self) -> bool:
+        """Whether the run starts from a conversion of the model."""
+        return converts(self.config, self.plan)
 
     @property
     def offload(self) -> bool:
@@ -270,6 +275,11 @@ def waits_in_host_memory(config: RlctlConfig, plan: Plan) -> bool:
     return (device_of(plan) == "cuda" and plan.colocated) if wanted is None else wanted
 
 
+def converts(config: RlctlConfig, plan: Plan) -> bool:
+    """Whether the policy of a plan starts from a conversion of the model."""
+    return config.model.convert and policy_backend(plan.backend).takes_conversion
+
+
 def training_of(plan: Plan) -> TrainingChoice:
     """The training half of a plan that has one, as all but those for completions alone."""
     assert plan.training is not None
@@ -299,8 +309,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
-    if plan.backend in POLICIES:
-        policy_backend(plan.backend).refuse(policy)
+    policy_backend(plan.backend).refuse(policy)
     return policy
 
 
@@ -308,7 +317,7 @@ def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
     """The critic next to the policy. Raises ConfigError where the backend has none."""
     if not config.has_critic:
         return None
-    if plan.backend in POLICIES and not policy_backend(plan.backend).has_critic:
+    if not policy_backend(plan.backend).has_critic:
         raise ConfigError(
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
             "Train with --backend megatron, or with an algorithm without a critic.",
@@ -337,8 +346,7 @@ def planned_teacher(config: RlctlConfig, student: ModelFacts, teacher: ModelFact
         ddp={},
         teaches=Teaching(vocab, min(top, vocab)),
     )
-    if plan.backend in POLICIES:
-        policy_backend(plan.backend).refuse(spec)
+    policy_backend(plan.backend).refuse(spec)
     return spec
 
 
@@ -358,10 +366,10 @@ def planned_crew(
 
     Raises ConfigError for what a backend refuses.
     """
-    policy = planned_policy(config, facts, plan, trains=trains)
+    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
     return CrewSpec(
-        backend=policy_backend(plan.backend) if plan.backend in POLICIES else None,
+        backend=policy_backend(plan.backend),
         policy=policy,
         training=config.training,
         micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),

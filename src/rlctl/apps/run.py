@@ -113,7 +113,7 @@ def _train(
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.config.model.convert and job.source.megatron is None:
+        if job.converts and job.source.megatron is None:
             display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         if job.config.model.convert and job.teacher is not None:

@@ -96,6 +96,8 @@ class PolicySpec:
     """Routers of experts keep their weights."""
     router_replay: bool = False
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
+    model_dir: Path | None = None
+    """The directory with the published config.json, where a backend builds the model from it."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
     critic: CriticSpec | None = None

@@ -59,7 +59,7 @@ Backend: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="Training engine: megatron or auto. A plan for dtensor (FSDP2) can be shown, but not run.",
+        help="Training engine: megatron, dtensor (transformers' modules with FSDP2), or auto.",
     ),
 ]
 MaxLength: TypeAlias = Annotated[

@@ -21,7 +21,7 @@ TEACHER_SIZES = tuple(size for size in SIZES if size != "vpp")
 """Keys of `teacher` that every plan with a teacher decides."""
 LAID_OUT = {
     "teacher": TEACHER_SIZES,
-    "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers"),
+    "training": (*TRAINING_CHOSEN, "threads", "first_stage_layers", "last_stage_layers", "replicate"),
     "generation": (
         "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "max_concurrent", "max_batched_tokens",
         "threads", "colocated", "devices",

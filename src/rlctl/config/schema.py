@@ -69,8 +69,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
     convert: bool = True
-    """Convert the model once into the checkpoint directory, from which every run starts; false: start from its own
-    files."""
+    """Convert the model once into the checkpoint directory, from which every run with Megatron starts; false: start
+    from its own files, as dtensor always does."""
     max_length: Positive | None = None
     """Largest number of tokens of prompt and completion together."""
     trust_remote_code: bool = False
@@ -464,8 +464,8 @@ class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
     backend: str = "auto"
-    """Training engine, by the name of its record; auto is megatron. dtensor (FSDP2: weights, gradients and states are
-    sharded over the data parallel ranks) can be planned and cannot be run yet."""
+    """Training engine, by the name of its record; auto is megatron. dtensor trains transformers' own modules with
+    FSDP2: weights, gradients and states are sharded over the data parallel ranks."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None
@@ -484,6 +484,8 @@ class TrainingConfig(Section):
     """Tensor parallel size of the experts."""
     dp: Positive | None = None
     """Data parallel size."""
+    replicate: Positive | None = None
+    """Number of copies of the weights that FSDP2 keeps (dtensor), each sharded over dp / replicate ranks; unset: 1."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
     recompute: Literal["none", "selective", "full"] | None = None

@@ -164,6 +164,7 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
         sequence_parallel=training.sequence_parallel,
         first_stage_layers=training.first_stage_layers,
         last_stage_layers=training.last_stage_layers,
+        replicate=training.replicate or 1,
     )
     require_policy_sizes(facts, parallel)
     return parallel

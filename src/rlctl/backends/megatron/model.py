@@ -35,6 +35,7 @@ from rlctl.backends.megatron.modules import (
 )
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.routing import Replay, hand_out
+from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
@@ -266,9 +267,6 @@ def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
         raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
     if factor > 1:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
-
-
-LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
 
 
 def forward_step(

@@ -298,11 +298,11 @@ def row_tokens(section: str) -> Rule:
 
 
 def by_dtensor(found: Found) -> None:
-    """Plan with the other backend, which is not run yet."""
+    """Train with the other backend."""
     if found.value is True:
-        found.set("training.backend", "dtensor")
-    why = "training.backend: dtensor, which is planned and not run yet; --backend megatron trains with Megatron"
-    only(None, False, why=why, settled_by="training.backend")(found)
+        found.map("training.backend", "dtensor")
+    else:
+        only(None, False, why="it is on or off", settled_by="training.backend")(found)
 
 
 def float8_on(found: Found) -> None:

@@ -89,7 +89,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, "megatron")):
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None)):
         asleep = policy_asleep(request, training)
         left = request.budget
         if cluster.is_cpu:
@@ -182,7 +182,7 @@ def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
     )
     trainings = with_teacher(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, "megatron"), KEEP_SPLIT):
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None), KEEP_SPLIT):
         left = budget
         if together:
             left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(sides.policy, training)

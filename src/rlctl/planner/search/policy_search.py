@@ -110,10 +110,11 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
+    fsdp = request.fsdp
     tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
-    pps = values_to_try(request, "training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
+    pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
-    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
+    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe and not fsdp else 1))
     for tp in tps:
         for pp in pps:
             for cp in cps:
@@ -133,6 +134,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
         sequence_parallel=request.pin("training.sequence_parallel"),
         first_stage_layers=request.pin("training.first_stage_layers"),
         last_stage_layers=request.pin("training.last_stage_layers"),
+        replicate=request.pin("training.replicate", 1),
     )
     return TrainingChoice(
         parallel,
@@ -187,7 +189,8 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
     """Recompute modes and optimizer offload to try, the cheapest in time first."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
     offload = request.pin("training.optimizer_offload")
-    places = [False, True] if offload is None and not request.cluster.is_cpu else [bool(offload)]
+    both = offload is None and not request.cluster.is_cpu and not request.fsdp
+    places = [False, True] if both else [bool(offload)]
     return [{"recompute": mode, "optimizer_offload": place} for place in places for mode in modes]
 
 
