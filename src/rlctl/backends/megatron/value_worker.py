@@ -48,6 +48,7 @@ class ValueWorker(MegatronWorker):
     def estimate(self, estimate: Estimate) -> None:
         from rlctl.backends.results import add_advantages
 
+        self._gather_parameters()
         self.add_column("values")
         rows = [row for minibatch in self._rows for row in minibatch]
         if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
