@@ -200,7 +200,7 @@ class PolicyRank(ABC):
         lr: float,
         weight_decay: float | None,
     ) -> MinibatchResult | None:
-        """Take one optimizer step on a mini-batch. `batch_of` makes what `loss` takes of a row and the model's output."""
+        """Take one optimizer step on a mini-batch. `batch_of` makes of a row and the output what `loss` takes."""
         if index >= len(self._rows):
             raise InputError(f"mini-batch {index} of {len(self._rows)} was asked for; load_batch comes first.")
         rows = self._rows[index]
