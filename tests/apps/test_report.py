@@ -125,3 +125,7 @@ def test_what_is_no_run_or_took_no_step_is_named(tmp_path: Path, capfd: pytest.C
         compare_runs([empty.path], None)
     with pytest.raises(InputError, match="--output"):
         compare_runs([made_run(tmp_path / "run").path], tmp_path / "not" / "there.html")
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(InputError, match=r"pipe\.html cannot be written: it is a pipe, not a file"):
+        compare_runs([tmp_path / "run"], tmp_path / "pipe.html")
+    assert (tmp_path / "pipe.html").is_fifo()

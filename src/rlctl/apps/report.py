@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.files import written_text
+from rlctl.config.files import problem_with, written_text
 from rlctl.config.load import DEFAULT, PLANNER
 from rlctl.errors import InputError
 from rlctl.planner.views.run_comparison import compare_memory, compare_run
@@ -65,6 +65,8 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
         output = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.parent}.", "Name another place.")
+    if output.exists() and (problem := problem_with(output)):  # the page would replace /dev/null
+        raise InputError(f"--output {output} cannot be written: {problem}.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
         found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]
