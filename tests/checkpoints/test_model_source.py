@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def test_missing_shards_are_named(model: Path) -> None:
     (model / "model.safetensors").rename(model / shards["a"])
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     with pytest.raises(InputError, match=r"lacks 1 shard.*model-00002-of-00002"):
+        resolve_model(str(model))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda file: file.write_bytes(b"\x10" + bytes(40)), "is no safetensors file, or it is truncated"),
+    "directory": (Path.mkdir, "cannot be read: it is a directory, not a file"),
+    "pipe": (os.mkfifo, "cannot be read: it is a pipe, not a file"),
+    "loop": (lambda file: file.symlink_to(file.name), "has no safetensors weights|levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_weights_are_named_before_anything_reads_them(model: Path, kind: str) -> None:
+    """An engine that is given the directory would wait for a pipe, or end with a traceback of its own."""
+    damage, said = DAMAGE[kind]
+    file = model / "model.safetensors"
+    file.unlink()
+    damage(file)
+    with pytest.raises(InputError, match=said):
         resolve_model(str(model))
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import problem_with, written_text
 from rlctl.config.load import DEFAULT, PLANNER
 from rlctl.errors import InputError
 from rlctl.planner.views.run_comparison import compare_memory, compare_run
@@ -64,6 +65,8 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
         output = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.parent}.", "Name another place.")
+    if output.exists() and (problem := problem_with(output)):  # the page would replace /dev/null
+        raise InputError(f"--output {output} cannot be written: {problem}.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
         found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]
@@ -154,7 +157,7 @@ def _settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _forecasts(run: Path) -> list[Forecast]:
     """Return the plan against what was measured; nothing where the run has no measurement."""
-    with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError, RecursionError):
         times = [Forecast(row.phase, "s", row.predicted, row.measured) for row in compare_run(run)]
         shown = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
         memory = [
@@ -170,9 +173,9 @@ def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
     found = []
     for step in chosen:
-        with contextlib.suppress(OSError, ValueError):
-            lines = (directory / f"step_{step}.jsonl").read_text().splitlines()
-            rows = [row for row in map(json.loads, lines) if isinstance(row, dict)]
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            lines = written_text(directory / f"step_{step}.jsonl").split("\n")  # others may be in a completion
+            rows = [row for row in map(json.loads, filter(None, lines)) if isinstance(row, dict)]
             if rows:
                 found.append((step, _telling(rows)))
     return found
@@ -188,5 +191,5 @@ def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _messages(log: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return log.read_text(errors="replace").splitlines()[-2000:]
+        return written_text(log, errors="replace").splitlines()[-2000:]
     return []

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.safetensors_files import read_header, shard_files
+from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError
@@ -139,10 +139,11 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
 
 
 def check_directory(directory: Path, *, weights: bool = True) -> None:
-    """Raise InputError unless `directory` has a readable config.json and (with `weights`) every safetensors shard."""
+    """Raise InputError unless `directory` has a readable config.json and (with `weights`) every safetensors shard, none
+    of them damaged as far as its header and its size tell."""
     read_config(directory)
     if weights:
-        shard_files(directory)
+        require_whole(directory)
 
 
 def stored_parameters(directory: Path) -> int:

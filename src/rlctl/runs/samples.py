@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import written_text
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
 
@@ -59,8 +60,10 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
     found: list[Sample] = []
     for number in sorted(steps) if step is None else [step]:
         try:
-            for line in steps[number].read_text(encoding="utf-8").splitlines():
+            for line in filter(None, written_text(steps[number]).split("\n")):  # others may be in a text
                 found.append({"step": number} | json.loads(line))
+                if not isinstance(found[-1].get("reward", 0.0), int | float):
+                    raise TypeError("a reward is no number")
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{steps[number]} cannot be read: {error}.", "Remove it, or name another --step."

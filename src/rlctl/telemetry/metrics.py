@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.config.files import written_text
 from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
@@ -82,7 +83,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises InputError when another line is not what a step wrote.
     """
-    lines = path.read_text(errors="replace").splitlines()
+    try:
+        lines = written_text(path, errors="replace").splitlines()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}.", "Restore the file.") from error
     found = []
     for number, line in enumerate(lines, 1):
         try:
