@@ -184,7 +184,7 @@ def reference_critic(kind: str, batch: dict[int, RolloutColumns]) -> Critics:
             worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
             loss = row.token_weight * 0.5 * worse.sum()
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         if step == 0:
             out.grads = _named(kind, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
             out.grads[HEAD] = torch.zeros_like(head) if head.grad is None else head.grad.clone()

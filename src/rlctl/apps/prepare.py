@@ -262,7 +262,8 @@ def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
             "Train with --backend megatron, or with an algorithm without a critic.",
         )
-    own = {key: getattr(config.critic, key) for key in ("lr", "weight_decay", "clip_grad")}
+    critic = config.critic
+    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
     return CriticSpec(config.optimizer.model_copy(update=own), offload=waits_in_host_memory(config, plan))
 
 

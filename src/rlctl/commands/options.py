@@ -131,7 +131,7 @@ Algorithm: TypeAlias = Annotated[
     typer.Option(
         "--algorithm",
         metavar="NAME|FILE:CLASS",
-        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, or your own.",
+        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, ppo, gspo, cispo, dppo, sapo, or your own.",
     ),
 ]
 Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]

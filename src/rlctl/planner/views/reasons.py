@@ -118,7 +118,7 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
     if t.critic:
         where = "It has the policy's size and layout"
         if t.critic_offload:
-            yield Reason("critic=turns", f"{where}; of the two, the one that does not compute waits in host memory.")
+            yield Reason("critic=turns", f"{where}; it and the policy wait in host memory while the other computes.")
         else:
             yield Reason("critic=resident", f"{where}, and stays on the devices next to it.")
     if t.threads:
