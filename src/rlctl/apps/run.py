@@ -11,7 +11,7 @@ from typing import Any
 from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job
 from rlctl.apps.report import LiveReport, write_report
-from rlctl.backends.clients import CriticClient, PolicyClient
+from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
@@ -82,6 +82,7 @@ def run_training(
     """
     started = time.perf_counter()
     display.metrics = (*job.metrics, *filtered(job.config.filter))
+    display.without = SHOWN_METRICS if job.rewards is None else ()
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume, loop)
@@ -112,16 +113,20 @@ def _train(
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.config.model.convert and job.source.megatron is None:
+        if job.converts and job.source.megatron is None:
             display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
+        if job.config.model.convert and job.teacher is not None:
+            display.doing("preparing the converted teacher", own_bar=True)
+            source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
+            job = replace(job, teacher=replace(job.teacher, source=source))
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
-        policy = _policy(job, crew, display)
+        policy = _load_policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
@@ -152,7 +157,7 @@ def _train(
             saver=saver,
             journal=RunJournal(job, run, display, loggers, Machine(crew)),
             agreement=Agreement.from_config(job.config, precision_of(job.config, job.dtype)),
-            health=Health(job.config.checks),
+            health=Health(job.config.checks, compares=job.config.learns_from_rewards),
             timer=timer,
             validation=validation,
             critic=Critic(job.config, CriticClient(policy)) if job.config.has_critic else None,
@@ -184,7 +189,6 @@ def _rollouts(
     job: Job, crew: Crew, sync: WeightSync, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
     """Return the source that `rollouts.mode` asks for."""
-    assert crew.reward is not None  # a run is started with its rewards
     parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
         return contextlib.closing(AsynchronousSource(*parts, display.say))
@@ -194,7 +198,9 @@ def _rollouts(
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
     """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
     try:
-        write_json(run.memory, {"policy": crew.policy.group.peak_memory(), "engine": crew.engines.group.peak_memory()})
+        groups = {"policy": crew.policy.group, "engine": crew.engines.group}
+        groups |= {"teacher": crew.teacher.group} if crew.teacher is not None else {}
+        write_json(run.memory, {name: group.peak_memory() for name, group in groups.items()})
     except (WorkerError, OSError) as error:
         display.say(f"The processes' memory was not recorded: {error}")
 
@@ -208,7 +214,7 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
+def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
     policy = crew.policy
     display.doing("loading weights")
@@ -216,6 +222,10 @@ def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     if "reference_logprobs" in job.algorithm.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
+    if crew.teacher is not None and job.teacher is not None:
+        display.doing("loading the teacher")
+        policy.teacher = Teacher(crew.teacher, job.offload)
+        policy.teacher.load_model(job.teacher.source.weights)
     return policy
 
 

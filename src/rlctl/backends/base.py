@@ -17,6 +17,7 @@ from rlctl.backends.batch import (
     BatchShard,
     Estimate,
     Fetch,
+    GroupLogprobs,
     LogprobColumn,
     LogprobStats,
     MicroBatchLoss,
@@ -61,6 +62,16 @@ class CriticSpec:
 
 
 @dataclass(frozen=True)
+class Teaching:
+    """The task of a policy that is not trained: it computes log-probs of the rollouts of another, the student."""
+
+    vocab: int
+    """Tokens of the student's vocabulary. Vocabularies of one tokenizer may be padded differently."""
+    top: int = 0
+    """Number of its most likely tokens at each position whose log-probs are computed too."""
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """Everything a policy worker is built from; the same on every rank."""
 
@@ -85,10 +96,14 @@ class PolicySpec:
     """Routers of experts keep their weights."""
     router_replay: bool = False
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
+    model_dir: Path | None = None
+    """The directory with the published config.json, where a backend builds the model from it."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
     critic: CriticSpec | None = None
     """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
+    teaches: Teaching | None = None
+    """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -193,6 +208,15 @@ class PolicyWorker(Protocol):
         """Compare a column that `logprobs` added with the log-probs of the engine."""
         ...
 
+    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+        """Compute the log-probs of the loaded batch as a teacher. On the ranks for which `ParallelSpec.reports` is true
+        return them for each group of the shard, in its order, and nothing elsewhere."""
+        ...
+
+    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        """Add a teacher's log-probs to the loaded batch; not collective. `taught` has the handles of the
+        `GroupLogprobs` of each group of the shard."""
+
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
@@ -214,15 +238,13 @@ class PolicyWorker(Protocol):
         collective (an all-gather that overlaps is completed): to be called on all ranks."""
         ...
 
-    def save(self, directory: Path | str) -> None:
-        """Write model, optimizer and random state into an existing directory; not atomic."""
-
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...
 
     def save_begin(self, directory: Path | str) -> None:
-        """Take a snapshot and start writing it into an existing directory; one save at a time."""
+        """Take a snapshot of model, optimizer and random state, and start writing it into an existing directory; one
+        save at a time. Not atomic."""
 
     def save_written(self) -> bool:
         """Whether `save_finish` would not have to wait for this rank; not collective. This and `save_finish` may be
@@ -238,7 +260,7 @@ class PolicyWorker(Protocol):
         ...
 
     def load(self, directory: Path | str) -> None:
-        """Read what `save` wrote, under any parallelism."""
+        """Read what a save wrote, under any parallelism."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -283,8 +305,8 @@ class WeightReceiver(Protocol):
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         """Load the weights that the policy sends at the same time."""
 
-    def refit_finish(self, version: int) -> dict[str, float]:
-        """Complete the refit and take on `version`; return the seconds of its parts."""
+    def refit_finish(self, version: int) -> float:
+        """Complete the refit and take on `version`; return the seconds in which caches were emptied."""
         ...
 
     def refit_reject(self, version: int) -> None:

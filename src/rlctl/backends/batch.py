@@ -7,16 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.schema import LogprobColumn as LogprobColumn
-from rlctl.data.rollouts import RolloutColumns
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-Fetch = Callable[[list[object]], list[RolloutColumns]]
+Fetch = Callable[[list[object]], list[Any]]
 """Turns handles of columns into the columns (by `fetch` of `cluster/objects.py`, in a run)."""
+
+
+@dataclass(frozen=True)
+class RolloutLogprobs:
+    """The log-probs of one rollout's response tokens under a policy that is not the one trained. Suffix K: the most
+    likely tokens of each position; there may be none."""
+
+    logprobs_R: np.ndarray  # float32
+    top_ids_RK: np.ndarray  # int32: the most likely tokens under that policy, the first of them first
+    top_logprobs_RK: np.ndarray  # float32
+
+
+GroupLogprobs = dict[int, RolloutLogprobs]
+"""Those of the rollouts of one group, or of some of them, by the number of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,9 @@ class TokenBatch:
     rollout_R: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
     old_logprobs_R: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_R.detach()
     reference_logprobs_R: torch.Tensor | None = None  # float32; None: no reference policy
+    teacher_logprobs_R: torch.Tensor | None = None  # float32; None: no teacher
+    teacher_top_RK: torch.Tensor | None = None  # float32, a teacher's log-probs of its most likely tokens
+    top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
 
 
 @dataclass(frozen=True)
@@ -148,12 +165,8 @@ class MinibatchResult:
     maxima: dict[str, float]
     grad_norm: float
     """Before clipping; not finite where `skipped`."""
-    lr: float
     skipped: bool
     """The gradient was not finite and the step was not taken."""
-    tokens: int
-    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not
-    counted."""
 
 
 @dataclass(frozen=True)

@@ -77,4 +77,5 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
         inverse_R=kept_R[index_R],
         targets_R=row.targets_R[index_R],
         columns_R={"index": index_R},
+        further_RK=None if row.further_RK is None else row.further_RK[index_R],
     )

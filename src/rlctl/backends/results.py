@@ -39,7 +39,7 @@ def micro_batch_loss(
     loss: Callable[[Any], LossOutput], batch_of: Callable[[PackedRow, Tensor], Any], row: PackedRow, out: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the loss of one row, and its detached loss, sums and maxima. `batch_of`: `token_batch` or `value_batch`,
-    for the output of a policy [2, R] or of a critic [1, R]."""
+    for the output of a policy (`chunked_logprobs`) or of a critic [1, R]."""
     if out.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
         return out.sum() * 0.0, {"loss": out.detach().sum(), "sums": {}, "maxima": {}}
     found = loss(batch_of(row, out))
@@ -49,12 +49,12 @@ def micro_batch_loss(
     return found.loss, detached
 
 
-def token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
+def token_batch(row: PackedRow, out: Tensor) -> TokenBatch:
     """Return what a policy's loss is computed from."""
     columns = row.columns_R
     return TokenBatch(
-        logprobs_R=out_2R[0],
-        entropy_R=out_2R[1],
+        logprobs_R=out[0],
+        entropy_R=out[1],
         rollout_logprobs_R=columns["rollout_logprobs"],
         advantages_R=columns["advantages"],
         token_weights_R=columns["token_weights"],
@@ -62,6 +62,9 @@ def token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
         rollout_R=columns["rollout"],
         old_logprobs_R=columns.get("old_logprobs"),
         reference_logprobs_R=columns.get("reference_logprobs"),
+        teacher_logprobs_R=columns.get("teacher_logprobs"),
+        teacher_top_RK=columns.get("teacher_top"),
+        top_logprobs_RK=None if row.further_RK is None else out[2:].T,
     )
 
 
@@ -119,11 +122,9 @@ def _moments(values: Tensor) -> tuple[int, float, float, float, float]:
     return len(values), float(mean), float(square), float(values.min()), float(values.max())
 
 
-def minibatch_result(
-    rows: list[PackedRow], found: list[dict], outcome: StepOutcome, lr: float, group: Any
-) -> MinibatchResult:
+def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
     """Return sums and maxima over the micro-batches of all data-parallel ranks. Collective over them (`group`)."""
-    local: dict[str, Any] = {"loss": 0.0, "tokens": sum(row.tokens for row in rows), "sums": {}, "maxima": {}}
+    local: dict[str, Any] = {"loss": 0.0, "sums": {}, "maxima": {}}
     for micro in found:
         local["loss"] += float(micro["loss"])
         for name, value in micro["sums"].items():
@@ -137,9 +138,7 @@ def minibatch_result(
         sums={name: sum(rank["sums"].get(name, 0.0) for rank in ranks) for name in names["sums"]},
         maxima={name: max(rank["maxima"].get(name, 0.0) for rank in ranks) for name in names["maxima"]},
         grad_norm=outcome.grad_norm,
-        lr=lr,
         skipped=outcome.skipped,
-        tokens=sum(rank["tokens"] for rank in ranks),
     )
 
 

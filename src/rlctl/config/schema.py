@@ -69,8 +69,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
     convert: bool = True
-    """Convert the model once into the checkpoint directory, from which every run starts; false: start from its own
-    files."""
+    """Convert the model once into the checkpoint directory, from which every run with Megatron starts; false: start
+    from its own files, as dtensor always does."""
     max_length: Positive | None = None
     """Largest number of tokens of prompt and completion together."""
     trust_remote_code: bool = False
@@ -296,8 +296,8 @@ class AdvantageConfig(Section):
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
 
 
-LogprobColumn = Literal["old_logprobs", "reference_logprobs"]
-"""Log-probs of response tokens that the policy's ranks compute before they train."""
+LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
+"""Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
 
 
 class LossConfig(Section):
@@ -308,7 +308,7 @@ class LossConfig(Section):
     loss of each response token."""
     needs: tuple[LogprobColumn, ...] | None = None
     """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch,
-    `reference_logprobs` with a KL penalty."""
+    `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
     become less likely."""
@@ -363,6 +363,48 @@ class LossConfig(Section):
         if self.sequence_mask is not None and self.sequence_mask[0] >= self.sequence_mask[1]:
             raise ValueError(f"loss.sequence_mask = {list(self.sequence_mask)}: the lower bound comes first")
         return self
+
+
+class TeacherConfig(Section):
+    """A second model, whose log-probs of the policy's rollouts are learned from. It has the policy's tokenizer, and is
+    computed by the policy's training engine on the policy's devices."""
+
+    model: PathText | None = None
+    """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tp: Positive | None = None
+    """Tensor parallel size of the teacher."""
+    pp: Positive | None = None
+    """Pipeline parallel size of the teacher."""
+    cp: Positive | None = None
+    """Context parallel size of the teacher."""
+    ep: Positive | None = None
+    """Expert parallel size of the teacher."""
+    etp: Positive | None = None
+    """Tensor parallel size of the teacher's experts."""
+    dp: Positive | None = None
+    """Data parallel size of the teacher."""
+
+
+class DistillationConfig(Section):
+    """What is learned from a teacher, with `--algorithm distillation`."""
+
+    loss: Literal["sampled", "top-k"] = "sampled"
+    """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
+    KL), and `top-k` compares the distributions over the teacher's `top_k` most likely tokens."""
+    weight: PositiveNumber = 1.0
+    """Weight of what is learned from the teacher."""
+    reward_weight: NonNegativeNumber = 0.0
+    """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
+    learned from."""
+    top_k: Annotated[int, Field(gt=0, le=4096)] = 64
+    """With `top-k`, the number of the teacher's most likely tokens at each position."""
+    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
+    outside: Literal["renormalize", "tail"] = "renormalize"
+    """With `top-k`, what becomes of all other tokens: leave them out and let the others add up to 1, or count them as
+    one further event."""
 
 
 class FilterConfig(Section):
@@ -422,8 +464,8 @@ class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
     backend: str = "auto"
-    """Training engine, by the name of its record; auto is megatron. dtensor (FSDP2: weights, gradients and states are
-    sharded over the data parallel ranks) can be planned and cannot be run yet."""
+    """Training engine, by the name of its record; auto is megatron. dtensor trains transformers' own modules with
+    FSDP2: weights, gradients and states are sharded over the data parallel ranks."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None
@@ -442,6 +484,8 @@ class TrainingConfig(Section):
     """Tensor parallel size of the experts."""
     dp: Positive | None = None
     """Data parallel size."""
+    replicate: Positive | None = None
+    """Number of copies of the weights that FSDP2 keeps (dtensor), each sharded over dp / replicate ranks; unset: 1."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
     recompute: Literal["none", "selective", "full"] | None = None
@@ -459,7 +503,8 @@ class TrainingConfig(Section):
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     offload: bool | None = None
-    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use."""
+    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use. With a
+    critic, true also moves policy and critic while the other computes; unset: where both together do not fit."""
     router_replay: bool = False
     """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
     still the policy's."""
@@ -492,7 +537,9 @@ class GenerationConfig(Section):
     ep: Positive | None = None
     """Expert parallel size of one engine: 1, or tp x dp."""
     colocated: bool | None = None
-    """Generate on the devices that train; false: on devices of their own."""
+    """Generate on the devices that train; false: on devices of their own, where nothing sleeps."""
+    devices: Positive | None = None
+    """Number of devices that the engines have to themselves, with colocated=false: GPUs, or cores of a CPU."""
     max_new_tokens: Positive = 512
     """Largest number of tokens of a completion; a long prompt may leave fewer of `model.max_length`."""
     mean_length: Positive | None = None
@@ -716,6 +763,8 @@ class RlctlConfig(Section):
     loss: LossConfig = LossConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     filter: FilterConfig = FilterConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    distillation: DistillationConfig = DistillationConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     refit: RefitConfig = RefitConfig()
@@ -747,6 +796,7 @@ class RlctlConfig(Section):
     @model_validator(mode="after")
     def validate_groups_that_are_compared(self) -> RlctlConfig:
         compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
+        compared = compared and self.learns_from_rewards
         if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
             return self
         key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"
@@ -761,7 +811,8 @@ class RlctlConfig(Section):
     def validate_critic(self) -> RlctlConfig:
         if not self.has_critic:
             if self.critic != CriticConfig():
-                key = next(iter(sorted(self.critic.model_fields_set)))
+                plain = CriticConfig()
+                key = next(key for key in CriticConfig.model_fields if getattr(self.critic, key) != getattr(plain, key))
                 raise ValueError(
                     f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
                     "(--algorithm ppo does)"
@@ -792,6 +843,20 @@ class RlctlConfig(Section):
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards are compared; if not, a run need not have any."""
+        return self.run.algorithm != "distillation" or self.distillation.reward_weight > 0
+
+    @model_validator(mode="after")
+    def validate_filter_has_rewards(self) -> RlctlConfig:
+        if self.filter.groups != "keep" and not self.learns_from_rewards:
+            raise ValueError(
+                f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "
+                "none are learned from"
+            )
+        return self
+
+    @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
         optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
@@ -800,5 +865,6 @@ class RlctlConfig(Section):
             return frozenset(self.loss.needs)
         old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
         old = old or (self.has_critic and self.penalty_in_reward)
-        columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty}
+        columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
+                                              "teacher_logprobs": self.teacher.model is not None}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)

@@ -13,8 +13,9 @@ from rlctl.errors import DivergenceError
 class Health:
     """Counts steps in a row in which nothing was learned."""
 
-    def __init__(self, checks: ChecksConfig) -> None:
-        self.checks = checks
+    def __init__(self, checks: ChecksConfig, *, compares: bool = True) -> None:
+        """`compares`: the rewards of a group are learned from."""
+        self.checks, self.compares = checks, compares
         self._skipped = self._without_signal = 0
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
@@ -48,7 +49,8 @@ class Health:
         return said
 
     def _signal(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        self._without_signal = self._without_signal + 1 if metrics["groups_without_signal"] == 1 else 0
+        equal = self.compares and metrics.get("groups_without_signal") == 1
+        self._without_signal = self._without_signal + 1 if equal else 0
         if self._without_signal != self.checks.max_steps_without_signal:
             return []
         return [

@@ -232,3 +232,34 @@ def _uncapped_penalty(
         case "k3":
             return k3(log_ratio_R)
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+
+
+def top_divergence(
+    teacher_RK: torch.Tensor, policy_RK: torch.Tensor, forward_share: float, *, tail: bool
+) -> torch.Tensor:
+    """Return the divergence of two distributions at each position [R], over K of its tokens; differentiable in
+    `policy_RK`, the policy's log-probs of these tokens, as `teacher_RK` are the teacher's.
+
+    It is forward_share * KL(teacher || policy) + (1 - forward_share) * KL(policy || teacher): the generalised
+    distillation of arXiv 2306.13649 with both divergences mixed. `tail`: all other tokens together are one further
+    event; else both distributions are made to add up to 1 over the K tokens.
+    """
+    made = _with_tail if tail else _renormalised
+    log_t_RK, log_p_RK = made(teacher_RK), made(policy_RK)
+    loss_R = torch.zeros_like(log_t_RK[:, 0])
+    if forward_share:
+        loss_R = loss_R + forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
+    if forward_share < 1:
+        loss_R = loss_R + (1 - forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
+    return loss_R
+
+
+def _renormalised(logprobs_RK: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logprobs_RK, -1)
+
+
+def _with_tail(logprobs_RK: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs and that of all other tokens; where rounding leaves these nothing, the least that the
+    precision can tell from it."""
+    rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+    return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)

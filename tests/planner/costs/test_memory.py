@@ -79,9 +79,10 @@ def test_a_critic_has_the_states_of_a_policy_on_the_device_or_in_turns_with_it()
     h100 = make_cluster("h100", 1, 8)
     alone, both = (host_memory(LLAMA_8B, choice, h100, True, 0.0) for choice in (plain, turns))
     assert both - alone == pytest.approx(8 * (policy["weights"] + policy["optimizer"]))
-    seconds = [critic_time(LLAMA_8B, choice, Workload(), h100) for choice in (resident, turns)]
     training = training_time(LLAMA_8B, plain, Workload(), h100, False).total
-    assert training < seconds[0] < seconds[1]
+    seconds = [critic_time(LLAMA_8B, choice, Workload(), h100) for choice in (resident, turns)]
+    assert training < critic_time(LLAMA_8B, resident, Workload(), h100, False) < seconds[0] < seconds[1]
+    assert critic_time(LLAMA_8B, plain, Workload(), h100) == 0
 
 
 def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained() -> None:

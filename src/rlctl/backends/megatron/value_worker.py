@@ -48,14 +48,14 @@ class ValueWorker(MegatronWorker):
     def estimate(self, estimate: Estimate) -> None:
         from rlctl.backends.results import add_advantages
 
-        self._add_column("values")
+        self.add_column("values")
         rows = [row for minibatch in self._rows for row in minibatch]
         if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
-            add_advantages(rows, estimate, self._data_group)
+            add_advantages(rows, estimate, self.data_group)
 
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
         from rlctl.backends.results import value_batch
 
-        return self._train(index, loss, value_batch, lr, weight_decay)
+        return self.train_on(index, loss, value_batch, lr, weight_decay)

@@ -15,13 +15,16 @@ from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
+from rlctl.weights.dtensor import module_layout
 from rlctl.weights.layout import Layout
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
     import torch
 
-MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
+MODULE_PREFIXES = ("model.", "lm_head.")
+"""Weights by the names of transformers' modules, as the dtensor backend saves them."""
+MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", *MODULE_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,26 @@ def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without
             f"Merge them first: rlctl convert megatron-to-hf {directory.root} DIR.",
         )
     facts = without_absent_mtp(facts, reader.shapes)
-    style = keys.style_of(reader.shapes)
-    rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
-    if not rows or min(rows) < facts.vocab:
-        why = f"{directory.shards} holds no embedding of {facts.vocab} rows."
-        raise InputError(why, "Is it another model's checkpoint?")
-    plain = keys.layout(facts, "float32", style, rows[0], holds=reader.shapes.__contains__)
+    plain = _whole_layout(directory.shards, facts, reader)
     for key, spec in plain.params.items():
         _check_key(directory.shards, key, spec.shape, reader)
     _refuse_unknown(directory.shards, plain, reader, ("mtp.",) if without_mtp else ())
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
     layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
-    dtype = reader.shapes[keys.VOCAB_KEYS[0]].dtype
+    dtype = reader.shapes[next(key for key in plain.params if "embed" in key)].dtype
     return MegatronModel(directory, facts, reader, layout, {chunk.name: chunk for chunk in blocks}, dtype)
+
+
+def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> Layout:
+    """The keys of a checkpoint and what they hold of the model: Megatron's own, or those of transformers' modules."""
+    if any(key.startswith(MODULE_PREFIXES) for key in reader.shapes):
+        return module_layout(facts, "float32")
+    rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
+    if not rows or min(rows) < facts.vocab:
+        why = f"{shards} holds no embedding of {facts.vocab} rows."
+        raise InputError(why, "Is it another model's checkpoint?")
+    return keys.layout(facts, "float32", keys.style_of(reader.shapes), rows[0], holds=reader.shapes.__contains__)
 
 
 def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDistReader) -> None:

@@ -63,6 +63,11 @@ class Algorithm(ABC):
         return self.config.logprobs_needed
 
     @property
+    def teacher_top(self) -> int:
+        """Number of a teacher's most likely tokens at each position whose log-probs the loss needs."""
+        return 0
+
+    @property
     def learns_without_advantage(self) -> bool:
         """Whether a rollout with advantage 0 has a gradient; if not, its tokens need not be computed."""
         return True
