@@ -72,6 +72,16 @@ def planned(*sets: str) -> Any:
     return planned_crew(config, plan.facts, plan, Path("model"), None)
 
 
+def test_a_backend_without_a_value_model_is_refused_one(toy: PolicyBackend) -> None:
+    critic = ("advantage.baseline=critic", "advantage.normalize_std=false")
+    with pytest.raises(ConfigError, match="needs a value model, and the backend toy trains none"):
+        planned(*critic)
+    spec = planned(*critic, "training.backend=megatron", "critic.lr=3e-5", "optimizer.beta2=0.95").policy
+    assert (spec.critic.optimizer.lr, spec.critic.optimizer.beta2, spec.critic.offload) == (3e-5, 0.95, False)
+    for key in ("training.offload=true", "training.offload=false"):
+        assert planned(*critic, "training.backend=megatron", key).policy.critic.offload == ("true" in key)
+
+
 def test_a_backend_from_outside_is_looked_up_planned_and_shown(toy: PolicyBackend) -> None:
     assert policy_backend("toy") is toy
     crew = planned()

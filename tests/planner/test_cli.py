@@ -222,8 +222,8 @@ CONTRACT: dict[str, object] = {
     "generation": {"engines": int, "tp": int, "pp": int, "dp": int, "ep": int, "memory_fraction": float},
     "seconds": dict.fromkeys(
         (
-            "generation", "reward", "waiting", "logprobs", "training", "refit", "validation", "checkpoint", "other",
-            "total",
+            "generation", "reward", "waiting", "logprobs", "critic", "training", "refit", "validation", "checkpoint",
+            "other", "total",
         ),
         float,
     ),

@@ -99,7 +99,8 @@ class Job:
     @property
     def offload(self) -> bool:
         """Whether the policy waits in host memory during generation."""
-        return waits_in_host_memory(self.config, self.plan)
+        wanted = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -269,12 +270,6 @@ def device_of(plan: Plan) -> Device:
     return "cpu" if plan.cluster.is_cpu else "cuda"
 
 
-def waits_in_host_memory(config: RlctlConfig, plan: Plan) -> bool:
-    """Whether models wait in host memory while others compute on their devices."""
-    wanted = config.training.offload
-    return (device_of(plan) == "cuda" and plan.colocated) if wanted is None else wanted
-
-
 def converts(config: RlctlConfig, plan: Plan) -> bool:
     """Whether the policy of a plan starts from a conversion of the model."""
     return config.model.convert and policy_backend(plan.backend).takes_conversion
@@ -322,8 +317,10 @@ def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
             "Train with --backend megatron, or with an algorithm without a critic.",
         )
-    own = {key: getattr(config.critic, key) for key in ("lr", "weight_decay", "clip_grad")}
-    return CriticSpec(config.optimizer.model_copy(update=own), offload=waits_in_host_memory(config, plan))
+    critic = config.critic
+    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
+    turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
+    return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
 
 
 def planned_teacher(config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan) -> PolicySpec:

@@ -58,7 +58,7 @@ class CriticSpec:
 
     optimizer: OptimizerConfig
     offload: bool = False
-    """Of policy and critic, the one that does not compute waits in host memory."""
+    """Policy and critic take turns on the device; each waits in host memory while the other computes."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,8 @@ class PolicyWorker(Protocol):
 
 
 class CriticWorker(Protocol):
-    """What a process of a policy with `PolicySpec.critic` does in addition. Its `load_model`, `save` and `load` are
-    those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+    """One process of a policy that has a critic next to it (`PolicySpec.critic`). Its `load_model`, `save` and `load`
+    are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
 
     def critic_begin(self) -> None:
         """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""

@@ -131,8 +131,8 @@ Algorithm: TypeAlias = Annotated[
     typer.Option(
         "--algorithm",
         metavar="NAME|FILE:CLASS",
-        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, distillation, or "
-        "your own.",
+        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, ppo, gspo, cispo, dppo, sapo, "
+        "distillation, or your own.",
     ),
 ]
 Teacher: TypeAlias = Annotated[

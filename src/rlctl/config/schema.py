@@ -503,7 +503,8 @@ class TrainingConfig(Section):
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     offload: bool | None = None
-    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use."""
+    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use. With a
+    critic, true also moves policy and critic while the other computes; unset: where both together do not fit."""
     router_replay: bool = False
     """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
     still the policy's."""
@@ -810,7 +811,8 @@ class RlctlConfig(Section):
     def validate_critic(self) -> RlctlConfig:
         if not self.has_critic:
             if self.critic != CriticConfig():
-                key = next(iter(sorted(self.critic.model_fields_set)))
+                plain = CriticConfig()
+                key = next(key for key in CriticConfig.model_fields if getattr(self.critic, key) != getattr(plain, key))
                 raise ValueError(
                     f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
                     "(--algorithm ppo does)"

@@ -75,7 +75,7 @@ class PolicyModel(GPTModel):
         return JoinContext.apply(out, part.columns_R["index"], row.targets_R.shape[0], cp_group)
 
     def _outputs(self, hidden_U: Tensor, part: PackedRow) -> Tensor:
-        """What the row's chosen tokens, those of `part`, have to have of the hidden states before them."""
+        """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the hidden states before them."""
         tp_group = self.pg_collection.tp
         width = self.vocab_size // tp_group.size()
         start = tp_group.rank() * width

@@ -20,8 +20,8 @@ HEAD = "output_layer.weight"
 
 
 class ValueWorker(MegatronWorker):
-    """What a policy's worker does with its own model, done with a `ValueModel` of the same layout: it trains, sleeps,
-    saves and loads. The rows are the policy's, so that each sees the columns that the other adds."""
+    """A worker whose model is a `ValueModel` of the policy's layout. It trains, sleeps, saves and loads as a policy
+    does. Its rows are the policy's, so that each sees the columns that the other adds."""
 
     def __init__(self, policy: MegatronWorker, critic: CriticSpec) -> None:
         """Build the model with random weights. The policy has joined its process groups."""

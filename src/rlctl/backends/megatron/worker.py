@@ -212,16 +212,23 @@ class MegatronWorker(PolicyRank):
                 param.data = live[name]
 
     def sleep(self, keep_weights: bool = False) -> int:
-        """The bytes returned include those of an earlier `sleep` that kept the weights."""
+        """The bytes returned include those of an earlier `sleep` that kept the weights. A critic that does not take
+        turns with the policy sleeps whenever it does."""
         from rlctl.backends.megatron.optimizer import offload
 
+        of_critic = self.critic.sleep() if self.critic is not None and not self.critic.offloads else 0
         if not self._offloaded:
             self._gather_parameters()
         reference = (self._reference or {}).values()
         self._offloaded.append(
             offload(self.chunks, self.optimizer, self.host_memory(), reference, keep_weights=keep_weights)
         )
-        return sum(part.device_bytes for part in self._offloaded)
+        return of_critic + sum(part.device_bytes for part in self._offloaded)
+
+    def wake(self) -> None:
+        super().wake()
+        if self.critic is not None and not self.critic.offloads:
+            self.critic.wake()
 
     # --- batches
 

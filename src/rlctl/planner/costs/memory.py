@@ -65,7 +65,7 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         "gradients": gradients * trained.total,
         "optimizer": 0.0 if choice.optimizer_offload else shards,
     }
-    # A critic that waits elsewhere takes the policy's place for its turn: it has the same states and no logits.
+    # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
     copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
     return states | critic | copy

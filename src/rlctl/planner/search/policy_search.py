@@ -230,21 +230,24 @@ def training_candidates(
 def _least_saving(
     request: Request, choice: TrainingChoice, colocated: bool, budget: float, rejected: Reject
 ) -> TrainingCandidate | None:
-    """`choice` with the least recomputation and offload that fits; None: does not fit in any way."""
+    """`choice` with the least recomputation and offload that fits, policy and critic in turns before more of either;
+    None: does not fit in any way."""
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
     asleep = asleep_bytes(request, colocated)
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
-    waits = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
-    choice = replace(choice, critic_offload=waits)
+    turns = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
-    for saving in memory_savings(request):
+    ways = [
+        saving | {"critic_offload": wait} for saving in memory_savings(request) for wait in (False, True)[: 1 + turns]
+    ]
+    for saving in ways:
         saved = replace(choice, **saving)
         peak = mem.training_memory(facts, saved, workload, cluster, asleep, number, constants)
         if peak.total <= limit:
             seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
             logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
-            critic = timing.critic_time(facts, saved, workload, cluster, constants) if choice.critic else 0.0
+            critic = timing.critic_time(facts, saved, workload, cluster, colocated, constants)
             return TrainingCandidate(saved, peak, seconds.total, logprobs, critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is

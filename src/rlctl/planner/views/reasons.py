@@ -141,9 +141,9 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
     if t.critic:
         where = "It has the policy's size and layout"
         if t.critic_offload:
-            yield Reason("critic=turns", f"{where}; of the two, the one that does not compute waits in host memory.")
+            yield Reason("critic=turns", f"{where}; both together do not fit, so each waits while the other computes.")
         else:
-            yield Reason("critic=resident", f"{where}, and stays on the devices next to it.")
+            yield Reason("critic=resident", f"{where}, and fits on the devices next to it.")
     if t.threads:
         yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
 
