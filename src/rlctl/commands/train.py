@@ -40,7 +40,7 @@ def train(context: typer.Context) -> None:
         "rlctl train grpo --preset laptop",
         "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
         "rlctl train grpo --preset laptop --algorithm dapo",
-        "rlctl train grpo --model Qwen/Qwen3-1.7B --algorithm distillation --teacher Qwen/Qwen3-8B --data questions.jsonl",
+        "rlctl train grpo -m Qwen/Qwen3-1.7B --algorithm distillation --teacher Qwen/Qwen3-8B --data prompts.jsonl",
         "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
         "rlctl train grpo --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B ++grpo.num_prompts_per_step=8",
         "rlctl train grpo --resume --run-dir runs/my-run",
