@@ -212,7 +212,8 @@ def run_checkpoint(
     worker = make_worker(rank, before, weights)
     worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
     worker.train_minibatch(0, Loss(), Optim().lr)
-    worker.save(directory)
+    worker.save_begin(directory)
+    worker.save_finish()
     straight = worker.train_minibatch(0, Loss(), Optim().lr)
     kept = list(pieces(worker, "data"))
     worker = make_worker(rank, after, None)
@@ -279,7 +280,7 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
             # The second copy of tied embeddings on the last pipeline stage
             name = (
                 name
-                if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings)
+                if not (name == "output_layer.weight" and model.share_embeddings_and_output_weights)
                 else "embedding.word_embeddings.weight"
             )
             yield (

@@ -16,7 +16,7 @@ from rlctl import __version__
 from rlctl.apps.crew import CrewSpec, EnginesSpec
 from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
-from rlctl.backends.base import Device, Dtype, PolicySpec, Teaching, resolve_dtype
+from rlctl.backends.base import CriticSpec, Device, Dtype, PolicySpec, Teaching, resolve_dtype
 from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
@@ -41,10 +41,12 @@ from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
+from rlctl.rl.critic import METRICS as CRITIC_METRICS
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.telemetry.loggers import wanted_loggers
+from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,8 +94,12 @@ class Job:
     @property
     def offload(self) -> bool:
         """Whether the policy waits in host memory during generation."""
-        wanted = self.config.training.offload
-        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
+        return waits_in_host_memory(self.config, self.plan)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that are computed while the run trains."""
+        return (*declared(self.algorithm), *(CRITIC_METRICS if self.config.has_critic else ()))
 
     def crew_spec(self) -> CrewSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
@@ -131,7 +137,7 @@ class Job:
             "data": self.prompts.fingerprint(),
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
-            "curves": {metric.name: metric.curve for metric in declared(self.algorithm) if metric.curve},
+            "curves": {metric.name: metric.curve for metric in self.metrics if metric.curve},
             "plan": plan_json(self.plan),
         }
 
@@ -258,6 +264,12 @@ def device_of(plan: Plan) -> Device:
     return "cpu" if plan.cluster.is_cpu else "cuda"
 
 
+def waits_in_host_memory(config: RlctlConfig, plan: Plan) -> bool:
+    """Whether models wait in host memory while others compute on their devices."""
+    wanted = config.training.offload
+    return (device_of(plan) == "cuda" and plan.colocated) if wanted is None else wanted
+
+
 def training_of(plan: Plan) -> TrainingChoice:
     """The training half of a plan that has one, as all but those for completions alone."""
     assert plan.training is not None
@@ -283,12 +295,26 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         freeze_router=config.training.freeze_router,
         router_replay=config.training.router_replay,
         lora=config.training.lora,
+        critic=planned_critic(config, plan) if trains else None,
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
     if plan.backend in POLICIES:
         policy_backend(plan.backend).refuse(policy)
     return policy
+
+
+def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
+    """The critic next to the policy. Raises ConfigError where the backend has none."""
+    if not config.has_critic:
+        return None
+    if plan.backend in POLICIES and not policy_backend(plan.backend).has_critic:
+        raise ConfigError(
+            f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
+            "Train with --backend megatron, or with an algorithm without a critic.",
+        )
+    own = {key: getattr(config.critic, key) for key in ("lr", "weight_decay", "clip_grad")}
+    return CriticSpec(config.optimizer.model_copy(update=own), offload=waits_in_host_memory(config, plan))
 
 
 def planned_teacher(config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan) -> PolicySpec:

@@ -11,7 +11,7 @@ from typing import Any
 from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job
 from rlctl.apps.report import LiveReport, write_report
-from rlctl.backends.clients import PolicyClient, Teacher
+from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
@@ -22,7 +22,7 @@ from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
-from rlctl.rl.algorithms.algorithm import declared
+from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
@@ -81,7 +81,7 @@ def run_training(
     Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
-    display.metrics = (*declared(job.algorithm), *filtered(job.config.filter))
+    display.metrics = (*job.metrics, *filtered(job.config.filter))
     display.without = SHOWN_METRICS if job.rewards is None else ()
     try:
         with run.writing():
@@ -126,7 +126,7 @@ def _train(
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
-        policy = _policy(job, crew, display)
+        policy = _load_policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
@@ -160,6 +160,7 @@ def _train(
             health=Health(job.config.checks, compares=job.config.learns_from_rewards),
             timer=timer,
             validation=validation,
+            critic=Critic(job.config, CriticClient(policy)) if job.config.has_critic else None,
         )
         steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = steps.run(stop)
@@ -177,7 +178,7 @@ def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int,
         if phase is Phase.GENERATION:
             told = crew.engines.group.progress()
             return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
-        if phase in (Phase.TRAINING, Phase.LOGPROBS):
+        if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
             return crew.policy.group.part([0]).progress().get(0)
         return None
 
@@ -213,7 +214,7 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
+def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
     policy = crew.policy
     display.doing("loading weights")

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.backends.batch import (
     BatchShard,
+    Estimate,
     Fetch,
     GroupLogprobs,
     LogprobColumn,
     LogprobStats,
     MicroBatchLoss,
     MinibatchResult,
+    ValueLoss,
 )
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.config.parallel import ParallelSpec
@@ -48,6 +50,15 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Device)
     if dtype != "auto":
         return dtype
     return "float32" if device == "cpu" else "bfloat16"
+
+
+@dataclass(frozen=True)
+class CriticSpec:
+    """The value model next to a policy: the same model under the same layout, with a value in place of logits."""
+
+    optimizer: OptimizerConfig
+    offload: bool = False
+    """Of policy and critic, the one that does not compute waits in host memory."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class PolicySpec:
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
+    critic: CriticSpec | None = None
+    """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
     teaches: Teaching | None = None
     """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -223,15 +236,13 @@ class PolicyWorker(Protocol):
         collective (an all-gather that overlaps is completed): to be called on all ranks."""
         ...
 
-    def save(self, directory: Path | str) -> None:
-        """Write model, optimizer and random state into an existing directory; not atomic."""
-
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...
 
     def save_begin(self, directory: Path | str) -> None:
-        """Take a snapshot and start writing it into an existing directory; one save at a time."""
+        """Take a snapshot of model, optimizer and random state, and start writing it into an existing directory; one
+        save at a time. Not atomic."""
 
     def save_written(self) -> bool:
         """Whether `save_finish` would not have to wait for this rank; not collective. This and `save_finish` may be
@@ -247,10 +258,30 @@ class PolicyWorker(Protocol):
         ...
 
     def load(self, directory: Path | str) -> None:
-        """Read what `save` wrote, under any parallelism."""
+        """Read what a save wrote, under any parallelism."""
 
     def close(self) -> None:
         """Leave the process group."""
+
+
+class CriticWorker(Protocol):
+    """What a process of a policy with `PolicySpec.critic` does in addition. Its `load_model`, `save` and `load` are
+    those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+
+    def critic_begin(self) -> None:
+        """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""
+
+    def critic_end(self) -> None:
+        """Let the policy compute again."""
+
+    def estimate(self, estimate: Estimate) -> None:
+        """Add values and returns to the loaded batch, and put the advantages of tokens in place of the rewards."""
+
+    def train_critic(
+        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        """As `PolicyWorker.train_minibatch`."""
+        ...
 
 
 class WeightReceiver(Protocol):
@@ -272,8 +303,8 @@ class WeightReceiver(Protocol):
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         """Load the weights that the policy sends at the same time."""
 
-    def refit_finish(self, version: int) -> dict[str, float]:
-        """Complete the refit and take on `version`; return the seconds of its parts."""
+    def refit_finish(self, version: int) -> float:
+        """Complete the refit and take on `version`; return the seconds in which caches were emptied."""
         ...
 
     def refit_reject(self, version: int) -> None:

@@ -39,14 +39,14 @@ class GatherContext(torch.autograd.Function):
 
 
 class JoinContext(torch.autograd.Function):
-    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank
-    computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+    """Log-probs (or values) of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each
+    rank computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:
+    def forward(ctx: Any, part_nR: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:
         ctx.save_for_backward(index_R)
-        whole = part.new_zeros(len(part), total)
-        whole[:, index_R] = part
+        whole = part_nR.new_zeros(part_nR.shape[0], total)
+        whole[:, index_R] = part_nR
         torch.distributed.all_reduce(whole, group=group)
         return whole
 

@@ -255,7 +255,7 @@ class BatchConfig(Section):
     prompts: Positive = 8
     """Prompts in each step."""
     generations: Positive = 8
-    """Rollouts of each prompt (the group); at least 2 where rewards are learned from."""
+    """Rollouts of each prompt (the group); one alone where they are not compared with each other."""
     optimizer_steps: Positive = 1
     """Optimizer steps on each batch (PPO mini-batches)."""
 
@@ -285,9 +285,9 @@ class BatchConfig(Section):
 class AdvantageConfig(Section):
     """From rewards to the advantages of rollouts."""
 
-    baseline: Literal["mean", "leave-one-out", "none"] = "mean"
-    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, or
-    none."""
+    baseline: Literal["mean", "leave-one-out", "none", "critic"] = "mean"
+    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, none,
+    or at each token the value that a critic gives it (see the section `critic`)."""
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group."""
     per_term: bool = False
@@ -643,6 +643,28 @@ class SchedulerConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """The value model of `advantage.baseline=critic`, which ppo sets: how it learns, and how advantages are made of its
+    values. Betas and epsilon of its Adam, and what passes through to Megatron's, are those of `optimizer`."""
+
+    lr: PositiveNumber = 1e-5
+    """Learning rate of the critic; with a schedule its highest value."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Weight decay of the critic."""
+    clip_grad: NonNegativeNumber = 1.0
+    """Largest norm of the critic's gradient; 0 turns clipping off."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate and weight decay of the critic over the steps, with the keys of the section `scheduler`."""
+    warmup_steps: NonNegative = 0
+    """Number of steps at the start of a run in which the critic alone is trained."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward for each token that lies between."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation: 1 learns from whole rollouts, 0 from the value of the next token."""
+    value_clip: PositiveNumber | None = 0.2
+    """Largest distance from its value before the step at which the value of a token is still moved; unset: no limit."""
+
+
 class DdpConfig(PassThrough):
     """Fields of Megatron's DistributedDataParallelConfig: how gradients are stored and reduced."""
 
@@ -732,6 +754,7 @@ class RlctlConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
     loss: LossConfig = LossConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     filter: FilterConfig = FilterConfig()
@@ -765,18 +788,61 @@ class RlctlConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def validate_groups_that_are_compared(self) -> RlctlConfig:
+        compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
+        compared = compared and self.learns_from_rewards
+        if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
+            return self
+        key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"
+        if self.advantage.baseline in ("mean", "leave-one-out"):
+            key = f"advantage.baseline = {self.advantage.baseline}"
+        raise ValueError(
+            f"batch.generations = 1, but {key} compares the rollouts of a prompt: set at least 2, or --algorithm ppo, "
+            "which compares none"
+        )
+
+    @model_validator(mode="after")
+    def validate_critic(self) -> RlctlConfig:
+        if not self.has_critic:
+            if self.critic != CriticConfig():
+                key = next(iter(sorted(self.critic.model_fields_set)))
+                raise ValueError(
+                    f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
+                    "(--algorithm ppo does)"
+                )
+            return self
+        for wrong, why in (
+            (self.advantage.normalize_std, "advantage.normalize_std = true compares the rollouts of a prompt; "
+             "advantage.baseline = critic compares tokens with their values: set it to false"),
+            (self.advantage.per_term, "advantage.per_term = true compares reward terms within a group, and "
+             "advantage.baseline = critic learns from their sum: set it to false"),
+            (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters, and advantage.baseline = critic "
+             "trains all weights of both models: set it to 0, or use an algorithm without a critic"),
+            (self.penalty_in_reward and self.loss.needs is not None and "old_logprobs" not in self.loss.needs,
+             "loss.kl_in = reward needs old_logprobs where a critic makes the advantages: add it to loss.needs"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(why)
+        return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained next to the policy. The planner, the crew and the loop all read this."""
+        return self.advantage.baseline == "critic"
+
+    @property
+    def penalty_in_reward(self) -> bool:
+        """Whether the KL penalty is a part of each token's reward."""
+        return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
+
     @property
     def learns_from_rewards(self) -> bool:
         """Whether rewards are compared; if not, a run need not have any."""
         return self.run.algorithm != "distillation" or self.distillation.reward_weight > 0
 
     @model_validator(mode="after")
-    def validate_groups_to_compare(self) -> RlctlConfig:
-        if self.batch.generations < 2 and self.learns_from_rewards:
-            raise ValueError(
-                "batch.generations = 1: the rollouts of a prompt are compared with each other, so there must be at "
-                "least 2"
-            )
+    def validate_filter_has_rewards(self) -> RlctlConfig:
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "
@@ -787,10 +853,12 @@ class RlctlConfig(Section):
     @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
-        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway."""
+        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
+        a critic's returns hold penalties that must be known before."""
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
-        several_steps, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
-        columns: dict[LogprobColumn, bool] = {"old_logprobs": several_steps, "reference_logprobs": penalty,
+        old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        old = old or (self.has_critic and self.penalty_in_reward)
+        columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
                                               "teacher_logprobs": self.teacher.model is not None}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)

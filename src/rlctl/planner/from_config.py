@@ -126,6 +126,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         optimizer_steps=config.batch.optimizer_steps,
         old_logprobs="old_logprobs" in config.logprobs_needed,
         reference="reference_logprobs" in config.logprobs_needed,
+        critic=config.has_critic,
         packing=config.training.packing,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,

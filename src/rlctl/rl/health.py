@@ -25,6 +25,10 @@ class Health:
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
         said = [*self._signal(step, metrics), *_not_full(step, metrics)]
+        if critic := metrics.get("critic", {}):
+            said += _critic(step, critic)
+        if "loss" not in metrics and critic:  # it warms up
+            return said
         if "loss" not in metrics:
             return [*said, f"step {step}: nothing was trained on, the algorithm dropped every group"]
         skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
@@ -54,6 +58,13 @@ class Health:
             f"reward (mean {metrics['reward_mean']:.3g}), so that there is nothing to learn from. Choose easier or "
             "harder prompts, more --generations, a higher generation.temperature, or a --reward with partial credit."
         ]
+
+
+def _critic(step: int, metrics: Mapping[str, Any]) -> list[str]:
+    skipped = metrics["skipped_steps"]
+    return [f"step {step}: {skipped} optimizer step(s) of the critic skipped, the gradient was not finite"] * bool(
+        skipped
+    )
 
 
 def _not_full(step: int, metrics: Mapping[str, Any]) -> list[str]:

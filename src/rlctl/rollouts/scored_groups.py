@@ -97,7 +97,7 @@ def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[i
     )
 
 
-def restored(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
+def restored_ledger(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
     """Return the ledger of a source's state, and bring the orders of prompts to where they were. Raises InputError
     where the state cannot be read."""
     try:

@@ -265,7 +265,11 @@ def _seconds(
         seconds[Phase.GENERATION] = spent.total
     if training is None:
         return seconds
-    seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs}
+    seconds |= {
+        Phase.TRAINING: training.seconds,
+        Phase.LOGPROBS: training.logprobs,
+        Phase.CRITIC: training.critic,
+    }
     seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
     if generation is not None:
         seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s

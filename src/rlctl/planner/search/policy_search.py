@@ -72,11 +72,12 @@ class TrainingCandidate:
     peak: mem.PhaseMemory
     seconds: float
     logprobs: float
+    critic: float = 0.0
     teacher: TeacherPlan | None = None
 
     @property
     def score(self) -> float:
-        return (self.seconds + self.logprobs) * (1 + SIMPLICITY * complexity(self.choice))
+        return (self.seconds + self.logprobs + self.critic) * (1 + SIMPLICITY * complexity(self.choice))
 
     def taught_by(self, teacher: TeacherPlan) -> TrainingCandidate:
         """Return this layout with a teacher next to it."""
@@ -138,6 +139,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
         adapters=request.adapters,
         sharding="full" if request.fsdp else "optimizer",
         reference=request.workload.reference,
+        critic=request.workload.critic,
         precision=request.precision,
         float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass
         gradient_bytes=request.gradient_bytes,
@@ -228,6 +230,8 @@ def _least_saving(
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
     asleep = asleep_bytes(request, colocated)
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
+    waits = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
+    choice = replace(choice, critic_offload=waits)
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
     for saving in memory_savings(request):
@@ -236,7 +240,8 @@ def _least_saving(
         if peak.total <= limit:
             seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
             logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
-            return TrainingCandidate(saved, peak, seconds.total, logprobs)
+            critic = timing.critic_time(facts, saved, workload, cluster, constants) if choice.critic else 0.0
+            return TrainingCandidate(saved, peak, seconds.total, logprobs, critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
     needs = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f}, {peak.parts[part] / GIB:.0f} of them for {part}"

@@ -119,6 +119,12 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
     offload = str(t.optimizer_offload).lower()
     yield Reason(f"training.optimizer_offload={offload}", _offload_rule(plan, t))
     yield Reason(f"precision={t.precision}", _precision_rule(plan, t))
+    if t.critic:
+        where = "It has the policy's size and layout"
+        if t.critic_offload:
+            yield Reason("critic=turns", f"{where}; of the two, the one that does not compute waits in host memory.")
+        else:
+            yield Reason("critic=resident", f"{where}, and stays on the devices next to it.")
     if t.threads:
         yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
 

@@ -16,7 +16,7 @@ from rlctl.planner.make_plan import Plan
 from rlctl.telemetry.phases import Phase
 
 INDENT = " " * 14
-GENERATION_KEYS = (
+ENGINE_ROWS = (
     "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "kv_cache_tokens", "max_concurrent",
     "max_batched_tokens", "threads",
 )  # fmt: skip
@@ -39,7 +39,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         training |= {"precision": plan.training.precision, "threads": plan.training.threads}
         training |= {"accumulation": plan.micro_batches, "world_size": plan.training.parallel.world_size}
     if plan.generation is not None:
-        generation = {key: getattr(plan.generation, key) for key in GENERATION_KEYS}
+        generation = {key: getattr(plan.generation, key) for key in ENGINE_ROWS}
         generation["kv_cache_bytes"] = int(plan.generation.kv_cache_bytes)
     teacher = None
     if plan.teacher is not None:
@@ -231,7 +231,7 @@ def _flat(plan: Plan) -> list[tuple[str, Any]]:
         (f"training.{key}", data["training"][key])
         for key in ("backend", *TRAINING_CHOSEN, "precision", "threads", "accumulation")
     ]
-    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in GENERATION_KEYS]
+    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in ENGINE_ROWS]
     for phase in ("training", "logprobs", "refit", "generation"):
         rows.append((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total")))
     rows += [(f"seconds.{key}", value) for key, value in data["seconds"].items()]

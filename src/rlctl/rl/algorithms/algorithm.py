@@ -93,8 +93,8 @@ class Algorithm(ABC):
             np.sum([weight * self.advantages(rewards_G) for weight, rewards_G in self.compared(group)], axis=0)
             for group in groups
         ]
-        if not self.config.advantage.whiten or not groups:
-            return found
+        if not self.config.advantage.whiten or self.config.has_critic or not groups:
+            return found  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
         ends = np.cumsum([len(group.rollouts) for group in groups])[:-1]
         return np.split(whitened(np.concatenate(found), tokens_N), ends)

@@ -42,6 +42,7 @@ BUILT_IN = {
     "rloo": GRPO,
     "reinforce++": GRPO,
     "reinforce++-baseline": GRPO,
+    "ppo": GRPO,
     "gspo": "rlctl.rl.algorithms.gspo:Gspo",
     "cispo": "rlctl.rl.algorithms.cispo:Cispo",
     "dppo": "rlctl.rl.algorithms.dppo:Dppo",
