@@ -47,6 +47,7 @@ from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
+from rlctl.telemetry.phases import Phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -439,6 +440,8 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
         teacher=teacher.facts if teacher else None,
     )
     refuse_unrunnable(plan)
+    if rewards is None:
+        plan = replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher)

@@ -69,6 +69,7 @@ def plan(
     prompts: options.Prompts = None,
     generations: options.Generations = None,
     algorithm: options.Algorithm = None,
+    teacher: options.Teacher = None,
     backend: options.Backend = None,
     colocated: Colocated = None,
     goal: Goal = None,
