@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlctl.cli import run
-from rlctl.errors import ConfigError, NoPlanError
+from rlctl.errors import NoPlanError
 from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
@@ -96,5 +96,8 @@ def test_the_command_plans_a_teacher_and_refuses_sizes_without_one(capsys: pytes
 
 
 def test_a_size_that_the_teacher_does_not_take_is_refused() -> None:
-    with pytest.raises((ConfigError, NoPlanError), match="teacher"):
-        taught("Qwen3-8B", teacher_tp=7)
+    """Qwen3-8B has 8 groups of keys, and 36 layers; 8 devices have no place for 6 ranks of one model."""
+    with pytest.raises(NoPlanError, match="the teacher as TP16.*heads"):
+        taught("Qwen3-8B", nodes=2, teacher_tp=16, teacher_etp=1, teacher_cp=1)
+    with pytest.raises(NoPlanError, match="the teacher's sizes"):
+        taught("Qwen3-8B", teacher_tp=2, teacher_pp=9)

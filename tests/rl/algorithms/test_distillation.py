@@ -133,16 +133,21 @@ def test_rewards_are_learned_from_by_their_weight_alone() -> None:
         ({"run.algorithm": "distillation"}, (), "needs a teacher, and there is none"),
         ({"teacher.model": "big"}, (), "the algorithm grpo learns nothing from a teacher"),
         ({}, ("loss.needs=[teacher_logprobs]",), "loss.needs = teacher_logprobs needs a teacher"),
-        ({}, ("batch.generations=1",), "there must be at least 2"),
+        ({}, ("batch.generations=1",), "set at least 2"),
         (
             {"run.algorithm": "distillation", "teacher.model": "big"},
             ("batch.generations=1", "distillation.reward_weight=1"),
-            "there must be at least 2",
+            "set at least 2",
         ),
         (
             {"run.algorithm": "distillation", "teacher.model": "big"},
             ("filter.groups=drop",),
             "filter.groups = drop chooses by rewards",
+        ),
+        (
+            {"run.algorithm": "distillation", "teacher.model": "big"},
+            ("advantage.baseline=critic", "advantage.normalize_std=false"),
+            "advantage.baseline = critic is for rewards",
         ),
     ],
 )
