@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
-from rlctl.config.schema import FilterConfig, RlctlConfig
+from rlctl.config.schema import ChecksConfig, FilterConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
@@ -266,6 +266,36 @@ def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
     told = [text for text in recorder.said if "nothing to learn from" in text]
     assert len(told) == 1
     assert "step 4: for 3 step(s) in a row" in told[0]
+
+
+def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_them() -> None:
+    class Unscored(Recorder):
+        def next(self, version: int) -> RolloutBatch:
+            (own,) = super().next(version).groups
+            unscored = tuple(replace(rollout, reward=None) for rollout in own.rollouts)
+            return RolloutBatch((replace(own, rollouts=unscored),))
+
+    class Learning(Plain):
+        def keeps(self, rewards_G: np.ndarray) -> bool:
+            return True
+
+    recorder = Unscored([[1.0, 0.0]] * 3)
+    made = loop(recorder, 3, checks={"max_steps_without_signal": 1})
+    stop: Any = Stop()
+    Loop(made.config, replace(made.parts, algorithm=Learning(made.config)), step=0).run(stop)
+    assert len(recorder.logged) == 3
+    assert not any(name for line in recorder.logged for name in line if "reward" in name or "signal" in name)
+    assert not any("reward" in text for text in recorder.said)
+    assert "mean reward" not in page([ReportedRun("run", recorder.logged)])
+
+
+def test_equal_rewards_that_nothing_is_learned_from_are_no_trouble() -> None:
+    recorder = Recorder([[1.0, 1.0]] * 3)
+    made = loop(recorder, 3)
+    stop: Any = Stop()
+    health = Health(ChecksConfig(max_steps_without_signal=1), compares=False)
+    Loop(made.config, replace(made.parts, health=health)).run(stop)
+    assert not any("nothing to learn from" in text for text in recorder.said)
 
 
 def test_rollouts_that_are_not_computed_are_counted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,12 @@ def test_a_sample_of_messages_is_read_too() -> None:
     assert line.startswith("   best 1.000  3 + 4? -> word")
     assert line.endswith("...")
     assert len(line) <= 60
+
+
+def test_samples_of_a_run_without_rewards_say_so() -> None:
+    none = row(1, 0.0) | {"reward": None, "terms": {}}
+    assert "no reward" in sample_text(none)
+    assert one_line(none, "best", 80).startswith("sample  3 + 4?")
+    unscored = [replace(one, reward=None) for one in group(1, [0.0, 0.0], [3, 3]).rollouts]
+    groups = [replace(group(1, [0.0, 0.0], [3, 3]), rollouts=tuple(unscored))]
+    assert len(chosen(groups, 2)) == 2

@@ -47,6 +47,7 @@ from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
+from rlctl.telemetry.phases import Phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +111,10 @@ class Job:
     def crew_spec(self) -> CrewSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
         crew = planned_crew(self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True)
-        teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan) if self.teacher else None
+        teacher = None
+        if self.teacher is not None:
+            top = self.algorithm.teacher_top
+            teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
         return replace(crew, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
@@ -323,12 +327,14 @@ def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
     return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
 
 
-def planned_teacher(config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan) -> PolicySpec:
-    """The teacher that a plan starts; `config` holds the plan's values. It computes as the policy does, without what is
-    the policy's own: adapters, routers that follow the engines, and fields that are passed through."""
+def planned_teacher(
+    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
+) -> PolicySpec:
+    """The teacher that a plan starts; `config` holds the plan's values, and the algorithm needs the `top` most likely
+    tokens of each position. It computes as the policy does, without what is the policy's own: adapters, a critic,
+    routers that follow the engines, and fields that are passed through."""
     assert plan.teacher is not None  # it was planned with the policy
     choice, vocab = plan.teacher.choice, min(student.vocab, teacher.vocab)
-    top = config.distillation.top_k if config.distillation.loss == "top-k" else 0
     spec = replace(
         planned_policy(config, student, plan),
         facts=teacher,
@@ -339,6 +345,7 @@ def planned_teacher(config: RlctlConfig, student: ModelFacts, teacher: ModelFact
         freeze_router=False,
         router_replay=False,
         lora=LoraConfig(),
+        critic=None,
         megatron={},
         ddp={},
         teaches=Teaching(vocab, min(top, vocab)),
@@ -448,6 +455,8 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
         teacher=teacher.facts if teacher else None,
     )
     refuse_unrunnable(plan)
+    if rewards is None:
+        plan = replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher)

@@ -849,6 +849,8 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_filter_has_rewards(self) -> RlctlConfig:
+        if self.has_critic and self.run.algorithm == "distillation":
+            raise ValueError("advantage.baseline = critic is for rewards, and distillation has the teacher's word")
         if self.filter.groups != "keep" and not self.learns_from_rewards:
             raise ValueError(
                 f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "

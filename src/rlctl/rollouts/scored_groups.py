@@ -38,6 +38,11 @@ class GroupMaker:
             config.generation, stop=prompts.encoder.stop, stop_token_ids=prompts.encoder.stop_token_ids
         )
 
+    @property
+    def scores(self) -> bool:
+        """Whether the run has rewards."""
+        return self._rewards is not None
+
     def row_at(self, position: int) -> PromptRow:
         """Return the row of the data at `position`."""
         return self._prompts.prompt_at(position)

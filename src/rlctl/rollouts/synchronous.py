@@ -7,6 +7,7 @@ its rewards are those of the prompts and not of a choice among them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class SynchronousSource:
                 self._config.cluster.step_timeout_s,
                 lambda error: self._sync.recover(error, version),
             )
-        with self._timer(Phase.REWARD):
+        with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
             groups, failures = self._groups.scored(results, rows)
         self._ledger.finish(positions)
         self._prompts.observe(groups)

@@ -63,7 +63,7 @@ def with_teacher(
             why = f"next to it the teacher needs {least / GIB:.0f} GiB, and {(budget - beside) / GIB:.0f} are left"
             rejected(training.choice, why, (least + beside) / max(budget, 1.0))
         else:
-            rejected(training.choice, f"no layout of the teacher over {devices} devices is valid")
+            rejected(training.choice, _why_none(request, request.teacher, devices, rows))
     return sorted(found, key=lambda one: one.score)
 
 
@@ -81,6 +81,15 @@ def _teachers(request: Request, facts: ModelFacts, devices: int, rows: int) -> l
     """Return all valid layouts of the teacher with rows of that many tokens."""
     layouts = _layouts(request, facts, devices, rows)
     return [_costed(request, facts, choice) for choice in layouts if _valid(facts, choice)]
+
+
+def _why_none(request: Request, facts: ModelFacts, devices: int, rows: int) -> str:
+    """Return the rule that the teacher's first layout breaks, or that its sizes fit no devices."""
+    for choice in _layouts(request, facts, devices, rows):
+        if problems := policy_problems(facts, choice.parallel):
+            return f"the teacher as {choice.parallel.name()}: {problems[0].message}"
+    count = "one device does" if devices == 1 else f"{devices} devices do"
+    return f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
 
 
 def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:

@@ -96,7 +96,15 @@ def compare_run(run: Path) -> list[PhaseComparison]:
     return rows
 
 
-ELSEWHERE = ("runtime", "engine asleep", "policy asleep", "engine runtime", "CUDA graphs")
+ELSEWHERE = (
+    "runtime",
+    "teacher runtime",
+    "teacher asleep",
+    "engine asleep",
+    "policy asleep",
+    "engine runtime",
+    "CUDA graphs",
+)
 """Parts of a GPU's memory that torch's allocator does not hand out in the process itself."""
 MEMORY_SUSPECTS = {
     "policy": "fragmentation or logit_copy_bytes (CPU: cpu_process_bytes)",
@@ -115,7 +123,7 @@ def compare_memory(run: Path) -> list[MemoryComparison]:
     measured, cpu = json.loads(written_text(path)), plan["cluster"]["gpu"] == "cpu"
     rows = []
     for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
-        seen = max((rank.get("host" if cpu else "device", 0) for rank in measured[process]), default=0) / GIB
+        seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB
         expected = max(_held(plan["memory_gib"].get(phase, {}), cpu) for phase in phases)
         if seen:
             off = abs(expected - seen) > TOLERANCE * seen
