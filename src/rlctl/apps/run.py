@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from rlctl.telemetry.display import Display
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.verbosity import coloured
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of validation that a line of the terminal has."""
@@ -59,7 +61,10 @@ class RunSummary:
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
-        lines = [f"{'stopped after' if self.interrupted else 'finished'} step {self.steps} in {self.seconds:.0f} s"]
+        ended = coloured(
+            "stopped after" if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout
+        )
+        lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s"]
         if self.reward_first is not None and self.reward_last is not None:
             lines.append(f"mean reward {self.reward_first:.3f} -> {self.reward_last:.3f}")
         if self.steps:
