@@ -34,7 +34,7 @@ def config_group() -> None:
     "schema", epilog=examples("rlctl config schema", "rlctl config schema batch", "rlctl config schema --json")
 )
 def schema(
-    section: Annotated[str | None, typer.Argument(metavar="[SECTION]", help="Only this section.")] = None,
+    section: Annotated[str | None, typer.Argument(metavar="SECTION", help="Only this section.")] = None,
     json_: options.Json = False,
 ) -> None:
     """List every key with its type, default and meaning; --json prints a JSON Schema."""

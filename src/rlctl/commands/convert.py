@@ -53,7 +53,7 @@ def hf_to_megatron(
     destination: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DST]",
+            metavar="DST",
             help="Directory to write; by default the one where runs look for the converted model.",
             show_default=False,
         ),
