@@ -158,7 +158,9 @@ def test_commands_that_train_or_sample(
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
     monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, sources: dict.fromkeys(sources, ()))
     monkeypatch.setattr("rlctl.rl.algorithms.available._tried", lambda loss: ())
-    monkeypatch.setattr("rlctl.apps.prepare.wanted_loggers", lambda run, tell: ())  # packages that need not be there
+    monkeypatch.setattr(
+        "rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ()
+    )  # packages that need not be there
     if "--preset laptop" not in command:  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
     assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err

@@ -81,6 +81,9 @@ def test_a_logger_that_is_asked_for_and_not_installed_is_an_error_that_names_the
     with pytest.raises(InputError, match=r"run.loggers names mlflow.*not installed.*rlctl\[mlflow\]") as error:
         wanted_loggers(RunConfig(loggers=("mlflow",)))
     assert error.value.exit_code == 2
+    told: list[str] = []
+    assert wanted_loggers(RunConfig(loggers=("mlflow",)), told.append, optional=True) == ()
+    assert "rlctl[mlflow]" in told[0]
 
 
 class Fails:

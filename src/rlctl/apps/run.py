@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.apps.crew import Crew, start_crew
-from rlctl.apps.prepare import Job
+from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import PolicyClient
 from rlctl.checkpoints.conversion.prepared_model import prepared
@@ -35,7 +35,7 @@ from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
+from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
 from rlctl.telemetry.verbosity import coloured
@@ -350,7 +350,7 @@ def _loggers(
         file.log(finished, resume_from.state()["metrics"])
     config, options = job.config.model_dump(mode="json"), job.config.run
     logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
-    for logger in start_loggers(wanted_loggers(options), logged, display.say):
+    for logger in start_loggers(loggers_of(job.resolved), logged, display.say):
         loggers.append(logger)
         stack.callback(logger.close)
     return loggers
