@@ -64,6 +64,23 @@ def test_what_is_no_file_in_a_run_is_named(tmp_path: Path, name: str) -> None:
         run.checkpoint_directories()[0].state() if "state" in name else write_report(run, "stopped")
 
 
+def test_the_report_shows_what_validations_sampled(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert report.reported(run, "stopped").validated == []
+    lines[0]["validation_at_start"] = lines[3]["validation"] = {"accuracy": 0.5}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.path / "validation").mkdir()
+    for step in (0, 4, 7):  # 7: of a step that a resume took back
+        row = {"prompt": "held out", "completion": f"v{step}", "reward": 0.5}
+        (run.path / "validation" / f"step_{step}.jsonl").write_text(json.dumps(row) + "\n")
+    assert [step for step, _ in report.reported(run, "stopped").validated] == [0, 4]
+    write_report(run, "stopped")
+    text = run.report.read_text()
+    before, after = text.index("<h3>Before step 1</h3>"), text.index("<h3>After step 4</h3>")
+    assert text.index("Samples of validation") < before < text.index("v0") < after < text.index("v4")
+
+
 def test_a_live_report_is_rewritten_when_it_is_due_and_tried_once_where_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

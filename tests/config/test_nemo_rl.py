@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
@@ -151,6 +152,25 @@ def test_loggers_that_are_on_become_run_loggers_under_one_name(tmp_path: Path) -
         assert status(both, key) == "logging"
     assert status(recipe(tmp_path, logger__swanlab_enabled=True), "logger.swanlab_enabled") == "logging"
     assert both.unsupported == []
+
+
+def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.telemetry.loggers.find_spec", lambda name: None)
+    path = recipe(tmp_path, logger__wandb_enabled=True, logger__tensorboard_enabled=False).path
+    told: list[str] = []
+    asked = resolve(files=[path], environment={})
+    assert loggers_of(asked, told.append) == ()
+    assert "wandb" in told[0]
+    stored = asked.to_json()["run.loggers"]
+    assert stored["optional"] is True  # a resume asks again
+    for mine in (
+        resolve(files=[path], environment={}, overrides=["++logger.wandb_enabled=true"]),
+        resolve(files=[path], environment={}, flags={"run.loggers": ["wandb"]}),
+    ):
+        with pytest.raises(InputError, match=r"run\.loggers names wandb"):
+            loggers_of(mine)
 
 
 def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
@@ -347,6 +367,15 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
         ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
         ({"ppo": {"num_generations_per_prompt": 1}, "value": {"model_name": "x"}}, "PPO with a value model"),
         ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
+        (
+            {
+                "eval": {"num_tests_per_prompt": 16},
+                "generation": {"model_name": "a/b"},
+                "data": {"dataset_name": "AIME2024"},
+            },
+            "`rlctl eval --model a/b --task aime24 -n 16` measures one",
+        ),
+        ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-VL-3B-Instruct"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "sound"),
     ],

@@ -25,7 +25,7 @@ from rlctl.config.installed import installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.paths import user_path
-from rlctl.config.schema import LoraConfig, ModelConfig, RlctlConfig
+from rlctl.config.schema import LoggerName, LoraConfig, ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer, read_template, require_directory
 from rlctl.data.mixing import source_settings
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
@@ -472,8 +472,13 @@ def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
     if not config.model.name:
         missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
         raise InputError(f"{missing}.", what_there_is(config))
-    wanted_loggers(config.run, tell)
+    loggers_of(resolved, tell)
     return algorithm_from_config(config)
+
+
+def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
+    """Return the loggers of a run. A NeMo-RL recipe's own are left out where they are not installed."""
+    return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)
 
 
 def check_plan(

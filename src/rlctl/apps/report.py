@@ -99,6 +99,7 @@ def reported(run: RunDirectory, state: str, lines: Sequence[Mapping[str, Any]] =
         settings=_settings(manifest),
         forecasts=_forecasts(run.path),
         samples=_samples(run.path / "rollouts", [int(line["step"]) for line in lines]),
+        validated=_samples(run.path / "validation", _validations(lines)),
         messages=_messages(run.log),
     )
 
@@ -168,8 +169,16 @@ def _forecasts(run: Path) -> list[Forecast]:
     return []
 
 
+def _validations(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the numbers of finished steps after which the run was validated."""
+    begun = [0] if lines[0].get("validation_at_start") else []
+    return begun + [int(line["step"]) for line in lines if line.get("validation")]
+
+
 def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return the rollouts that were kept of the first, the middle and the last step."""
+    """Return the samples that were kept of the first, the middle and the last of `steps`."""
+    if not steps:
+        return []
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
     found = []
     for step in chosen:

@@ -112,7 +112,7 @@ Set: TypeAlias = Annotated[
 ]
 Overrides: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
+    typer.Argument(metavar="KEY=VALUE", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
 ]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")

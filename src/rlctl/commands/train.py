@@ -84,7 +84,7 @@ def grpo(
     explain: options.Explain = False,
     json_: options.Json = False,
 ) -> None:
-    """Group relative policy optimization: sample answers, score them, learn from the difference.
+    """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """
