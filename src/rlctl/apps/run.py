@@ -186,7 +186,7 @@ def _rollouts(
     assert crew.reward is not None  # a run is started with its rewards
     parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
-        return contextlib.closing(AsynchronousSource(*parts, display.say))
+        return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
 
 
@@ -310,6 +310,7 @@ class RunJournal:
             "right": None if rollout.accuracy is None else rollout.accuracy == 1,
             "tokens": rollout.response_tokens,
             "truncated": rollout.truncated,
+            "stop_reason": rollout.stop_reason,
             "position": rollout.position,
             "sample": rollout.sample,
             "seed": rollout.seed,

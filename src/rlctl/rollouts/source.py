@@ -67,19 +67,6 @@ def refuse_async(config: RlctlConfig, device: str) -> None:
             if device != "cpu"
             else "Set training.offload=false.",
         )
-    if config.filter.groups == "replace":
-        raise ConfigError(
-            "filter.groups = replace samples on until a batch is full, and rollouts.mode = async samples ahead of "
-            "batches.",
-            "Choose filter.groups=drop, or leave out --async.",
-        )
-    orders = {config.data.order, *(source.order for source in config.data.sources)}
-    if "pass-rate" in orders:
-        raise ConfigError(
-            "data.order = pass-rate follows from rollouts that are trained on, and rollouts.mode = async samples ahead "
-            "of them.",
-            "Choose another order, or leave out --async.",
-        )
     if config.refit.in_flight == "abort":
         raise ConfigError(
             "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "
@@ -96,7 +83,7 @@ def refuse_async(config: RlctlConfig, device: str) -> None:
         raise ConfigError(
             f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
             "loss.importance_correction is off.",
-            "Choose loss.importance_correction=truncated or masked, or --max-staleness 0.",
+            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0.",
         )
 
 

@@ -118,6 +118,20 @@ def test_timeout_names_the_engine_and_leaves_it_usable(engine: HostedEngine) -> 
     assert len(generate(engine, Sampling(4))) == 4
 
 
+def test_a_sample_that_takes_too_long_ends_with_what_it_has(engine: HostedEngine, policy: WholeTensorPolicy) -> None:
+    """The clock runs from the first token on: with hardly any time, the second one is the last."""
+    policy.refit(engine, 3)
+    sampling = Sampling(200, stop_token_ids=(), timeout_s=1e-9)
+    groups = generate(engine, sampling)
+    assert {reason for result, _, _ in groups for reason in result.finish_reasons} == {"timeout"}
+    assert {count for result, _, _ in groups for count in result.response_tokens} == {2}
+    assert {of for result, _, _ in groups for of in result.versions} == {((3, 2),)}
+    assert largest_logprob_error(groups, policy, sampling) < TOLERANCE
+    assert {result.finish_reasons for result, _, _ in generate(engine, Sampling(4, timeout_s=60.0))} == {
+        ("length",) * 4
+    }
+
+
 def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]:
     """Tensors of which the engine holds something else than the policy, read back from what it computes with."""
     found = compare(policy.fingerprints(), engine.call(EngineWorker.readings))
