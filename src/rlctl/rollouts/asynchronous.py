@@ -8,8 +8,8 @@ are waited for. No rollout is thrown away. With `filter.groups=replace` a group 
 fills no place: another one is begun, and the batch holds both.
 
 With `refit.in_flight=wait` all groups admitted under one version are dealt to the engines in turn and sampled to their
-end under it, before the next refit: what is sampled then follows from the run's seed alone. Replacements
-must follow from it too: where groups are replaced, they are admitted only while none is under way. With `keep` groups go to the
+end under it, before the next refit: what is sampled then follows from the run's seed alone. Replacements must follow
+from it too: where groups are replaced, they are admitted only while none is under way. With `keep` groups go to the
 engine with the least to do, one by one, and go on under the new weights. An order of prompts by pass rates follows from
 the batches that were returned, not from what happens to be finished.
 
