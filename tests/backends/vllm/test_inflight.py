@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import GroupResult, Sampling
+from rlctl.backends.vllm.inflight import EngineLock
 from rlctl.errors import WorkerError
 from support.engine_host import SwappingEngine
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
@@ -79,6 +82,39 @@ def columns_of(results: list[GroupResult]) -> Iterator[tuple[GroupResult, Any, i
         columns = result.columns
         for row in range(columns.rollouts):
             yield result, columns, row, columns.slice(row)
+
+
+def test_weights_change_between_two_decode_steps_and_never_during_one() -> None:
+    lock, order = EngineLock(), list[str]()
+    decoding, enough = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with lock.step():
+            decoding.set()
+            enough.wait(30)
+            order.append("step")
+
+    def refit() -> None:
+        with lock.ask():
+            order.append("refit")
+
+    def begun(work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+    threads = [begun(step)]
+    assert decoding.wait(30)
+    threads.append(begun(refit))
+    while not lock._asked:
+        time.sleep(0.001)
+    threads.append(begun(step))  # the refit has asked before
+    time.sleep(0.02)
+    assert order == []
+    enough.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == ["step", "refit", "step"]
 
 
 def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path) -> None:
