@@ -14,6 +14,10 @@ from support.runs import command, finish, results, resume, started, wait_for_ste
 
 pytestmark = pytest.mark.slow
 ASYNC = ("--async", "--max-staleness", "1", "--set", "run.checkpoint_every=1")
+CHOOSING = (
+    "--set", "filter.groups=replace", "--set", "data.order=pass-rate", "--set", "data.size=6",
+    "--set", "loss.importance_correction=ratio",
+)  # fmt: skip
 KILLS = 15
 FAST = ("--set", "generation.engines=2", "--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
 
@@ -32,15 +36,25 @@ def killed_at_random(
         wait_until_gone(family)
 
 
-def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(run_here, tiny_llama, tmp_path):
+@pytest.mark.parametrize("settings", [(), CHOOSING], ids=["plain", "choosing prompts"])
+def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(
+    run_here, tiny_llama, tmp_path, settings
+):
     """Batches by position, and no rollout in flight when weights change: two runs are the same to the bit."""
-    done = run_here(*command(tiny_llama, tmp_path / "whole", *ASYNC, "--steps", "8")[1:])
+    options = (*ASYNC, *settings, "--steps", "8")
+    done = run_here(*command(tiny_llama, tmp_path / "whole", *options)[1:])
     assert done.returncode == 0, done.stderr
     whole = results(tmp_path / "whole")
-    assert [line["positions"] for line in whole] == [[[2 * step, 2 * step + 1]] for step in range(8)]
-    assert [line["staleness"]["max"] for line in whole] == [0] + [1] * 7
+    if settings:
+        assert sum(line["dropped_groups"] for line in whole) > 0
+        assert all(line["missing_groups"] == 0 for line in whole)
+        trained = [p for line in whole for first, last in line["positions"] for p in range(first, last + 1)]
+        assert trained == list(range(len(trained)))
+    else:
+        assert [line["positions"] for line in whole] == [[[2 * step, 2 * step + 1]] for step in range(8)]
+        assert [line["staleness"]["max"] for line in whole] == [0] + [1] * 7
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    killed_at_random(command(tiny_llama, run_dir, *ASYNC, "--steps", "8"), run_dir, log, 3, random.Random(1))
+    killed_at_random(command(tiny_llama, run_dir, *options), run_dir, log, 3, random.Random(1))
     done = run_here(*resume(run_dir)[1:])
     assert done.returncode == 0, done.stderr
     assert "resuming after step" in done.stderr
