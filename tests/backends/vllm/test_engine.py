@@ -124,7 +124,9 @@ def test_a_sample_that_takes_too_long_ends_with_what_it_has(engine: HostedEngine
     sampling = Sampling(200, stop_token_ids=(), timeout_s=1e-9)
     groups = generate(engine, sampling)
     ends = [
-        end for result, _, _ in groups for end in zip(result.finish_reasons, result.response_tokens, result.versions)
+        (result.finish_reasons[row], result.response_tokens[row], result.versions[row])
+        for result, columns, _ in groups
+        for row in range(columns.rollouts)
     ]
     late = [end for end in ends if end[0] != "stop"]  # some end by themselves at once
     assert set(late) == {("timeout", 2, ((3, 2),))}
