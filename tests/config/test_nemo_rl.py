@@ -16,7 +16,10 @@ from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
 from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
+from rlctl.models.catalog import lookup
+from rlctl.planner.from_config import plan_from_config
 from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rollouts.source import refuse_async
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
@@ -214,7 +217,6 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("grpo__async_grpo__enabled", True),
         ("grpo__max_rollout_turns", 5),
         ("grpo__use_dynamic_sampling", True),
         ("loss_fn__sequence_level_importance_ratios", True),
@@ -551,6 +553,30 @@ def test_engines_with_devices_of_their_own_are_counted(tmp_path: Path) -> None:
     apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}
     values = recipe(tmp_path, policy__generation__colocated=apart, cluster__num_nodes=4).values
     assert (values["generation.colocated"], values["generation.engines"]) == (False, 8)  # of two devices each
+    assert values["generation.devices"] == 16
+
+
+def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_path: Path) -> None:
+    lag = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}
+    apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}}
+    path = tmp_path / "recipe.yaml"
+    changes = {
+        "grpo": {"async_grpo": lag},
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "policy": {"generation": {"colocated": apart}},
+    }
+    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "llama_megatron.yaml"), **changes}))
+    resolved = resolve(files=[path], sets=["cluster.nodes=2", "cluster.gpus_per_node=8"], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.rollouts.mode, config.rollouts.max_staleness, config.refit.in_flight) == ("async", 2, "keep")
+    refuse_async(config)
+    facts = lookup(config.model.name or "")
+    assert facts is not None
+    made = plan_from_config(config, facts, assume="h100")
+    assert made.runnable
+    assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
+    assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
 
 
 MEGATRON_FORM = {

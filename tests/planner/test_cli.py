@@ -242,7 +242,7 @@ def check(found: object, expected: object, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("more", "runnable"),
-    [([], True), (["--backend", "dtensor"], False), (["--split"], False), (["--model", "Qwen/Qwen3-30B-A3B"], True)],
+    [([], True), (["--backend", "dtensor"], False), (["--split"], True), (["--model", "Qwen/Qwen3-30B-A3B"], True)],
 )
 def test_programs_find_every_promised_key(capsys: pytest.CaptureFixture[str], more: list[str], runnable: bool) -> None:
     code, out, _ = rlctl(capsys, *NODE, *more, "--json")

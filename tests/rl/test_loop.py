@@ -48,7 +48,7 @@ class Recorder:
         self.logged: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
         self.said: list[str] = []
-        self.results = [MinibatchResult(0.5, {}, {}, 1.0, 1e-6, False, 8)]
+        self.results = [MinibatchResult(0.5, {}, {}, 1.0, False)]
         """How each optimizer step ends; the last one stands for all that follow."""
 
     # the source
@@ -74,7 +74,7 @@ class Recorder:
         self.asked.append(("train", minibatches))
         sums = {"tokens": 8.0, "entropy": 16.0, "logprob_diff/mean": 8 * self.difference}
         result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
-        return [replace(result, sums=sums, lr=lr)]
+        return [replace(result, sums=sums)]
 
     # weight synchronisation
     def refit(self, version: int) -> SimpleNamespace:
@@ -203,7 +203,7 @@ def test_engines_that_disagree_end_the_run_for_any_algorithm() -> None:
 
 
 def result(loss: float, *, skipped: bool = False) -> MinibatchResult:
-    return MinibatchResult(loss, {}, {}, math.nan if skipped else 1.0, 1e-6, skipped, 8)
+    return MinibatchResult(loss, {}, {}, math.nan if skipped else 1.0, skipped)
 
 
 def test_a_policy_without_finite_gradients_stops_the_run_before_it_is_saved_again() -> None:

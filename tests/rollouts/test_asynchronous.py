@@ -459,18 +459,17 @@ def test_a_damaged_file_of_finished_groups_is_named(make: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("sections", "device", "words"),
+    ("sections", "words"),
     [
-        ({}, "cuda", "give way"),
-        ({"training": {"offload": True}}, "cpu", "training.offload=false"),
-        ({"refit": {"in_flight": "abort"}}, "cpu", "in_flight = abort"),
-        ({"loss": {"importance_correction": "off"}}, "cpu", "need a correction"),
-        ({"training": {"router_replay": True}, "refit": {"in_flight": "keep"}}, "cpu", "router_replay"),
+        ({"training": {"offload": True}}, "training.offload=false"),
+        ({"refit": {"in_flight": "abort"}}, "in_flight = abort"),
+        ({"loss": {"importance_correction": "off"}}, "need a correction"),
+        ({"training": {"router_replay": True}, "refit": {"in_flight": "keep"}}, "router_replay"),
     ],
 )
-def test_what_cannot_be_made_while_the_policy_trains_is_refused(sections: Any, device: str, words: str) -> None:
+def test_what_cannot_be_made_while_the_policy_trains_is_refused(sections: Any, words: str) -> None:
     config = RlctlConfig.model_validate({"rollouts": {"mode": "async"}, **sections})
     with pytest.raises(ConfigError) as caught:
-        refuse_async(config, device)
+        refuse_async(config)
     assert words in f"{caught.value.message} {caught.value.hint}"
-    refuse_async(RlctlConfig.model_validate(sections), device)
+    refuse_async(RlctlConfig.model_validate(sections))

@@ -16,6 +16,7 @@ from rlctl.apps.prepare import (
     check_names,
     check_plan,
     planned_crew,
+    planned_teacher,
     prepare_job,
     published_facts,
     runnable_plan,
@@ -111,12 +112,17 @@ def dry_train(resolved: Resolved) -> DryRun:
         # A model that is not on this machine, or a GPU that is not, can still be planned for.
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
             raise
-        check_plan(resolved, facts, ASSUMED_GPU)
-        resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
+        taught = resolved.config.teacher
+        named = ModelConfig(name=taught.model, revision=taught.revision)
+        teacher = published_facts(named) if taught.model else None
+        check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+        resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
         notes = [error.message]
         if not isinstance(error, MachineError):
             notes.append("Tokenizer, data and rewards were not checked: the plan is made from the catalog.")
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
+        if teacher is not None:
+            crew = replace(crew, teacher=planned_teacher(resolved.config, facts, teacher, plan))
         return DryRun(resolved, plan, EngineArguments.of(crew), (*notes, *_assumed(resolved, plan)))
     return DryRun.of(job)
 
@@ -167,7 +173,8 @@ def about(job: Job) -> list[str]:
     return [
         f"model: {job.source.label}",
         *job.prompts.describe(),
-        *job.rewards.describe(),
+        *(job.rewards.describe() if job.rewards is not None else ["reward: none"]),
+        *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),

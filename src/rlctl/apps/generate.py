@@ -238,7 +238,8 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 def started_engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
     """Engines with the weights asked for."""
     spec = job.engines(plan)
-    with temporary_folder("generate") as logs, ray_session(job.config.cluster.ray_address, tell=tell):
+    address = job.config.cluster.ray_address
+    with temporary_folder("generate", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
         if job.megatron is None:
             started = start_engines(spec, job.config.cluster, logs)

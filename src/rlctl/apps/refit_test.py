@@ -81,7 +81,8 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_repo
     """Start both engines, test, and stop them."""
     if job.config.model.convert:
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
-    with temporary_folder("refit-test") as logs, ray_session(job.config.cluster.ray_address, tell=tell):
+    address = job.config.cluster.ray_address
+    with temporary_folder("refit-test", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the policy and the engine")
         with start_crew(job.crew(), logs) as crew:
             crew.policy.load_model(job.source.weights)

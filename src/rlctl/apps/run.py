@@ -11,7 +11,7 @@ from typing import Any
 from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job
 from rlctl.apps.report import LiveReport, write_report
-from rlctl.backends.clients import PolicyClient
+from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
@@ -22,7 +22,7 @@ from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
-from rlctl.rl.algorithms.algorithm import declared
+from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
@@ -81,7 +81,8 @@ def run_training(
     Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
-    display.metrics = (*declared(job.algorithm), *filtered(job.config.filter))
+    display.metrics = (*job.metrics, *filtered(job.config.filter))
+    display.without = SHOWN_METRICS if job.rewards is None else ()
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume, loop)
@@ -115,13 +116,17 @@ def _train(
         if job.config.model.convert and job.source.megatron is None:
             display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
+        if job.config.model.convert and job.teacher is not None:
+            display.doing("preparing the converted teacher", own_bar=True)
+            source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
+            job = replace(job, teacher=replace(job.teacher, source=source))
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
-        policy = _policy(job, crew, display)
+        policy = _load_policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
@@ -152,9 +157,10 @@ def _train(
             saver=saver,
             journal=RunJournal(job, run, display, loggers, Machine(crew)),
             agreement=Agreement.from_config(job.config, precision_of(job.config, job.dtype)),
-            health=Health(job.config.checks),
+            health=Health(job.config.checks, compares=job.config.learns_from_rewards),
             timer=timer,
             validation=validation,
+            critic=Critic(job.config, CriticClient(policy)) if job.config.has_critic else None,
         )
         steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = steps.run(stop)
@@ -172,7 +178,7 @@ def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int,
         if phase is Phase.GENERATION:
             told = crew.engines.group.progress()
             return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
-        if phase in (Phase.TRAINING, Phase.LOGPROBS):
+        if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
             return crew.policy.group.part([0]).progress().get(0)
         return None
 
@@ -183,7 +189,6 @@ def _rollouts(
     job: Job, crew: Crew, sync: WeightSync, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
     """Return the source that `rollouts.mode` asks for."""
-    assert crew.reward is not None  # a run is started with its rewards
     parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
         return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
@@ -193,7 +198,9 @@ def _rollouts(
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
     """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
     try:
-        write_json(run.memory, {"policy": crew.policy.group.peak_memory(), "engine": crew.engines.group.peak_memory()})
+        groups = {"policy": crew.policy.group, "engine": crew.engines.group}
+        groups |= {"teacher": crew.teacher.group} if crew.teacher is not None else {}
+        write_json(run.memory, {name: group.peak_memory() for name, group in groups.items()})
     except (WorkerError, OSError) as error:
         display.say(f"The processes' memory was not recorded: {error}")
 
@@ -207,7 +214,7 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
+def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
     policy = crew.policy
     display.doing("loading weights")
@@ -215,6 +222,10 @@ def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     if "reference_logprobs" in job.algorithm.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
+    if crew.teacher is not None and job.teacher is not None:
+        display.doing("loading the teacher")
+        policy.teacher = Teacher(crew.teacher, job.offload)
+        policy.teacher.load_model(job.teacher.source.weights)
     return policy
 
 

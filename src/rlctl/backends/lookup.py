@@ -50,6 +50,8 @@ class PolicyBackend:
     """The arguments of its own classes, for a dry run to show."""
     refuse: Callable[[PolicySpec], None]
     """Raises ConfigError for what it would compute wrongly or not at all."""
+    has_critic: bool = False
+    """Whether its worker is a `CriticWorker` too, which can train a value model next to the policy."""
 
 
 class MakeEngineSpec(Protocol):

@@ -79,7 +79,7 @@ def hf_to_megatron(
         raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
     from rlctl.apps.laptop_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
-    from rlctl.checkpoints.conversion.prepared_model import place_of
+    from rlctl.checkpoints.conversion.prepared_model import conversion_directory
     from rlctl.checkpoints.conversion.stream import progress_bar
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 
@@ -89,7 +89,7 @@ def hf_to_megatron(
     if destination is None:
         precision: str = dtype or open_hf_model(found.directory).dtype
         dtype = cast(Any, precision)
-        destination, reuse = place_of(found.directory, precision), not force
+        destination, reuse = conversion_directory(found.directory, precision), not force
         message(f"writing to {destination}, where runs that compute in {precision} look for it")
     with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
         settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)

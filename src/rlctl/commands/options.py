@@ -131,7 +131,17 @@ Algorithm: TypeAlias = Annotated[
     typer.Option(
         "--algorithm",
         metavar="NAME|FILE:CLASS",
-        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, or your own.",
+        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, distillation, or "
+        "your own.",
+    ),
+]
+Teacher: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--teacher",
+        metavar="NAME|DIR",
+        help="Model to learn from, with --algorithm distillation.",
+        autocompletion=completion.models,
     ),
 ]
 Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
@@ -143,6 +153,9 @@ Async: TypeAlias = Annotated[
 ]
 MaxStaleness: TypeAlias = Annotated[
     int | None, typer.Option("--max-staleness", help="With --async, how many versions old weights of rollouts may be.")
+]
+Colocated: TypeAlias = Annotated[
+    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
 ]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]
@@ -164,6 +177,7 @@ KEYS = {
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
     "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
+    "teacher": "teacher.model",
     "show_samples": "run.show_samples", "async_": "rollouts.mode", "max_staleness": "rollouts.max_staleness",
 }  # fmt: skip
 

@@ -19,9 +19,6 @@ app = command_app()
 
 ALTERNATIVES = 3
 
-Colocated = Annotated[
-    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
-]
 Goal = Annotated[
     str | None,
     typer.Option(
@@ -70,7 +67,7 @@ def plan(
     generations: options.Generations = None,
     algorithm: options.Algorithm = None,
     backend: options.Backend = None,
-    colocated: Colocated = None,
+    colocated: options.Colocated = None,
     goal: Goal = None,
     explain: Explain = False,
     top: Top = None,

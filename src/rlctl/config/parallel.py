@@ -78,6 +78,11 @@ class ParallelSpec:
         """The world rank whose results are returned: the first of the last pipeline stage."""
         return self.stage_size * (self.pp - 1)
 
+    def reports(self, rank: int) -> bool:
+        """Return whether a world rank is the one that returns the columns of its data-parallel rank: the first of those
+        that hold the last pipeline stage for it."""
+        return rank >= self.result_rank and rank % (self.tp * self.cp) == 0
+
     def stage_layers(self, layers: int) -> list[int] | None:
         """Return the layers of each pipeline stage; None: `layers` do not come out, or leave a stage empty.
 

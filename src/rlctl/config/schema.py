@@ -254,8 +254,8 @@ class BatchConfig(Section):
 
     prompts: Positive = 8
     """Prompts in each step."""
-    generations: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of each prompt (the group)."""
+    generations: Positive = 8
+    """Rollouts of each prompt (the group); one alone where they are not compared with each other."""
     optimizer_steps: Positive = 1
     """Optimizer steps on each batch (PPO mini-batches)."""
 
@@ -285,9 +285,9 @@ class BatchConfig(Section):
 class AdvantageConfig(Section):
     """From rewards to the advantages of rollouts."""
 
-    baseline: Literal["mean", "leave-one-out", "none"] = "mean"
-    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, or
-    none."""
+    baseline: Literal["mean", "leave-one-out", "none", "critic"] = "mean"
+    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, none,
+    or at each token the value that a critic gives it (see the section `critic`)."""
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group."""
     per_term: bool = False
@@ -296,8 +296,8 @@ class AdvantageConfig(Section):
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
 
 
-LogprobColumn = Literal["old_logprobs", "reference_logprobs"]
-"""Log-probs of response tokens that the policy's ranks compute before they train."""
+LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
+"""Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
 
 
 class LossConfig(Section):
@@ -308,7 +308,7 @@ class LossConfig(Section):
     loss of each response token."""
     needs: tuple[LogprobColumn, ...] | None = None
     """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
-    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty."""
+    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
     become less likely."""
@@ -364,6 +364,48 @@ class LossConfig(Section):
         if self.sequence_mask is not None and self.sequence_mask[0] >= self.sequence_mask[1]:
             raise ValueError(f"loss.sequence_mask = {list(self.sequence_mask)}: the lower bound comes first")
         return self
+
+
+class TeacherConfig(Section):
+    """A second model, whose log-probs of the policy's rollouts are learned from. It has the policy's tokenizer, and is
+    computed by the policy's training engine on the policy's devices."""
+
+    model: PathText | None = None
+    """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tp: Positive | None = None
+    """Tensor parallel size of the teacher."""
+    pp: Positive | None = None
+    """Pipeline parallel size of the teacher."""
+    cp: Positive | None = None
+    """Context parallel size of the teacher."""
+    ep: Positive | None = None
+    """Expert parallel size of the teacher."""
+    etp: Positive | None = None
+    """Tensor parallel size of the teacher's experts."""
+    dp: Positive | None = None
+    """Data parallel size of the teacher."""
+
+
+class DistillationConfig(Section):
+    """What is learned from a teacher, with `--algorithm distillation`."""
+
+    loss: Literal["sampled", "top-k"] = "sampled"
+    """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
+    KL), and `top-k` compares the distributions over the teacher's `top_k` most likely tokens."""
+    weight: PositiveNumber = 1.0
+    """Weight of what is learned from the teacher."""
+    reward_weight: NonNegativeNumber = 0.0
+    """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
+    learned from."""
+    top_k: Annotated[int, Field(gt=0, le=4096)] = 64
+    """With `top-k`, the number of the teacher's most likely tokens at each position."""
+    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
+    outside: Literal["renormalize", "tail"] = "renormalize"
+    """With `top-k`, what becomes of all other tokens: leave them out and let the others add up to 1, or count them as
+    one further event."""
 
 
 class FilterConfig(Section):
@@ -497,7 +539,9 @@ class GenerationConfig(Section):
     ep: Positive | None = None
     """Expert parallel size of one engine: 1, or tp x dp."""
     colocated: bool | None = None
-    """Generate on the devices that train; false: on devices of their own."""
+    """Generate on the devices that train; false: on devices of their own, where nothing sleeps."""
+    devices: Positive | None = None
+    """Number of devices that the engines have to themselves, with colocated=false: GPUs, or cores of a CPU."""
     max_new_tokens: Positive = 512
     """Largest number of tokens of a completion; a long prompt may leave fewer of `model.max_length`."""
     mean_length: Positive | None = None
@@ -606,6 +650,28 @@ class SchedulerConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """The value model of `advantage.baseline=critic`, which ppo sets: how it learns, and how advantages are made of its
+    values. Betas and epsilon of its Adam, and what passes through to Megatron's, are those of `optimizer`."""
+
+    lr: PositiveNumber = 1e-5
+    """Learning rate of the critic; with a schedule its highest value."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Weight decay of the critic."""
+    clip_grad: NonNegativeNumber = 1.0
+    """Largest norm of the critic's gradient; 0 turns clipping off."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate and weight decay of the critic over the steps, with the keys of the section `scheduler`."""
+    warmup_steps: NonNegative = 0
+    """Number of steps at the start of a run in which the critic alone is trained."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward for each token that lies between."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation: 1 learns from whole rollouts, 0 from the value of the next token."""
+    value_clip: PositiveNumber | None = 0.2
+    """Largest distance from its value before the step at which the value of a token is still moved; unset: no limit."""
+
+
 class DdpConfig(PassThrough):
     """Fields of Megatron's DistributedDataParallelConfig: how gradients are stored and reduced."""
 
@@ -695,9 +761,12 @@ class RlctlConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
     loss: LossConfig = LossConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     filter: FilterConfig = FilterConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    distillation: DistillationConfig = DistillationConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     refit: RefitConfig = RefitConfig()
@@ -735,6 +804,68 @@ class RlctlConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def validate_groups_that_are_compared(self) -> RlctlConfig:
+        compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
+        compared = compared and self.learns_from_rewards
+        if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
+            return self
+        key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"
+        if self.advantage.baseline in ("mean", "leave-one-out"):
+            key = f"advantage.baseline = {self.advantage.baseline}"
+        raise ValueError(
+            f"batch.generations = 1, but {key} compares the rollouts of a prompt: set at least 2, or --algorithm ppo, "
+            "which compares none"
+        )
+
+    @model_validator(mode="after")
+    def validate_critic(self) -> RlctlConfig:
+        if not self.has_critic:
+            if self.critic != CriticConfig():
+                key = next(iter(sorted(self.critic.model_fields_set)))
+                raise ValueError(
+                    f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
+                    "(--algorithm ppo does)"
+                )
+            return self
+        for wrong, why in (
+            (self.advantage.normalize_std, "advantage.normalize_std = true compares the rollouts of a prompt; "
+             "advantage.baseline = critic compares tokens with their values: set it to false"),
+            (self.advantage.per_term, "advantage.per_term = true compares reward terms within a group, and "
+             "advantage.baseline = critic learns from their sum: set it to false"),
+            (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters, and advantage.baseline = critic "
+             "trains all weights of both models: set it to 0, or use an algorithm without a critic"),
+            (self.penalty_in_reward and self.loss.needs is not None and "old_logprobs" not in self.loss.needs,
+             "loss.kl_in = reward needs old_logprobs where a critic makes the advantages: add it to loss.needs"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(why)
+        return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained next to the policy. The planner, the crew and the loop all read this."""
+        return self.advantage.baseline == "critic"
+
+    @property
+    def penalty_in_reward(self) -> bool:
+        """Whether the KL penalty is a part of each token's reward."""
+        return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards are compared; if not, a run need not have any."""
+        return self.run.algorithm != "distillation" or self.distillation.reward_weight > 0
+
+    @model_validator(mode="after")
+    def validate_filter_has_rewards(self) -> RlctlConfig:
+        if self.filter.groups != "keep" and not self.learns_from_rewards:
+            raise ValueError(
+                f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "
+                "none are learned from"
+            )
+        return self
+
     @property
     def rollout_timeout_s(self) -> float:
         """Longest time from the first token of a rollout to its last."""
@@ -743,12 +874,14 @@ class RlctlConfig(Section):
     @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
-        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway."""
+        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
+        a critic's returns hold penalties that must be known before."""
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
-        several_steps, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
         if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
-            in_reward = penalty and self.loss.kl_in == "reward"
-            several_steps = several_steps and (in_reward or self.loss.sequence_mask is not None)
-        columns: dict[LogprobColumn, bool] = {"old_logprobs": several_steps, "reference_logprobs": penalty}
+            old = old and (self.penalty_in_reward or self.loss.sequence_mask is not None)
+        old = old or (self.has_critic and self.penalty_in_reward)
+        columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
+                                              "teacher_logprobs": self.teacher.model is not None}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)

@@ -65,7 +65,8 @@ class Rollout:
     """All its tokens: the prompt, the response and whatever else stands between."""
     response_tokens: int
     """Tokens that the policy chose, counted by the loss mask."""
-    reward: float
+    reward: float | None
+    """None: the run has no rewards."""
     terms: Mapping[str, float | None]
     """Score of each reward term before its weight; None where it does not apply."""
     accuracy: float | None
@@ -96,5 +97,5 @@ class RolloutGroup:
 
     @property
     def rewards_G(self) -> np.ndarray:
-        """The rewards in the order of the rollouts, float64 [G]."""
-        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+        """The rewards in the order of the rollouts, float64 [G]; 0 where there are none."""
+        return np.array([rollout.reward or 0.0 for rollout in self.rollouts], dtype=np.float64)

@@ -35,7 +35,7 @@ from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, load_groups, restored, save_groups
+from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, load_groups, restored_ledger, save_groups
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -81,7 +81,7 @@ class AsynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
@@ -162,7 +162,7 @@ class AsynchronousSource:
 
         Raises InputError where the ledger or the file cannot be read.
         """
-        self._ledger = restored(state, self._prompts)
+        self._ledger = restored_ledger(state, self._prompts)
         stored = load_groups(directory / GROUPS_FILE, self._groups.row_at) if self._ledger.finished else []
         groups = {group.position: group for group in stored if group.position in self._ledger.finished}
         if groups.keys() != self._ledger.finished:

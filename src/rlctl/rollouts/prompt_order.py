@@ -229,7 +229,7 @@ class PassRateOrder(PromptOrder):
 
     def observe(self, group: RolloutGroup) -> None:
         right = [
-            min(max(rollout.reward, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
+            min(max(rollout.reward or 0.0, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
             for rollout in group.rollouts
         ]
         self._rates[group.prompt.index] = sum(right) / len(right)

@@ -55,17 +55,16 @@ class RolloutSource(Protocol):
         """Go on from what `state` returned and `write` wrote, in a new process and before the first `next`."""
 
 
-def refuse_async(config: RlctlConfig, device: str) -> None:
-    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
+def refuse_async(config: RlctlConfig) -> None:
+    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains. The plan says whether
+    the engines have the devices for it."""
     rollouts = config.rollouts
     if rollouts.mode == "sync":
         return
-    if device != "cpu" or config.training.offload:
+    if config.training.offload:
         raise ConfigError(
-            "rollouts.mode = async: engines that share devices with the policy give way to it while it trains.",
-            "Leave out --async; engines on devices of their own (generation.colocated=false) cannot be run yet."
-            if device != "cpu"
-            else "Set training.offload=false.",
+            "rollouts.mode = async: with training.offload = true the policy waits in host memory while engines sample.",
+            "Set training.offload=false.",
         )
     if config.refit.in_flight == "abort":
         raise ConfigError(

@@ -21,7 +21,7 @@ from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import GroupMaker, restored
+from rlctl.rollouts.scored_groups import GroupMaker, restored_ledger
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -35,7 +35,7 @@ class SynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
@@ -100,7 +100,7 @@ class SynchronousSource:
 
         Raises InputError where it is not the state of synchronous rollouts.
         """
-        self._ledger = restored(state, self._prompts)
+        self._ledger = restored_ledger(state, self._prompts)
         if self._ledger.finished:
             raise InputError(
                 "The checkpoint holds finished rollouts that were not trained on, and synchronous rollouts cannot take "

@@ -24,13 +24,18 @@ CUT_OFF = {
 
 def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGroup, Rollout]]:
     """Return up to `count` rollouts of a step with their groups: the one with the best reward, the worst (of another
-    group where there are several), then one of each further group before a second one of any."""
+    group where there are several), then one of each further group before a second one of any. Without rewards the
+    first two are any."""
+
+    def reward(pair: tuple[RolloutGroup, Rollout]) -> float:
+        return pair[1].reward or 0.0
+
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     if not pairs or not count:
         return []
-    best = max(pairs, key=lambda pair: pair[1].reward)
+    best = max(pairs, key=reward)
     others = [pair for pair in pairs if pair[0] is not best[0]] or [pair for pair in pairs if pair is not best]
-    found = [best, *sorted(others, key=lambda pair: pair[1].reward)[:1]]
+    found = [best, *sorted(others, key=reward)[:1]]
     rest = [pair for pair in pairs if all(pair is not taken for taken in found)]
     held = [group.position for group, _ in found]
     places = {group.position: place for place, group in enumerate(groups)}
@@ -79,7 +84,7 @@ def sample_text(sample: Sample) -> str:
     heading = [
         f"step {sample['step']}",
         f"prompt {sample.get('position')}, sample {sample.get('sample')}",
-        f"reward {sample.get('reward', 0.0):.3f}" + f" ({terms})" * bool(terms),
+        "no reward" if sample.get("reward") is None else f"reward {sample['reward']:.3f}" + f" ({terms})" * bool(terms),
         *filter(None, marks),
         f"{sample.get('tokens')} tokens",
     ]
@@ -102,7 +107,7 @@ def one_line(sample: Sample, name: str, width: int) -> str:
     prompt = sample["prompt"]
     asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
     said = " ".join(sample["completion"].split())
-    head = f"{name:>7} {sample['reward']:.3f}  "
+    head = "sample  " if sample["reward"] is None else f"{name:>7} {sample['reward']:.3f}  "
     room = max(20, width - len(head) - 4)
     asked = asked if len(asked) <= room // 2 else f"...{asked[-(room // 2 - 3) :]}"
     left = room - len(asked)

@@ -28,7 +28,7 @@ def metrics_of(loss: RunLoss, output: LossOutput) -> dict[str, Any]:
     """The metrics of a step with one micro-batch."""
     sums = {name: float(value) for name, value in output.sums.items()}
     maxima = {name: float(value) for name, value in output.maxima.items()}
-    return loss.metrics([MinibatchResult(output.loss.item(), sums, maxima, 1.0, 1e-6, False, 9)])
+    return loss.metrics([MinibatchResult(output.loss.item(), sums, maxima, 1.0, False)])
 
 
 def ppo_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:

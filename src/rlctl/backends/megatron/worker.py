@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,18 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
+from rlctl.backends.batch import (
+    BatchShard,
+    Estimate,
+    Fetch,
+    GroupLogprobs,
+    LogprobColumn,
+    LogprobStats,
+    LossOutput,
+    MicroBatchLoss,
+    MinibatchResult,
+    ValueLoss,
+)
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
 from rlctl.checkpoints.identity import damaged_files
@@ -26,6 +37,11 @@ from rlctl.weights.megatron import MegatronWorld
 if TYPE_CHECKING:
     from rlctl.backends.host_memory import HostMemory, Offloaded
     from rlctl.backends.megatron.checkpoint import Save
+    from rlctl.backends.megatron.model import PolicyModel
+    from rlctl.backends.megatron.value_worker import ValueWorker
+
+CRITIC = "critic"
+"""The critic's part of a checkpoint, a directory inside of the policy's."""
 
 
 class MegatronWorker:
@@ -38,20 +54,22 @@ class MegatronWorker:
                 f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes."
             )
         self.rank, self.world_size, self.spec = rank, world_size, spec
-        self._master_addr = master_addr
+        self.master_addr = master_addr
         self._store: ServedStore | None = None
         self.device = torch.device("cpu")
         self._rows: list[list[Any]] = []
+        self._shard = BatchShard({}, ())
         self._reference: dict[str, Tensor] | None = None
         self._save: Save | None = None
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
+        self.critic: ValueWorker | None = None
 
     # --- life cycle
 
     def open_store(self) -> int:
         """Hold the port from here on: one that was looked for beforehand may be another process's by `setup`."""
-        self._store = ServedStore(self._master_addr, self.spec.timeout_s)
+        self._store = ServedStore(self.master_addr, self.spec.timeout_s)
         return self._store.port
 
     def setup(self, port: int) -> None:
@@ -65,7 +83,7 @@ class MegatronWorker:
         if spec.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         limit = datetime.timedelta(seconds=spec.timeout_s)
-        store = self._store or TCPStore(self._master_addr, port, is_master=False, timeout=limit)
+        store = self._store or TCPStore(self.master_addr, port, is_master=False, timeout=limit)
         torch.distributed.init_process_group(
             "nccl" if spec.device == "cuda" else "gloo",
             store=store,
@@ -83,7 +101,7 @@ class MegatronWorker:
         """(Re)builds groups, model and optimizer from the spec in the running process group."""
         from megatron.core import parallel_state, tensor_parallel
 
-        from rlctl.backends.megatron import compat, model, optimizer, routing
+        from rlctl.backends.megatron import compat, routing
 
         spec, parallel = self.spec, self.spec.parallel
         parallel_state.destroy_model_parallel()
@@ -100,19 +118,49 @@ class MegatronWorker:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
         torch.manual_seed(spec.seed)
-        self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
-        if self.config.fp8:
-            compat.require_float8(self.config)
-        stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
-        models = [model.build_model(spec, self.config, stage) for stage in stages]
-        self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self._build_model()
         self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
-        self.optimizer = optimizer.build_optimizer(spec, self.chunks)
-        self.config.grad_scale_func = self.optimizer.scale_loss
         self._reference = None
         self._rows = []
         cpu.install()  # covers the modules that building has imported
         compat.write_checkpoints_in_this_process()
+        self._build_critic()
+
+    def _build_model(self) -> None:
+        from rlctl.backends.megatron import compat, model, optimizer
+
+        spec = self.spec
+        self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
+        if self.config.fp8:
+            compat.require_float8(self.config)
+        stages = range(spec.parallel.vpp) if spec.parallel.vpp > 1 else [None]
+        models = [model.build_model(spec, self.config, stage, self._kind) for stage in stages]
+        self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self.optimizer: Any = None
+        if spec.teaches is None:
+            self.optimizer = optimizer.build_optimizer(spec, self.chunks)
+            self.config.grad_scale_func = self.optimizer.scale_loss
+
+    @property
+    def _kind(self) -> type[PolicyModel]:
+        """The class of the model chunks."""
+        from rlctl.backends.megatron.model import PolicyModel
+
+        return PolicyModel
+
+    def _build_critic(self) -> None:
+        """With turns on the device, the critic is built where the policy was, and waits from here on."""
+        from rlctl.backends.megatron.value_worker import ValueWorker
+
+        self.critic, critic = None, self.spec.critic
+        if critic is None:
+            return
+        if critic.offload:
+            self.sleep()
+        self.critic = ValueWorker(self, critic)
+        if critic.offload:
+            self.critic.sleep()
+            self.wake()
 
     def close(self) -> None:
         from megatron.core import parallel_state
@@ -174,6 +222,9 @@ class MegatronWorker:
         world = self.layouts()
         load_rank(Path(directory), world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
         self.weights_changed()
+        if self.critic is not None:
+            with self._critics_turn():
+                self.critic.load_model(directory)
 
     def hold_reference(self) -> None:
         """With adapters the reference is the model without them, and nothing is copied."""
@@ -182,12 +233,12 @@ class MegatronWorker:
 
     def weights_changed(self) -> None:
         """To be called after the live weights were written from outside: the optimizer takes them over."""
-        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer] if self.optimizer else []):
             inner.reload_model_params()
 
     def _gather_parameters(self) -> None:
         """With overlapped all-gather the last one is only issued by the next forward pass."""
-        for chunk in self.chunks:
+        for chunk in self.chunks if self.optimizer is not None else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
@@ -241,15 +292,37 @@ class MegatronWorker:
         from rlctl.backends.rows import fetch_rows
 
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
-        self._rows = fetch_rows(shard, fetch, multiple, self.device, routing=routing)
+        self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
+        if self.critic is not None:
+            self.critic._rows = self._rows
 
     def logprobs(self, column: LogprobColumn) -> None:
+        with self._weights_of(column):
+            self._add_column(column)
+
+    def _add_column(self, column: str) -> None:
+        """Add the first row of the model's output to the loaded batch, on the last pipeline stage."""
         rows = [row for minibatch in self._rows for row in minibatch]
         self._gather_parameters()
-        with self._weights_of(column), torch.no_grad():
-            found = self._run(rows, lambda row, out: (out[0].sum(), {"logprobs": out[0]}), forward_only=True)
-        for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
-            row.columns_R[column] = result["logprobs"]
+        for row, out in zip(rows, self._outputs(rows), strict=False):  # empty but on the last pipeline stage
+            row.columns_R[column] = out[0]
+
+    @torch.no_grad()
+    def _outputs(self, rows: list[Any]) -> list[Tensor]:
+        """What the model puts out for each row; empty but on the last pipeline stage."""
+        return [one["out"] for one in self._run(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)]
+
+    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+        from rlctl.backends.rows import taught_by_group
+
+        found = self._outputs([row for minibatch in self._rows for row in minibatch])
+        reports = self.spec.parallel.reports(self.rank)
+        return None, taught_by_group(self._shard, self._rows, found) if reports else []
+
+    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        from rlctl.backends.rows import add_taught
+
+        add_taught(self._shard, self._rows, taught, fetch)
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
         from rlctl.backends.results import logprob_stats
@@ -262,6 +335,19 @@ class MegatronWorker:
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
+        from rlctl.backends.results import token_batch
+
+        return self._train(index, loss, token_batch, lr, weight_decay)
+
+    def _train(
+        self,
+        index: int,
+        loss: Callable[[Any], LossOutput],
+        batch_of: Callable[[Any, Tensor], Any],
+        lr: float,
+        weight_decay: float | None,
+    ) -> MinibatchResult | None:
+        """`batch_of` makes of a row and the model's output what `loss` takes."""
         from rlctl.backends.megatron.optimizer import take_step
         from rlctl.backends.results import micro_batch_loss, minibatch_result
 
@@ -271,9 +357,9 @@ class MegatronWorker:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = self._run(rows, lambda row, out: micro_batch_loss(loss, row, out), forward_only=False)
+        found = self._run(rows, lambda row, out: micro_batch_loss(loss, batch_of, row, out), forward_only=False)
         outcome = take_step(self.optimizer, lr, weight_decay)
-        return self._result(minibatch_result(rows, found, outcome, lr, self._data_group) if found else None)
+        return self._result(minibatch_result(found, outcome, self._data_group) if found else None)
 
     def _run(
         self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool
@@ -318,15 +404,46 @@ class MegatronWorker:
     def _result(self, result: Any) -> Any:
         return result if self.rank == self.spec.parallel.result_rank else None
 
-    # --- checkpoints
+    # --- the critic
 
-    def save(self, directory: Path | str) -> None:
-        self.save_begin(directory)
-        self.save_finish()
+    def _value_worker(self) -> ValueWorker:
+        if self.critic is None:
+            raise WorkerError("This policy was started without a critic.")
+        return self.critic
+
+    def critic_begin(self) -> None:
+        if self._value_worker().offloads:
+            self.sleep()
+            self._value_worker().wake()
+
+    def critic_end(self) -> None:
+        if self._value_worker().offloads:
+            self._value_worker().sleep()
+            self.wake()
+
+    @contextlib.contextmanager
+    def _critics_turn(self) -> Iterator[None]:
+        self.critic_begin()
+        yield
+        self.critic_end()
+
+    def estimate(self, estimate: Estimate) -> None:
+        self._value_worker().estimate(estimate)
+
+    def train_critic(
+        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        return self._value_worker().train_critic(index, loss, lr, weight_decay)
+
+    # --- checkpoints
 
     def parameters_not_finite(self) -> list[str]:
         named = ((self._name(core, name), value) for core in self._cores() for name, value in core.named_parameters())
-        return [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
+        odd = [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
+        if self.critic is not None:
+            with self._critics_turn():
+                odd += [f"{CRITIC}: {name}" for name in self.critic.parameters_not_finite()]
+        return odd
 
     def save_begin(self, directory: Path | str) -> None:
         from rlctl.backends.megatron.checkpoint import Save
@@ -335,15 +452,24 @@ class MegatronWorker:
             raise WorkerError("save_begin was called while a save was under way.")
         self._gather_parameters()
         self._save = Save(Path(directory), self.chunks, self.optimizer)
+        if self.critic is not None:
+            place = Path(directory, CRITIC)
+            place.mkdir(exist_ok=True)  # each rank makes sure of it
+            with self._critics_turn():
+                self.critic.save_begin(place)
 
     def save_written(self) -> bool:
-        return self._save is None or self._save.written
+        written = self._save is None or self._save.written
+        return written and (self.critic is None or self.critic.save_written())
 
     def save_finish(self) -> dict[str, str]:
         save, self._save = self._save, None
         if save is None:
             raise WorkerError("save_finish was called, but no save is under way.")
-        return save.finish()
+        digests = save.finish()
+        if self.critic is not None:
+            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
+        return digests
 
     def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
         names = sorted(digests)[self.rank :: self.world_size]
@@ -353,3 +479,6 @@ class MegatronWorker:
         from rlctl.backends.megatron.checkpoint import load
 
         load(Path(directory), self.chunks, self.optimizer)
+        if self.critic is not None:
+            with self._critics_turn():
+                self.critic.load(Path(directory, CRITIC))

@@ -740,8 +740,13 @@ def logged_as(key: str, logger: str) -> Rule:
     return rule
 
 
+def asynchronous(rule: Rule) -> Rule:
+    """Return the rule of a key that is read where rollouts are asynchronous."""
+    return when(lambda found: found.get("grpo.async_grpo.enabled") is True, rule, "grpo.async_grpo is off")
+
+
 def engine_devices(found: Found) -> None:
-    """Map the devices that engines have to themselves to the number of engines."""
+    """Map the devices that engines have to themselves, and the number of engines on them."""
     resources = "policy.generation.colocated.resources"
     if found.get("policy.generation.colocated.enabled") is not False:
         found.skip("both engines are on the same devices")
@@ -753,6 +758,7 @@ def engine_devices(found: Found) -> None:
         )
         each = found.number(f"{VLLM}.tensor_parallel_size") * found.number(f"{VLLM}.pipeline_parallel_size")
         found.map("generation.engines", max(1, devices // each))
+        found.set("generation.devices", devices)
 
 
 def checkpoint_period(found: Found) -> None:

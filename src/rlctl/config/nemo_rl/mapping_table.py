@@ -78,8 +78,15 @@ _GRPO: dict[str, Rule] = {
     "grpo.async_grpo": only(None, why=ASYNC),
     "grpo.overlong_filtering": only(None, False, why="it is not imported yet; rlctl has filter.truncated=mask"),
     "grpo.seed": to("run.seed"),
-    "grpo.async_grpo.enabled": only(None, False, why=ASYNC),
-    "grpo.async_grpo.*": without("grpo.async_grpo is off, or refused above"),
+    "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
+    "grpo.async_grpo.max_trajectory_age_steps": rules.asynchronous(to("rollouts.max_staleness")),
+    "grpo.async_grpo.in_flight_weight_updates": rules.asynchronous(
+        to("refit.in_flight", {True: "keep", False: "wait"})
+    ),
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": rules.asynchronous(
+        differs(None, True, why="what older weights have left in caches is always computed again")
+    ),
+    "grpo.async_grpo.*": without("an engine that fails is replaced, and its rollouts are begun again"),
     "grpo.use_dynamic_sampling": only(None, False, why="it is not imported yet; rlctl has filter.groups=replace"),
     "grpo.dynamic_sampling_max_gen_batches": without("for dynamic sampling"),
     "grpo.batch_multiplier": only(None, 1, 1.0, why="for dynamic sampling"),

@@ -14,7 +14,16 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import weight_bytes
 from rlctl.planner.costs.memory import layer_activation_bytes, master_and_moments
-from rlctl.planner.costs.parameters import Stage, attended, count, layer_sizes, score_width, stages, trained_parameters
+from rlctl.planner.costs.parameters import (
+    Stage,
+    attended,
+    count,
+    layer_sizes,
+    rank_parameters,
+    score_width,
+    stages,
+    trained_parameters,
+)
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.workload import Workload
@@ -318,6 +327,25 @@ def logprobs_time(
     return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * forward.total + fixed
 
 
+def critic_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    constants: Constants = DEFAULTS,
+) -> float:
+    """Seconds of the critic's phase: values of all tokens, the training of a model of the policy's size, and where the
+    two take turns on the devices both ways of both models between device and host memory."""
+    own = replace(workload, old_logprobs=True, reference=False)
+    values = logprobs_time(facts, choice, own, cluster, constants)
+    training = training_time(facts, choice, workload, cluster, False, constants).total
+    if not choice.critic_offload:
+        return values + training
+    states = offload_seconds(facts, choice, cluster, constants)
+    weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2
+    return values + training + 4 * (states + weights / (cluster.device.host_link * constants.pageable_copy))
+
+
 def model_flops(
     facts: ModelFacts, workload: Workload, constants: Constants = DEFAULTS, *, frozen: bool = False
 ) -> float:
@@ -359,7 +387,9 @@ def refit_time(
     payload = count(facts).total * (4 if choice.precision == "float32" else 2)
     detour = _detour_seconds(payload, cluster, mover, constants)
     if cluster.is_cpu:
-        return detour + 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
+        far = payload / cluster.device.network if cluster.nodes > 1 and not colocated else 0.0
+        # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
+        return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
     far = remote_share(choice.parallel, cluster, colocated) * received
     near = received - far

@@ -135,6 +135,11 @@ class ClusterFacts:
         return self.device.is_cpu
 
     @property
+    def devices(self) -> int:
+        """The number of devices that a plan divides: GPUs, or the cores of a CPU's nodes."""
+        return max(1, self.device.cores * self.nodes) if self.is_cpu else self.gpus
+
+    @property
     def link_domain(self) -> int:
         """Devices joined by the fast link: a node's, or more where NVLink spans nodes."""
         wide = self.device.link_domain > self.device.gpus_per_node

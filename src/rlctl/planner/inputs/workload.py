@@ -30,6 +30,8 @@ class Workload:
     """Log-probs of the old policy are recomputed by the trainer."""
     reference: bool = False
     """Log-probs of a reference policy are needed."""
+    critic: bool = False
+    """A value model of the policy's size is trained next to it."""
     rollouts: bool = True
     """False: supervised training or pretraining; `prompts` sequences of `max_length`, nothing is generated."""
     trains: bool = True
@@ -38,6 +40,15 @@ class Workload:
     share_prompts: bool = False
     """Rollouts of a group in one row stand behind a single copy of their prompt."""
     goal: Goal = "fast"
+    staleness: int | None = None
+    """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """Rollouts that are being sampled when new weights come are waited for, kept or cut off."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are made while the policy trains."""
+        return bool(self.staleness)
 
     @property
     def samples(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem
@@ -20,6 +20,9 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import Constants
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.search.rules import training_problems
+
+if TYPE_CHECKING:
+    from rlctl.planner.search.teacher_search import TeacherPlan
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""
@@ -46,6 +49,7 @@ class Request:
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
+    teacher: ModelFacts | None = None
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)
@@ -68,10 +72,18 @@ class TrainingCandidate:
     peak: mem.PhaseMemory
     seconds: float
     logprobs: float
+    critic: float = 0.0
+    teacher: TeacherPlan | None = None
 
     @property
     def score(self) -> float:
-        return (self.seconds + self.logprobs) * (1 + SIMPLICITY * complexity(self.choice))
+        return (self.seconds + self.logprobs + self.critic) * (1 + SIMPLICITY * complexity(self.choice))
+
+    def taught_by(self, teacher: TeacherPlan) -> TrainingCandidate:
+        """Return this layout with a teacher next to it."""
+        asleep = {"teacher asleep": teacher.asleep} if teacher.asleep else {}
+        peak = mem.PhaseMemory(self.peak.parts | asleep)
+        return replace(self, peak=peak, logprobs=self.logprobs + teacher.seconds, teacher=teacher)
 
 
 def complexity(choice: TrainingChoice) -> int:
@@ -92,9 +104,9 @@ def values_to_try(request: Request, key: str, options: list[int]) -> list[int]:
 
 
 def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
-    """Sizes over `devices` ranks (on a CPU over any number up to the cores), before rules and memory."""
+    """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
     if request.cluster.is_cpu:
-        yield from _cpu_layouts(request)
+        yield from _cpu_layouts(request, devices)
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
@@ -127,14 +139,16 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
         adapters=request.adapters,
         sharding="full" if request.fsdp else "optimizer",
         reference=request.workload.reference,
+        critic=request.workload.critic,
         precision=request.precision,
         float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass
         gradient_bytes=request.gradient_bytes,
     )
 
 
-def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
-    cores, nodes = request.cluster.device.cores, request.cluster.nodes
+def _cpu_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
+    nodes = request.cluster.nodes
+    cores = max(1, devices // nodes)
     for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
         sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
         model = tp * sizes["pp"] * sizes["cp"]
@@ -217,6 +231,8 @@ def _least_saving(
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
     asleep = asleep_bytes(request, colocated)
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
+    waits = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
+    choice = replace(choice, critic_offload=waits)
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
     for saving in memory_savings(request):
@@ -225,7 +241,8 @@ def _least_saving(
         if peak.total <= limit:
             seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
             logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
-            return TrainingCandidate(saved, peak, seconds.total, logprobs)
+            critic = timing.critic_time(facts, saved, workload, cluster, constants) if choice.critic else 0.0
+            return TrainingCandidate(saved, peak, seconds.total, logprobs, critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
     needs = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f}, {peak.parts[part] / GIB:.0f} of them for {part}"

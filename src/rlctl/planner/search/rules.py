@@ -81,9 +81,7 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
     return found
 
 
-def not_runnable(
-    training: TrainingChoice | None, generation: GenerationChoice | None, colocated: bool, backend: str
-) -> list[str]:
+def not_runnable(training: TrainingChoice | None, generation: GenerationChoice | None, backend: str) -> list[str]:
     """Return the parts of a valid plan that rlctl cannot run yet, by key; empty: it runs."""
     why = []
     if training is not None and backend == "dtensor":
@@ -93,6 +91,14 @@ def not_runnable(
     for key in ("pp", "dp", "ep") if generation is not None else ():
         if getattr(generation, key) != 1:
             why.append(f"generation.{key} = {getattr(generation, key)}: only 1 can be run yet")
-    if training is not None and not colocated:
-        why.append("generation.colocated = false: `train` runs both engines on the same devices")
     return why
+
+
+def gives_way(workload: Workload, cluster: ClusterFacts, colocated: bool) -> list[str]:
+    """Return why rollouts cannot be made while the policy trains; empty: they can, or need not."""
+    if workload.staleness is None or not colocated or cluster.is_cpu:
+        return []
+    return [
+        "rollouts.mode = async: engines on the policy's GPUs sleep while it trains, and generation.colocated = false "
+        "needs two GPUs or more"
+    ]

@@ -74,8 +74,10 @@ def _values(request: Request, name: str, value: int) -> list[int]:
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:
     """The rule that `key` breaks in every layout with the other pins of its section; None: some layout is valid."""
     pins = dict(request.pins) | ({key: value} if value is not None else {})
-    tried, devices = replace(request, pins=pins), request.cluster.gpus or 1
+    tried, devices = replace(request, pins=pins), request.cluster.devices
     engines = key.startswith("generation.")
+    if engines:
+        devices = tried.pin("generation.devices", devices)
     problem: Problem | None = None
     for _, found in (engine_search.ruled_engines if engines else search.ruled_layouts)(tried, devices):
         if not found:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rlctl.config.keys import TEACHER_SIZES
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search.policy_search import HEADROOM, Request
+from rlctl.planner.search.teacher_search import TeacherPlan
+from rlctl.telemetry.phases import Phase
 
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
@@ -23,14 +26,34 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
         )
     if training is not None:
         yield from _training_reasons(plan, training, request, rejected)
+    if plan.teacher is not None:
+        yield from _teacher_reasons(plan, plan.teacher)
     if generation is not None:
         yield from _generation_reasons(plan, generation, request)
     if training is not None and generation is not None:
         together = "All devices work in every phase."
-        apart = "No plan with both engines on the same devices fits."
-        yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else apart)
-        way = "Both engines share the memory of a node." if plan.colocated else "Weights cross the network."
+        yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan))
+        if plan.engine_devices:
+            trains = plan.total_s - sum(plan.seconds[phase] for phase in (*ROLLOUT_PHASES, Phase.REFIT))
+            shortest = (
+                "This division has the shortest step of those that were tried: the policy works "
+                f"{trains:.1f} s of it, and the engines {plan.rollouts_s:.1f} s."
+            )
+            yield _reason(plan, "generation.devices", plan.engine_devices, shortest)
+        shared = plan.mover in ("cuda-ipc", "shared-memory")
+        way = "Both engines share the memory of a node." if shared else "Weights go from device to device."
         yield Reason(f"mover={plan.mover}", _given(plan, "refit.mover") or way)
+
+
+ROLLOUT_PHASES = (Phase.GENERATION, Phase.REWARD, Phase.WAITING)
+
+
+def _apart(plan: Plan) -> str:
+    if plan.workload.staleness is not None:
+        return "The engines sample while the policy trains (rollouts.mode=async)."
+    if "generation.devices" in plan.pins:
+        return "They have devices of their own (generation.devices)."
+    return "No plan with both engines on the same devices fits that can be run."
 
 
 def _reason(plan: Plan, key: str, value: object, rule: str) -> Reason:
@@ -115,14 +138,38 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
     offload = str(t.optimizer_offload).lower()
     yield Reason(f"training.optimizer_offload={offload}", _offload_rule(plan, t))
     yield Reason(f"precision={t.precision}", _precision_rule(plan, t))
+    if t.critic:
+        where = "It has the policy's size and layout"
+        if t.critic_offload:
+            yield Reason("critic=turns", f"{where}; of the two, the one that does not compute waits in host memory.")
+        else:
+            yield Reason("critic=resident", f"{where}, and stays on the devices next to it.")
     if t.threads:
         yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
+
+
+def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
+    parallel = teacher.choice.parallel
+    size = f"{teacher.memory.total / GIB:.1f} GiB"
+    where = "in processes of its own" if plan.cluster.is_cpu else "next to what the policy keeps on a device"
+    for key in TEACHER_SIZES:
+        value = getattr(parallel, key)
+        rule = "More would only add communication: the teacher fits without it."
+        if key in ("ep", "etp") and value == 1 and teacher.facts.moe is None:
+            rule = "The teacher has no experts."
+        elif key == "dp" and plan.cluster.is_cpu:
+            rule = "One process computes it: its memory is that of the policy and the engines."
+        elif key == "dp":
+            rule = f"It divides the policy's devices by TP x PP x CP = {parallel.model_size:,}."
+        elif value > 1:
+            rule = f"It is the fastest of the teacher's layouts that fit: {size} a rank, {where}."
+        yield _reason(plan, f"teacher.{key}", value, rule)
 
 
 def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:
     if plan.cluster.is_cpu:
         return "Each node has one."
-    if g.gpus < plan.cluster.gpus and g.engines == request.workload.prompts:
+    if g.gpus < (plan.engine_devices or plan.cluster.gpus) and g.engines == request.workload.prompts:
         return "Each prompt has one: one engine makes all completions of a prompt."
     return f"The devices are divided by {g.replica_gpus * g.dp} an engine."
 

@@ -17,6 +17,7 @@ SUSPECTS = {
     Phase.GENERATION: "decode_bandwidth_efficiency, decode_step_s or length_sigma (CPU: CPU_DECODE_EFFICIENCY)",
     Phase.REWARD: "reward_s",
     Phase.LOGPROBS: "matmul_efficiency (CPU: CPU_MATMUL_EFFICIENCY)",
+    Phase.CRITIC: "matmul_efficiency or packing_fill (CPU: CPU_MATMUL_EFFICIENCY)",
     Phase.TRAINING: "matmul_efficiency or packing_fill (CPU: CPU_MATMUL_EFFICIENCY)",
     Phase.REFIT: "refit_link_efficiency or refit_fixed_s",
     Phase.OTHER: "other_s",

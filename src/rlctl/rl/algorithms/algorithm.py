@@ -69,6 +69,11 @@ class Algorithm(ABC):
         return self.config.logprobs_needed
 
     @property
+    def teacher_top(self) -> int:
+        """Number of a teacher's most likely tokens at each position whose log-probs the loss needs."""
+        return 0
+
+    @property
     def learns_without_advantage(self) -> bool:
         """Whether a rollout with advantage 0 has a gradient; if not, its tokens need not be computed."""
         return True
@@ -94,8 +99,8 @@ class Algorithm(ABC):
             np.sum([weight * self.advantages(rewards_G) for weight, rewards_G in self.compared(group)], axis=0)
             for group in groups
         ]
-        if not self.config.advantage.whiten or not groups:
-            return found
+        if not self.config.advantage.whiten or self.config.has_critic or not groups:
+            return found  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
         ends = np.cumsum([len(group.rollouts) for group in groups])[:-1]
         return np.split(whitened(np.concatenate(found), tokens_N), ends)
