@@ -260,6 +260,22 @@ def test_a_loss_that_is_not_finite_and_changed_the_weights_is_not_saved() -> Non
     assert not recorder.saved
 
 
+def test_a_step_says_how_its_rollouts_ended_and_whose_tokens_they_are() -> None:
+    class Cut(Recorder):
+        def next(self, version: int) -> RolloutBatch:
+            batch = super().next(version)
+            (only,) = batch.groups
+            slow = replace(only.rollouts[1], stop_reason="timeout", versions=((0, 2), (1, 3)))
+            return replace(batch, groups=(replace(only, rollouts=(only.rollouts[0], slow)),))
+
+    recorder = Cut([[1.0, 0.0]])
+    run(recorder, 1)
+    assert recorder.logged[0]["stop_reasons"] == {"stop": 1, "timeout": 1}
+    assert recorder.logged[0]["truncated_fraction"] == 0.5
+    assert recorder.logged[0]["tokens_by_version"] == [[0, 5], [1, 3]]
+    assert any("step 1: 1 rollout(s) took longer than rollouts.timeout_s" in text for text in recorder.said)
+
+
 def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
     recorder = Recorder([[1.0, 0.0], *[[1.0, 1.0]] * 4])
     assert not run(recorder, 5, checks={"max_steps_without_signal": 3})

@@ -196,7 +196,7 @@ def _rollouts(
     """Return the source that `rollouts.mode` asks for."""
     parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
-        return contextlib.closing(AsynchronousSource(*parts, display.say))
+        return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
 
 
@@ -326,6 +326,7 @@ class RunJournal:
             "right": None if rollout.accuracy is None else rollout.accuracy == 1,
             "tokens": rollout.response_tokens,
             "truncated": rollout.truncated,
+            "stop_reason": rollout.stop_reason,
             "position": rollout.position,
             "sample": rollout.sample,
             "seed": rollout.seed,

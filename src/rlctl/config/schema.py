@@ -307,8 +307,8 @@ class LossConfig(Section):
     """Loss of your own, `path/to/file.py:function`, instead of the algorithm's: it takes a TokenBatch and returns the
     loss of each response token."""
     needs: tuple[LogprobColumn, ...] | None = None
-    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch,
-    `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
+    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
+    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
     become less likely."""
@@ -336,9 +336,10 @@ class LossConfig(Section):
     with the sum of its tokens divided by `length_divisor`."""
     length_divisor: Positive | None = None
     """Divisor of every sequence's sum with `level=constant`; unset: generation.max_new_tokens."""
-    importance_correction: Literal["off", "untruncated", "truncated", "masked"] = "truncated"
+    importance_correction: Literal["off", "untruncated", "truncated", "masked", "ratio"] = "truncated"
     """Correction for the difference between the engine's and the trainer's log-probs: tokens weigh by the ratio of the
-    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]."""
+    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]. With
+    `ratio` they have no weight, and the clipped ratio is that of the policy to the engine's log-probs."""
     importance_level: Literal["token", "sequence"] = "token"
     """Unit of that ratio: each token, or the product over the tokens of a rollout, which all of them then have."""
     importance_cap: Annotated[float, Field(gt=1)] = 2.0
@@ -414,7 +415,8 @@ class FilterConfig(Section):
     """Groups whose rollouts all have the same reward: keep them in the batch, drop them, or sample other prompts in
     their place until the batch is full (dynamic sampling)."""
     max_rounds: Annotated[int, Field(gt=0, le=1000)] = 10
-    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there."""
+    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there. With
+    async, a round is `batch.prompts` groups."""
     truncated: Literal["keep", "mask"] = "keep"
     """Rollouts that a limit of length ended: learn from them, or only count their rewards in their group."""
     skip: bool = True
@@ -423,7 +425,7 @@ class FilterConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """When rollouts are made: before each step, or while the policy trains."""
+    """When rollouts are made: before each step, or while the policy trains; and how long one may take."""
 
     mode: Literal["sync", "async"] = "sync"
     """Make the rollouts of a step while the policy waits (sync), or while it trains on earlier ones (async)."""
@@ -433,6 +435,9 @@ class RolloutsConfig(Section):
     order: Literal["position", "arrival"] = "position"
     """With async, the contents of a batch: the next prompts in their order (position), or the groups that finished
     first, where one that was begun `max_staleness` versions ago is waited for (arrival)."""
+    timeout_s: Seconds | None = None
+    """Longest time from the first token of a rollout to its last, in both modes and in validation. One that takes
+    longer ends with the tokens that it has and the stop reason `timeout`. Unset: half of cluster.step_timeout_s."""
 
 
 class ChecksConfig(Section):
@@ -794,6 +799,15 @@ class RlctlConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def validate_rollouts_end_before_the_run(self) -> RlctlConfig:
+        if self.rollout_timeout_s >= self.cluster.step_timeout_s:
+            raise ValueError(
+                f"rollouts.timeout_s = {self.rollout_timeout_s:g} is not below cluster.step_timeout_s = "
+                f"{self.cluster.step_timeout_s:g}, after which a step fails"
+            )
+        return self
+
+    @model_validator(mode="after")
     def validate_groups_that_are_compared(self) -> RlctlConfig:
         compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
         compared = compared and self.learns_from_rewards
@@ -859,6 +873,11 @@ class RlctlConfig(Section):
         return self
 
     @property
+    def rollout_timeout_s(self) -> float:
+        """Longest time from the first token of a rollout to its last."""
+        return self.rollouts.timeout_s or self.cluster.step_timeout_s / 2
+
+    @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
         optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
@@ -866,6 +885,8 @@ class RlctlConfig(Section):
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
         old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
+            old = old and (self.penalty_in_reward or self.loss.sequence_mask is not None)
         old = old or (self.has_critic and self.penalty_in_reward)
         columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
                                               "teacher_logprobs": self.teacher.model is not None}  # fmt: skip

@@ -15,6 +15,12 @@ from rlctl.errors import InputError
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
 FOLDER = "rollouts"
+CUT_OFF = {
+    "length": "cut off at the length limit",
+    "timeout": "cut off at rollouts.timeout_s",
+    "abort": "cut off by a refit",
+}
+"""Words for how a completion was ended, by its stop reason."""
 
 
 def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGroup, Rollout]]:
@@ -76,7 +82,8 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
 def sample_text(sample: Sample) -> str:
     """Return a sample as a person reads it: what was scored how, the prompt as the model saw it, and the completion."""
     terms = ", ".join(f"{name} {value:.3f}" for name, value in (sample.get("terms") or {}).items())
-    marks = ["right" * bool(sample.get("right")), "cut off at the length limit" * bool(sample.get("truncated"))]
+    cut = CUT_OFF.get(sample.get("stop_reason", ""), CUT_OFF["length"])
+    marks = ["right" * bool(sample.get("right")), cut * bool(sample.get("truncated"))]
     heading = [
         f"step {sample['step']}",
         f"prompt {sample.get('position')}, sample {sample.get('sample')}",

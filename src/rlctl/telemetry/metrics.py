@@ -22,8 +22,9 @@ class Metric:
 
     name: str
     """Name in metrics.jsonl; a slash makes it part of a nested value."""
-    reduce: Literal["mean", "sum", "max"]
-    """Over the response tokens of the step. A maximum is at least 0."""
+    reduce: Literal["mean", "sum", "max", "effective"]
+    """Over the response tokens of the step. A maximum is at least 0. `effective` is the effective sample size of
+    weights w, as a part of the tokens: (sum of w)^2 / (tokens x sum of w^2)."""
     curve: str = ""
     """Title of its curve in the report; empty: it has none."""
     column: str = ""

@@ -324,7 +324,7 @@ def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], heading
             reward = row.get("reward")
             told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
             told += [f"answer {row['answer']}"] if row.get("answer") is not None else []
-            told += ["cut off"] if row.get("truncated") else []
+            told += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
             found.append(
                 f"<article><pre>{_text(_cut(row.get('prompt', '')))}</pre>"
                 f"<pre class=completion>{_text(_cut(row.get('completion', '')))}</pre>"
