@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 OPEN = {"RAY_AUTH_MODE": "disabled", "HOME": "/mnt"}
-SPLIT = ("--split", "--nodes", "2", "--set", "generation.devices=1")
+SPLIT = ("--split", "--nodes", "2", "--set", "generation.devices=1", "--set", "training.tp=1")
 
 
 def start_ray(host: Host, *arguments: str) -> None:

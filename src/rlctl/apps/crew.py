@@ -143,7 +143,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
             doing("starting scorer")
             scorer.within(start_s).call(RewardWorker.setup)
         policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines), reward, validation)
+        yield Crew(spec, policy, EngineClient(engines, keeps=spec.own_nodes), reward, validation)
 
 
 @contextlib.contextmanager
