@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
-from rlctl.cluster.objects import fetch, keep_here, put
+from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec
@@ -61,9 +61,6 @@ class Counter:
 
     def make(self, lengths: tuple[int, ...]) -> tuple[str, list[np.ndarray]]:
         return f"made by {self.rank}", [np.arange(length, dtype=np.int32) + self.rank for length in lengths]
-
-    def own(self) -> tuple[object, int]:
-        return put(np.zeros(1 << 20)), self.rank
 
     def total(self, handle: object) -> int:
         return int(fetch(handle).sum(dtype=np.int64))
@@ -210,13 +207,3 @@ def test_bundles_stay_away_from_the_nodes_of_others(placement):
         Placement(1, gpus=False, timeout_s=0.5, away_from=placement.bundles)
     assert placement.stands(placement.bundles)
     assert placement.renewed(placement.bundles, 1.0) == placement.bundles
-
-
-def test_what_is_lost_with_its_maker_is_an_error_before_it_is_needed(group):
-    (kept, _), (lost, _) = group.call(Counter.own)
-    os.kill(group.pids[1], signal.SIGKILL)
-    with pytest.raises(WorkerError, match="died"):
-        group.part([1]).call(Counter.hang, 1)
-    keep_here([kept])
-    with pytest.raises(WorkerError, match="lost with the node"):
-        keep_here([kept, lost])
