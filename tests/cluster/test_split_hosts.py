@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,27 @@ pytestmark = [
     ),
 ]
 OPEN = {"RAY_AUTH_MODE": "disabled", "HOME": "/mnt"}
-SPLIT = ("--split", "--nodes", "2", "--set", "generation.devices=1")
+SPLIT = ("--split", "--nodes", "2", "--set", "generation.devices=1", "--set", "training.tp=1")
+
+KEEP = """
+import sys
+import numpy, ray
+from rlctl.cluster.objects import fetch, keep_here
+from rlctl.cluster.ray_session import ray_session
+from rlctl.errors import WorkerError
+with ray_session(sys.argv[1]):
+    make = ray.remote(num_cpus=1, max_retries=0)(lambda: numpy.ones(1 << 20))
+    kept, lost = make.remote(), make.remote()
+    ray.wait([kept, lost], num_returns=2, fetch_local=False)
+    keep_here([kept])
+    print("made", flush=True)
+    sys.stdin.readline()
+    print("kept", int(fetch(kept).sum()))
+    try:
+        keep_here([kept, lost])
+    except WorkerError as error:
+        print(error.message)
+"""
 
 
 def start_ray(host: Host, *arguments: str) -> None:
@@ -112,3 +133,16 @@ def test_a_lost_policy_host_ends_the_run_which_goes_on_on_one_host(hosts, tiny_l
     whole = finish(command(tiny_llama, tmp_path / "whole", "--steps", str(steps)))
     assert whole.returncode == 0, whole.stderr
     same_run(results(run_dir), results(tmp_path / "whole"))
+
+
+def test_rollouts_outlive_the_host_that_made_them_once_they_are_copied(hosts):
+    """The last of this file: no host with a device comes back."""
+    script = hosts[0].inside([sys.executable, "-c", KEEP, f"{hosts[0].chosen}:6379"], **OPEN)
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
+        for host in hosts[1:]:
+            host.kill_all()
+        said, _ = process.communicate("go on\n", timeout=300)
+    assert f"kept {1 << 20}" in said
+    assert "lost with the node that held them" in said

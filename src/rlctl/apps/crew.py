@@ -157,7 +157,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
         teacher = None
         if taught is not None and spec.teacher is not None:
             teacher = PolicyClient(taught, spec.teacher, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines), reward, validation, teacher)
+        yield Crew(spec, policy, EngineClient(engines, keeps=spec.own_nodes), reward, validation, teacher)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ _GRPO: dict[str, Rule] = {
         to("refit.in_flight", {True: "keep", False: "wait"})
     ),
     "grpo.async_grpo.recompute_kv_cache_after_weight_updates": rules.asynchronous(
-        differs(None, True, why="what older weights have left in caches is always computed again")
+        differs(None, True, why="caches that older weights have filled are always computed again")
     ),
     "grpo.async_grpo.*": without("an engine that fails is replaced, and its rollouts are begun again"),
     "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
