@@ -16,8 +16,9 @@ from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
+from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.families import facts_from_hf_config
-from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_checkpoint
+from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_changed, run_checkpoint
 from support.parallel_cases import WEIGHT, Case
 from support.parallel_cases import run_case as run_megatron
 from support.parallel_families import FAMILIES
@@ -31,6 +32,7 @@ from support.reference import (
     hf_model,
     make_batch,
     megatron_weights,
+    routed,
     run_reference,
     token_loss,
 )
@@ -56,8 +58,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 
 @cache
-def reference(kind: str, temperature: float) -> Reference:
-    return run_reference(kind, make_batch(), WEIGHT, temperature)
+def reference(kind: str, temperature: float, replay: bool) -> Reference:
+    return run_reference(kind, batch_of(kind, replay), WEIGHT, temperature)
+
+
+def batch_of(kind: str, replay: bool) -> dict[int, RolloutColumns]:
+    return routed(kind, make_batch()) if replay else make_batch()
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
@@ -65,8 +71,9 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
 
 
 def check(pools: Pools, published: Published, case: Case) -> list[Outcome]:
-    ranks = pools(case.parallel.world_size).run(run_case, case, published(case.kind), make_batch())
-    expected = reference(case.kind, case.temperature)
+    batch = batch_of(case.kind, case.replay)
+    ranks = pools(case.parallel.world_size).run(run_case, case, published(case.kind), batch)
+    expected = reference(case.kind, case.temperature, case.replay)
     logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
     assert logprobs.keys() == expected.logprobs.keys()
     for key, value in expected.logprobs.items():
@@ -99,6 +106,7 @@ ALONE = {
     "recompute-selective": Case("qwen2", recompute="selective"),
     "moe": Case("qwen3moe"),
     "mla": Case("deepseek", recompute="full"),
+    "replay": Case("qwen3moe", replay=True, recompute="full"),
 }
 
 
@@ -114,6 +122,8 @@ PAIRS = {
     "cp2": Case("qwen3", ParallelSpec(cp=2)),
     "moe-dp2": Case("qwen3moe", ParallelSpec(dp=2)),
     "mla-cp2": Case("deepseek", ParallelSpec(cp=2), recompute="selective"),
+    "moe-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2), recompute="full"),
+    "mla-ep2-cp2-replay": Case("deepseek", ParallelSpec(cp=2, ep=2), replay=True),
     "tp2": Case("qwen2", ParallelSpec(tp=2), share_prompts=False),
     "tp2-tied-recompute": Case("llama-tied", ParallelSpec(tp=2), recompute="full", chunk=7),
 }
@@ -130,6 +140,7 @@ def test_two_processes_equal_transformers(pools: Pools, published: Published, ca
 FOURS = {
     "replicate2-shard2": Case(parallel=ParallelSpec(dp=4, replicate=2)),
     "dp2-cp2": Case("llama-tied", ParallelSpec(dp=2, cp=2)),
+    "moe-ep2-shard2": Case("qwen3moe", ParallelSpec(dp=4, ep=2)),
     "tp2-dp2": Case("qwen3", ParallelSpec(tp=2, dp=2)),
     "tp2-cp2": Case("llama-tied", ParallelSpec(tp=2, cp=2), recompute="selective"),
     "tp4-of-2-key-heads": Case("qwen2", ParallelSpec(tp=4)),
@@ -199,6 +210,21 @@ def test_every_family_under_every_sharding(pools: Pools, family: str, sizes: dic
     check_family(pools, tmp_path, family, ParallelSpec(**sizes))
 
 
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3moe"])
+def test_bfloat16_is_computed_in_and_float32_is_kept(pools: Pools, published: Published, kind: str) -> None:
+    case = Case(kind, ParallelSpec(dp=2), "bfloat16")
+    ranks = pools(2).run(run_case, case, published(kind), make_batch())
+    expected = reference(kind, 1.0, False)
+    for key, value in ((key, value) for rank in ranks for key, value in rank.logprobs.items()):
+        assert (value - expected.logprobs[key]).abs().mean() < 0.1, key
+    result = only_result([rank.results[0] for rank in ranks])
+    assert result.loss == pytest.approx(expected.losses[0], rel=0.02)
+    assert result.grad_norm == pytest.approx(expected.norms[0], rel=0.05)
+    for name, value in ranks[0].params.items():
+        assert value.dtype == torch.float32
+        assert (value - expected.module_params[name]).abs().max() < 2e-3, name
+
+
 def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -> None:
     case = Case("qwen3", ParallelSpec(dp=2))
     pool, weights = pools(2), megatron_weights(case.kind, hf_model(case.kind).state_dict())
@@ -219,8 +245,8 @@ def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -
 SAVED = {
     "same-dp2": (Case(parallel=ParallelSpec(dp=2)),) * 2,
     "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
-    "moe-dp2-to-replicate2": (
-        Case("deepseek", ParallelSpec(dp=2)), Case("deepseek", ParallelSpec(dp=2, replicate=2)),
+    "moe-ep2-to-replicate2": (
+        Case("deepseek", ParallelSpec(dp=2, ep=2)), Case("deepseek", ParallelSpec(dp=2, replicate=2)),
     ),
 }  # fmt: skip
 
@@ -248,6 +274,28 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
     found = inspect(directory)
     assert (found.format, found.optimizer, found.problems) == ("dtensor torch_dist", True, [WITHOUT_CONFIG])
     assert any(not torch.equal(model[name], value) for name, value in kept.items())  # of the step before
+
+
+CHANGED = {"dp2": Case("qwen3", ParallelSpec(dp=2)), "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2))}
+
+
+@pytest.mark.parametrize("case", CHANGED.values(), ids=CHANGED.keys())
+def test_a_run_may_change_its_backend_and_change_back(
+    pools: Pools, published: Published, case: Case, tmp_path: Path
+) -> None:
+    """The next steps agree within rounding: weights and moments come through the layouts."""
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
+    second, third, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(4))
+    for ours, theirs in ((changed, second), (back, third)):
+        assert abs(ours.loss - theirs.loss) <= TOLERANCE
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    for _, (straight, ours) in ranks:
+        for name, value in straight.items():
+            assert (ours[name] - value).abs().max() < 1e-6, name
 
 
 def test_a_policy_that_slept_goes_on_as_if_it_had_not(pools: Pools, published: Published) -> None:

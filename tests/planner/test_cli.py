@@ -292,7 +292,7 @@ def test_fsdp_is_planned_with_its_own_sizes(capsys: pytest.CaptureFixture[str]) 
     ("setting", "said"),
     [
         ("training.pp=2", "FSDP2 has no pipeline stages"),
-        ("training.ep=2", "does not spread experts yet"),
+        ("training.tp=4", "does not divide experts yet"),
         ("training.replicate=16", "do not make 16 equal copies"),
         ("training.lora.rank=8", "training.lora.rank is refused"),
         ("training.optimizer_offload=true", "training.optimizer_offload is refused"),
@@ -303,7 +303,7 @@ def test_fsdp_is_planned_with_its_own_sizes(capsys: pytest.CaptureFixture[str]) 
 def test_fsdp_refuses_by_key_and_names_the_other_backend(
     capsys: pytest.CaptureFixture[str], setting: str, said: str
 ) -> None:
-    model = "Qwen/Qwen3-30B-A3B" if "moe" in setting or "ep" in setting else NODE[2]
+    model = "Qwen/Qwen3-30B-A3B" if "moe" in setting or "tp" in setting else NODE[2]
     command = ["plan", "--model", model, "--gpu", "h100", "--gpus-per-node", "8", "--backend", "dtensor"]
     code, _, err = rlctl(capsys, *command, "--set", setting)
     assert code == 2

@@ -15,6 +15,7 @@ from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.models.facts import ModelFacts
 from support.parallel_cases import BrokenLoss, Case, Loss, column_by_rollout, plan_of, spec_of
+from support.parallel_cases import make_worker as make_megatron
 from support.reference import Optim
 
 Batch = dict[int, RolloutColumns]
@@ -97,6 +98,30 @@ def run_checkpoint(rank: int, before: Case, after: Case, directory: Path, batch:
     resumed = other.train_minibatch(0, Loss(), Optim().lr)
     loaded = wholes(other, "data")
     return (straight, resumed, kept, loaded, published) if rank == 0 else (straight, resumed, {}, {}, {})
+
+
+def run_changed(
+    rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
+) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    """The third step of Megatron's, and of a run that goes on with FSDP2 after one and with Megatron after two; and
+    the weights behind it, by transformers' names in FSDP2's case."""
+    load = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    straight = make_megatron(rank, case, weights)
+    straight.load_batch(load, list)
+    straight.train_minibatch(0, Loss(), Optim().lr)
+    straight.save(places[0])
+    results: list[Any] = [straight.train_minibatch(0, Loss(), Optim().lr)]
+    results.append(straight.train_minibatch(0, Loss(), Optim().lr))
+    changed = make_worker(rank, case, directory, load=False)
+    changed.load(places[0])
+    changed.load_batch(load, list)
+    results.append(changed.train_minibatch(0, Loss(), Optim().lr))
+    changed.save(places[1])
+    back = make_megatron(rank, case, None)
+    back.load(places[1])
+    back.load_batch(load, list)
+    results.append(back.train_minibatch(0, Loss(), Optim().lr))
+    return results, [dict(straight.parameters()), dict(back.parameters())]
 
 
 def run_asleep(rank: int, case: Case, directory: Path, batch: Batch) -> tuple:

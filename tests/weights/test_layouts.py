@@ -62,7 +62,8 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
     if kind == "dtensor":
         copies = draw(st.sampled_from([1, 2]))
         sizes = {"tp": draw(size), "cp": draw(st.sampled_from([1, 1, 2])), "dp": copies * draw(st.integers(1, 3))}
-        return DTensorWorld(facts, ParallelSpec(**sizes, replicate=copies), "float64")
+        ep = draw(st.sampled_from([1, 2])) if facts.moe and sizes["cp"] * sizes["dp"] // copies % 2 == 0 else 1
+        return DTensorWorld(facts, ParallelSpec(**sizes, ep=ep, replicate=copies), "float64")
     if kind == "modules":
         return SingleWorld(module_layout(facts, "float64"))
     style = torch_dist.KeyStyle(torch_dist.default_style(facts).stacked and draw(st.booleans()))
@@ -107,6 +108,7 @@ def every_world(facts: ModelFacts) -> Iterator[World]:
     yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, dp=2, **experts), "te")
     yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, vpp=2, etp=1), "local")
     yield DTensorWorld(facts, ParallelSpec(tp=2, dp=6, replicate=2))
+    yield DTensorWorld(facts, ParallelSpec(dp=4, ep=2 if facts.moe else 1))
     yield VllmWorld(facts, VllmParallel(4))
     yield VllmWorld(facts, VllmParallel(2, 2, ep=True))
 

@@ -29,7 +29,7 @@ LAID_OUT = {
 }  # fmt: skip
 """Keys of how the two engines and a teacher are laid out, by section: the planner decides what of them is unset."""
 LAYOUT = (
-    "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
+    "training.backend", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
     *(f"{section}.{key}" for section, keys in LAID_OUT.items() for key in keys),
 )  # fmt: skip
 """Keys of how one computation is laid out over devices: results agree within rounding whatever they are. When

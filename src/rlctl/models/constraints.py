@@ -67,12 +67,14 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     for key, size, why in (
         ("pp", parallel.pp, "FSDP2 has no pipeline stages"),
         ("vpp", parallel.vpp, "FSDP2 has no pipeline stages"),
-        ("ep", parallel.ep, "the dtensor backend does not spread experts yet"),
     ):
         if size > 1:
             found.append(Problem(f"training.{key}", why))
     tp = parallel.tp
-    found += _tensor_problems(facts, parallel)
+    found += [*_tensor_problems(facts, parallel), *_expert_problems(facts, parallel)]
+    if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
+        why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
+        found.append(Problem("training.ep", why))
     if tp > 1 and facts.moe is not None:
         found.append(Problem("training.tp", "the dtensor backend does not divide experts yet"))
     if facts.vocab % tp:

@@ -28,6 +28,11 @@ COLUMN_ROLES = frozenset(
 """Divided along their first axis by tensor parallelism."""
 ROW_ROLES = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
 """Divided along their second axis."""
+EXPERT_ROLES = frozenset(
+    {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
+    | {Role.EXPERT_GATE_BIAS, Role.EXPERT_UP_BIAS, Role.EXPERT_DOWN_BIAS}
+)
+"""Stacked along their first axis, which expert parallelism divides before FSDP2 does."""
 _STACKED = {
     Role.EXPERT_GATE: ("gate_up_proj", 0),
     Role.EXPERT_UP: ("gate_up_proj", 1),
@@ -129,6 +134,10 @@ class DTensorWorld:
         role = self.roles[name]
         return 0 if role in COLUMN_ROLES else 1 if role in ROW_ROLES else None
 
+    def is_expert(self, name: str) -> bool:
+        """Whether a param holds something of every expert of a layer."""
+        return self.roles.get(name) in EXPERT_ROLES
+
     def _sharded(self, name: str) -> bool:
         """Whether FSDP2 shards it: a buffer is whole on every rank."""
         return self.roles[name] not in FLOAT32_ROLES
@@ -138,7 +147,10 @@ class DTensorWorld:
         axis = self.axis(name)
         if axis is not None:
             box[axis] = _chunk(box[axis], self.parallel.tp, tp)
-        if self._sharded(name):
+        ep = self.parallel.ep
+        if self.is_expert(name) and ep > 1:
+            box[0] = _chunk(_chunk(box[0], ep, shard % ep), self.parallel.fsdp_shards // ep, shard // ep)
+        elif self._sharded(name):
             box[0] = _chunk(box[0], self.parallel.fsdp_shards, shard)
         return tuple(box)
 

@@ -51,9 +51,10 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
     ):
         for key in passed:
             yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
+    if spec.router_replay and spec.facts.moe is None:
+        yield "training.router_replay", "the model has no experts"
     for key, asked in (
         ("training.lora.rank", spec.lora.rank > 0),
-        ("training.router_replay", spec.router_replay),
         ("training.optimizer_offload", spec.optimizer_offload),
         ("teacher.model", spec.teaches is not None),
     ):

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from rlctl.backends.dtensor.model import local_part
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
+from rlctl.checkpoints.megatron.megatron_model import STEP
 from rlctl.checkpoints.megatron.torch_dist_files import BACKEND
 from rlctl.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STEP = "optimizer.step"
 
 
 class Writer(FileSystemWriter):
@@ -70,23 +71,30 @@ class Save:
 
 
 def load(directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Read what `Save` wrote into the live weights and states. Raises InputError where `directory` holds no policy
-    checkpoint of this backend, or one with a pickle that could run code."""
-    if not (directory / ".metadata").is_file():
-        raise InputError(
-            f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
-        )
+    """Read what `Save` wrote into the live weights and states. Raises InputError where a tensor is missing, or a pickle
+    could run code."""
     pickles.scan(directory)
     state = dict(_state(weights, optimizer))
     missing = state.keys() - pickles.load_metadata(directory).state_dict_metadata.keys()
     if missing:
-        raise InputError(
-            f"{directory} holds no {min(missing)}: it is no checkpoint of training.backend = dtensor.",
-            "Resume the run with the backend that it began with.",
-        )
+        raise InputError(f"{directory} holds no {min(missing)}.", "Is it a checkpoint of the same model?")
     state_dict_loader.load(state, checkpoint_id=str(directory))
+    set_steps(optimizer, float(state[STEP]))
+
+
+def set_steps(optimizer: torch.optim.Optimizer, steps: float) -> None:
     for own in optimizer.state.values():
-        own["step"].copy_(state[STEP])
+        own["step"].fill_(steps)
+
+
+def moments_of(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """By moment, what this rank holds of it for each trained parameter, live."""
+    live = dict(_state(weights, optimizer))
+    found: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
+    for moment, own in found.items():
+        prefix = f"optimizer.state.{moment}."
+        own |= {key.removeprefix(prefix): local_part(value) for key, value in live.items() if key.startswith(prefix)}
+    return found
 
 
 def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -101,6 +109,6 @@ def _state(weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> I
         if not own:
             own |= {"step": torch.zeros((), device=parameter.device)}
             own |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        yield from ((f"optimizer.{moment}.{name}", own[moment].detach()) for moment in MOMENTS)
+        yield from ((f"optimizer.state.{moment}.{name}", own[moment].detach()) for moment in MOMENTS)
         step = own["step"]
     yield STEP, step.cpu().clone()

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
+from rlctl.backends.dtensor.experts import Replay, install_replay, spread
 from rlctl.backends.dtensor.tensor_parallel import divide, gather_tokens
 from rlctl.backends.logprobs import VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
@@ -40,20 +41,22 @@ class Groups:
     """(replicate, shard, tp): context-parallel ranks are shards."""
     passes: DeviceMesh
     """(dp, cp, tp)"""
+    experts: DeviceMesh | None
+    """(replicate, shard, ep), where experts are spread."""
 
     @classmethod
     def of(cls, parallel: ParallelSpec, device: str) -> Groups:
         """Collective: make the groups."""
-        sizes = (parallel.replicate, parallel.fsdp_shards, parallel.tp)
-        return cls(
-            init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "tp")),
-            init_device_mesh(device, (parallel.dp, parallel.cp, parallel.tp), mesh_dim_names=("dp", "cp", "tp")),
-        )
+        copies, shards, ep = parallel.replicate, parallel.fsdp_shards, parallel.ep
 
-    @property
-    def fsdp(self) -> DeviceMesh:
-        """The mesh of `fully_shard`: with two axes it shards along the last."""
-        return self.sharding["replicate", "shard"] if self.sharding.size(0) > 1 else self.sharding["shard"]
+        def mesh(names: str, *sizes: int) -> DeviceMesh:
+            return init_device_mesh(device, sizes, mesh_dim_names=tuple(names.split()))
+
+        return cls(
+            mesh("replicate shard tp", copies, shards, parallel.tp),
+            mesh("dp cp tp", parallel.dp, parallel.cp, parallel.tp),
+            mesh("replicate shard ep", copies, shards // ep, ep) if ep > 1 else None,
+        )
 
     def group(self, name: str) -> Any:
         return self.passes.get_group(name)
@@ -61,7 +64,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class RowPass:
-    """What the attention of each layer has to know of the row that is passed."""
+    """The row that is passed, as the attention of each layer has to know it."""
 
     attention: RowAttention
     context: Any
@@ -110,13 +113,18 @@ class PolicyModel(nn.Module):
         self.inner = inner
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
         self._temperature, self._chunk, self._vocab = temperature, chunk, inner.config.vocab_size
+        self.replays: list[Replay] = []
+        """With router replay, the routers that are told a row's experts."""
 
     def forward(self, row: PackedRow) -> Tensor:
         size, rank = self._context.size(), self._context.rank()
-        tokens_T, positions_T = row.tokens_T, row.positions_T
+        tokens_T, positions_T, routing_TLK = row.tokens_T, row.positions_T, row.routing_TLK
         if size > 1:
             own_T = torch.from_numpy(zigzag(len(tokens_T), size, rank)).to(tokens_T.device)
             tokens_T, positions_T = tokens_T[own_T], positions_T[own_T]
+            routing_TLK = None if routing_TLK is None else routing_TLK[own_T]
+        for replay in self.replays:
+            replay.give(routing_TLK)
         passed = RowPass(RowAttention.of(row, size, rank), self._context)
         found = self.inner.model(
             input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, row=passed
@@ -132,6 +140,11 @@ class PolicyModel(nn.Module):
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
 
 
+def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of `fully_shard`: with two axes it shards along the last."""
+    return mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]
+
+
 def build_model(
     spec: PolicySpec, world: DTensorWorld, groups: Groups, device: torch.device, frozen: frozenset[str]
 ) -> PolicyModel:
@@ -142,11 +155,15 @@ def build_model(
     model = PolicyModel(_on_meta(spec), groups, spec.temperature, spec.logprob_chunk_tokens)
     for name, parameter in model.inner.named_parameters():
         parameter.requires_grad_(name not in frozen)
+    if spec.router_replay:
+        model.replays = install_replay(model.inner, world)
     if spec.parallel.tp > 1:
         divide(model.inner, world, groups.sharding["tp"])
+    if groups.experts is not None:
+        spread(model.inner, world, groups.experts["ep"])
     _recompute(model, spec.recompute)
-    if groups.fsdp.size() > 1 or spec.dtype != "float32":
-        _shard(model, groups.fsdp, spec.dtype)
+    if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
+        _shard(model, groups, spec.dtype)
     model.to_empty(device=device)
     if not isinstance(model, FSDPModule):
         model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
@@ -189,12 +206,15 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     )
 
 
-def _shard(model: PolicyModel, mesh: DeviceMesh, dtype: str) -> None:
+def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
     """A group of parameters for each layer; embedding, last norm and head are the root's, which is gathered once for
     a pass however many chunks of log-probs it has. Gradients are summed over the ranks, never averaged."""
     compute = torch.bfloat16 if dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    mesh = _fsdp(groups.sharding)
     for layer in model.inner.model.layers:
+        if groups.experts is not None and hasattr(layer.mlp, "experts"):
+            fully_shard(layer.mlp.experts, mesh=_fsdp(groups.experts), mp_policy=policy)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
@@ -207,7 +227,7 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter, a gradient or a state; a view of the live memory."""
+    """This rank's part of a parameter, a gradient or a state; a view of the live memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,14 @@ from rlctl.backends.results import StepOutcome
 
 def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
     """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron."""
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict] = [{"params": [], "decays": decays} for decays in (True, False)]
-    for name, parameter in trained:
-        groups[_is_plain(name, parameter)]["params"].append(parameter)
-    return torch.optim.AdamW(groups, **optimizer_values(spec))
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = not _is_plain(name, parameter)
+            # The fused kernel takes parameters of one mesh: experts that are spread have their own.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((decays, mesh), {"params": [], "decays": decays})["params"].append(parameter)
+    return torch.optim.AdamW(list(groups.values()), **optimizer_values(spec))
 
 
 def _is_plain(name: str, parameter: Tensor) -> bool:

@@ -75,19 +75,23 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
             parameter = module._parameters[name]
             assert parameter is not None
             if id(parameter) not in made:  # tied weights stay tied
-                axis = world.axis(full_name)
-                place = Replicate() if axis is None else Shard(axis)
-                divided = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
-                made[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = divided(parameter, mesh, world.axis(full_name))
             module._parameters[name] = made[id(parameter)]
         if isinstance(module, nn.Embedding):
             module.forward = partial(_embed, module, group)
         elif own:
             kept = _narrow(world, next(iter(own.values())), group)
-            module.forward = partial(_with_local_parameters, module, module.forward, tuple(own), kept)
+            module.forward = partial(with_local_parameters, module, module.forward, tuple(own), kept)
     for layer in inner.model.layers:
         for module in (layer.self_attn, layer.mlp):
             module.forward = partial(_on_whole_rows, module.forward, group)
+
+
+def divided(parameter: nn.Parameter, mesh: DeviceMesh, axis: int | None) -> nn.Parameter:
+    """A parameter without memory as a DTensor over `mesh`, divided along `axis` (None: every rank has it)."""
+    place = Replicate() if axis is None else Shard(axis)
+    tensor = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 def _narrow(world: DTensorWorld, name: str, group: Any) -> Narrow | None:
@@ -103,13 +107,13 @@ def _local(parameter: Any, kept: Narrow | None) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     if kept is not None:
-        whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return whole.narrow(0, kept.start, kept.rows)
-    divided = not parameter.placements[0].is_replicate()
-    return parameter.to_local(grad_placements=parameter.placements if divided else [Partial()])
+        gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return gathered.narrow(0, kept.start, kept.rows)
+    whole = parameter.placements[0].is_replicate()
+    return parameter.to_local(grad_placements=[Partial()] if whole else parameter.placements)
 
 
-def _with_local_parameters(
+def with_local_parameters(
     module: nn.Module,
     forward: Callable[..., Any],
     names: tuple[str, ...],
@@ -117,6 +121,7 @@ def _with_local_parameters(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """`forward` of a module whose parameters are, for that moment, this rank's parts."""
     owned = {name: module._parameters[name] for name in names}
     module._parameters.update({name: _local(value, kept) for name, value in owned.items()})  # type: ignore[arg-type]
     try:

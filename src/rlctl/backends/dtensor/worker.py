@@ -16,7 +16,8 @@ from rlctl.backends.host_memory import Offloaded
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
-from rlctl.checkpoints.rank_loading import load_rank
+from rlctl.checkpoints.megatron.megatron_model import names_modules
+from rlctl.checkpoints.rank_loading import load_moments, load_rank, require_policy
 from rlctl.errors import InputError
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
@@ -161,6 +162,12 @@ class DTensorWorker(PolicyRank):
         return DTensorSave(directory, self._named(), self.optimizer)
 
     def load(self, directory: Path | str) -> None:
-        from rlctl.backends.dtensor.checkpoint import load
+        from rlctl.backends.dtensor.checkpoint import load, moments_of, set_steps
 
-        load(Path(directory), self._named(), self.optimizer)
+        directory = require_policy(Path(directory))
+        if names_modules(directory):
+            load(directory, self._named(), self.optimizer)
+            return
+        self.load_model(directory)
+        moments, world = moments_of(self._named(), self.optimizer), self.layouts()
+        set_steps(self.optimizer, load_moments(directory, world, self.rank, moments, world.facts))

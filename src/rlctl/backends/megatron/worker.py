@@ -17,7 +17,8 @@ from rlctl.backends.megatron.backend import policy_world
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
-from rlctl.checkpoints.rank_loading import load_rank
+from rlctl.checkpoints.megatron.megatron_model import names_modules
+from rlctl.checkpoints.rank_loading import load_moments, load_rank, require_policy
 from rlctl.errors import InputError, WorkerError
 from rlctl.weights.megatron import MegatronWorld
 
@@ -343,7 +344,24 @@ class MegatronWorker(PolicyRank):
     def load(self, directory: Path | str) -> None:
         from rlctl.backends.megatron.checkpoint import load
 
+        if names_modules(require_policy(Path(directory))):
+            self._load_of_modules(Path(directory))
+            return
         load(Path(directory), self.chunks, self.optimizer)
         if self.critic is not None:
             with self._critics_turn():
                 self.critic.load(Path(directory, CRITIC))
+
+    def _load_of_modules(self, directory: Path) -> None:
+        """Read what the dtensor backend saved. In bfloat16 the optimizer's weights begin as those of the model."""
+        from rlctl.backends.megatron.optimizer import set_moments
+
+        world = self.layouts()
+        trained = {name: value for name, value in self._named() if value.requires_grad}
+        moments = {
+            moment: {name: torch.zeros_like(value, dtype=torch.float32) for name, value in trained.items()}
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        steps = load_moments(directory, world, self.rank, moments, world.facts)
+        set_moments(self.optimizer, {trained[name]: {m: moments[m][name] for m in moments} for name in trained}, steps)
+        self.load_model(directory)  # last: making room for moments takes a step of its own, which decays weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 MODULE_PREFIXES = ("model.", "lm_head.")
 """Weights by the names of transformers' modules, as the dtensor backend saves them."""
+STEP = "optimizer.step"
+"""The number of optimizer steps, where the dtensor backend saved."""
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", *MODULE_PREFIXES)
 
 
@@ -34,13 +37,50 @@ class MegatronModel:
     directory: MegatronDirectory
     facts: ModelFacts
     reader: TorchDistReader
+    whole: Layout
+    """The keys and what they hold."""
     layout: Layout
+    """The blocks in which they were written."""
     blocks: dict[str, keys.Chunk]
     dtype: str
 
     @property
     def world(self) -> World:
         return SingleWorld(self.layout)
+
+    def moments(self, name: str) -> tuple[Layout, Blocks]:
+        """One of Adam's moments (`exp_avg`, `exp_avg_sq`) of what was trained: it lies like the weights."""
+        prefix, shapes = f"optimizer.state.{name}.", self.reader.shapes
+        pieces = [
+            replace(piece, param=prefix + piece.param, transforms=())
+            for piece in self.whole.pieces
+            if prefix + piece.param in shapes
+        ]
+        params = {piece.param: shapes[piece.param] for piece in pieces}
+        blocks = [chunk for key in params for chunk in self.reader.chunks(key)]
+        layout = keys.chunked(Layout(0, params, tuple(pieces)), blocks)
+        return layout, Blocks(self.reader, {chunk.name: chunk for chunk in blocks})
+
+    @property
+    def steps(self) -> float:
+        """The optimizer steps that were taken; 0 where there is no optimizer."""
+        if STEP in self.reader.shapes:
+            return float(self.reader.read(self.reader.chunks(STEP)[0]))
+        return max(_steps(self.reader.common.get("optimizer")), default=0.0)
+
+
+def _steps(value: Any) -> Iterator[float]:
+    """The steps that the param groups of Megatron's optimizers name, however these are nested."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == "param_groups":
+            yield from (float(group.get("step", 0.0)) for group in inner)
+        else:
+            yield from _steps(inner)
+
+
+def names_modules(directory: Path) -> bool:
+    """Whether a policy checkpoint has the keys of transformers' modules, and not Megatron's."""
+    return any(key.startswith(MODULE_PREFIXES) for key in TorchDistReader.open(directory).shapes)
 
 
 def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False) -> MegatronModel:
@@ -63,8 +103,9 @@ def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
     layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
+    whole = Layout(0, params, plain.pieces)
     dtype = reader.shapes[next(key for key in plain.params if "embed" in key)].dtype
-    return MegatronModel(directory, facts, reader, layout, {chunk.name: chunk for chunk in blocks}, dtype)
+    return MegatronModel(directory, facts, reader, whole, layout, {chunk.name: chunk for chunk in blocks}, dtype)
 
 
 def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> Layout:

@@ -114,7 +114,7 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
     tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
     pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
-    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe and not fsdp else 1))
+    eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
     for tp in tps:
         for pp in pps:
             for cp in cps:
