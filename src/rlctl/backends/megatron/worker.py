@@ -309,7 +309,7 @@ class MegatronWorker:
 
     @torch.no_grad()
     def _outputs(self, rows: list[Any]) -> list[Tensor]:
-        """What the model puts out for each row; empty but on the last pipeline stage."""
+        """The output of the model for each row; empty but on the last pipeline stage."""
         return [one["out"] for one in self._run(rows, lambda row, out: (out[0].sum(), {"out": out}), forward_only=True)]
 
     def teach(self) -> tuple[None, list[GroupLogprobs]]:

@@ -1,7 +1,7 @@
 """The layout of a teacher: it computes log-probs next to the policy, on the policy's devices.
 
 It waits in host memory while others compute, except on a CPU, where that is the same memory. Its rows are those of the
-policy. Where no size is given, the fastest layout is taken of those that fit beside what the policy keeps on a device.
+policy. Where no size is given, the fastest layout is taken of those that fit next to what the policy keeps on a device.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TeacherPlan:
     facts: ModelFacts
     choice: TrainingChoice
     memory: mem.PhaseMemory
-    """What the teacher itself takes while it computes."""
+    """Memory of the teacher itself while it computes."""
     asleep: float
-    """What its process keeps on the device while others compute."""
+    """Memory that its process keeps on the device while others compute."""
     seconds: float
     """Its log-probs of a step, with the way from host memory and back."""
 
