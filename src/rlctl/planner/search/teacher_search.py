@@ -17,7 +17,15 @@ from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.parameters import stages
 from rlctl.planner.inputs.cluster import GIB
-from rlctl.planner.search.policy_search import SIMPLICITY, Reject, Request, TrainingCandidate, complexity, powers
+from rlctl.planner.search.policy_search import (
+    SIMPLICITY,
+    Reject,
+    Request,
+    TrainingCandidate,
+    complexity,
+    powers,
+    values_to_try,
+)
 
 CONTEXT_BYTES = 0.5 * GIB
 """Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
@@ -103,19 +111,19 @@ def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> It
     cluster = request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
 
-    def sizes(name: str, options: list[int]) -> list[int]:
-        pinned = request.pin(f"teacher.{name}")
-        return options if pinned is None else [pinned]
-
     precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
     most = [1] if cluster.is_cpu else powers(min(facts.heads, joined, devices, 16))
-    for tp in sizes("tp", most):
-        for pp in sizes("pp", [1] if cluster.is_cpu else powers(min(facts.layers, devices, 64))):
-            for cp in sizes("cp", [1]):
-                for ep in sizes("ep", [1] if cluster.is_cpu or not facts.moe else powers(facts.moe.experts)):
+    for tp in values_to_try(request, "teacher.tp", most):
+        for pp in values_to_try(
+            request, "teacher.pp", [1] if cluster.is_cpu else powers(min(facts.layers, devices, 64))
+        ):
+            for cp in values_to_try(request, "teacher.cp", [1]):
+                for ep in values_to_try(
+                    request, "teacher.ep", [1] if cluster.is_cpu or not facts.moe else powers(facts.moe.experts)
+                ):
                     least = -(-ep // (tp * cp)) if facts.moe else 1
                     fitting = least if cluster.is_cpu else devices // (tp * pp * cp)
-                    for dp in sizes("dp", [fitting]):
+                    for dp in values_to_try(request, "teacher.dp", [fitting]):
                         etp = request.pin("teacher.etp", 1)
                         world = tp * pp * cp * dp
                         if dp < 1 or (world > devices and not cluster.is_cpu) or (tp * cp * dp) % (ep * etp):
