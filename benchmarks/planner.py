@@ -28,7 +28,13 @@ from rlctl.models.catalog import lookup
 from rlctl.planner.choice import GenerationChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
+from rlctl.planner.costs.generation import (
+    generation_time,
+    overhead_bytes,
+    plan_kv,
+    steady_generation_time,
+    weight_bytes,
+)
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.workload import Workload
@@ -105,11 +111,21 @@ def seconds_of(row: Row, constants: GatheringConstants = GATHERING) -> dict[str,
     }
     if row.generation is not None:
         generation = sized(row, row.generation, constants)
-        seconds["generation"] = generation_time(row.facts, generation, row.workload, row.cluster, constants).total
+        if row.workload.overlaps:
+            seconds["generation"] = steady_generation_time(row.facts, generation, row.workload, row.cluster, constants)
+        else:
+            seconds["generation"] = generation_time(row.facts, generation, row.workload, row.cluster, constants).total
         seconds["logprobs"] = timing.logprobs_time(row.facts, choice, row.workload, row.cluster, constants)
         seconds["refit"] = gathering_refit_time(row.facts, choice, generation, row.cluster, row.colocated, constants)
         seconds["other"] = constants.other_s + constants.reward_s
+        if row.workload.overlaps and not row.colocated:
+            return seconds | {"total": sum(seconds.values()) - min(sides_of(seconds))}
     return seconds | {"total": sum(seconds.values())}
+
+
+def sides_of(seconds: dict[str, float]) -> tuple[float, float]:
+    """Return the seconds in which the policy works, and those in which the engines do."""
+    return seconds["training"] + seconds["logprobs"], seconds["generation"]
 
 
 def sized(row: Row, generation: GenerationChoice, constants: GatheringConstants) -> GenerationChoice:
@@ -500,6 +516,38 @@ def show_choices(rows: list[Row]) -> None:
             print(f"       {rejected.plan}: {rejected.why}")
 
 
+def show_divisions(rows: list[Row]) -> None:
+    section(
+        "Engines on devices of their own: the published division of the devices, and the planner's (policy + engines)"
+    )
+    ratios = []
+    for row in rows:
+        if row.colocated or row.generation is None or row.fields["train_backend"] != "megatron":
+            continue
+        seconds = seconds_of(row)
+        policy, engines = sides_of(seconds)
+        waits = "policy" if engines > policy else "engines"
+        pins = {"generation.colocated": False}
+        try:
+            plan = make_plan(
+                row.facts, row.cluster, row.workload, pins, gradient_bytes=row.training.gradient_bytes,
+                prefer_runnable=False,
+            )  # fmt: skip
+        except RlctlError as error:
+            print(f"   {row.name} no plan: {error.message[:90]}")
+            continue
+        assert plan.training is not None
+        own, theirs = plan.training.parallel.world_size, row.training.parallel.world_size
+        ratios.append(with_gathering_refit(plan) / seconds["total"])
+        print(
+            f"   {row.name} {'async' if row.workload.overlaps else 'turns'} published "
+            f"{theirs} + {row.generation.gpus}: {seconds['total']:.0f} s, policy {policy:.0f} "
+            f"and engines {engines:.0f} ({waits} wait); own {own} + {plan.engine_devices}: "
+            f"{with_gathering_refit(plan):.0f} s ({ratios[-1]:.2f})"
+        )
+    print(f"{len(ratios)} rows; own over published seconds: median {median(ratios):.2f}, largest {max(ratios):.2f}")
+
+
 def with_gathering_refit(plan: Plan) -> float:
     """Return the seconds of a step of `plan` with the refit of the published systems, to compare layouts alone."""
     assert plan.training is not None
@@ -589,6 +637,7 @@ def main() -> None:
     show_bounds(rows, arguments.rows)
     show_throughput(rows, arguments.rows)
     show_choices(rows)
+    show_divisions(rows)
     show_partly_stated(skipped)
     show_speed()
     if arguments.fit:

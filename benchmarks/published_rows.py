@@ -9,6 +9,7 @@ import csv
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.catalog import lookup
@@ -141,8 +142,15 @@ def workload_of(fields: dict[str, str]) -> Workload:
     return Workload(
         prompts=max(1, rollouts // generations), generations=generations, max_length=length, mean_new_tokens=mean,
         prompt_tokens=min(150, length // 4), optimizer_steps=max(1, rollouts // batch) if batch else 1,
-        reference=penalty not in ("0", "0.0", "kl_loss=False"), packing=packs(fields),
+        reference=penalty not in ("0", "0.0", "kl_loss=False"), packing=packs(fields), **lag_of(fields),
     )  # fmt: skip
+
+
+def lag_of(fields: dict[str, str]) -> dict[str, Any]:
+    """Return how old rollouts may be; asynchronous recipes update engines without waiting for rollouts under way."""
+    if fields["async_rl"] != "True":
+        return {}
+    return {"staleness": size(fields, "async_lag", 1), "in_flight": "keep"}
 
 
 def packs(fields: dict[str, str]) -> bool:

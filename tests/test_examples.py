@@ -62,3 +62,7 @@ def test_the_files_that_services_read_are_yaml() -> None:
     assert [step["run"] for step in workflow["jobs"]["checks"]["steps"] if "run" in step] == [".ci/run"]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert all(hook["entry"].startswith(".venv/bin/") for hook in hooks)
+    cluster = yaml.safe_load((EXAMPLES / "kubernetes" / "raycluster.yaml").read_text())
+    head, (workers,) = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    assert head["template"] == workers["template"]  # two equal nodes, as the presets expect
+    assert {"shared", "memory"} == {one["name"] for one in head["template"]["spec"]["volumes"]}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from rlctl.apps.crew import engine_bundles, policy_environment
+from rlctl.apps.crew import CrewSpec, engine_bundles, policy_environment
+from rlctl.apps.prepare import planned_crew
 from rlctl.cluster.placement import Bundle
-from rlctl.config.schema import TrainingConfig
+from rlctl.config.schema import RlctlConfig, TrainingConfig
 from rlctl.errors import MachineError
+from rlctl.models.catalog import lookup
+from rlctl.planner.from_config import plan_from_config
 
 
 def on_nodes(**devices: int) -> tuple[Bundle, ...]:
@@ -32,3 +37,19 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     training = TrainingConfig(env={"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"})
     env = policy_environment(1, "cpu", training)
     assert env == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1", "NCCL_ALGO": "Ring"}
+
+
+def crew_of(**generation: object) -> CrewSpec:
+    sections = {"model": {"name": "Qwen/Qwen3-8B"}, "cluster": {"gpu": "h100", "nodes": 2}, "generation": generation}
+    config, facts = RlctlConfig.model_validate(sections), lookup("Qwen/Qwen3-8B")
+    assert facts is not None
+    return planned_crew(config, facts, plan_from_config(config, facts), Path("model"), None)
+
+
+def test_nothing_sleeps_where_engines_have_devices_of_their_own() -> None:
+    together, apart, near = crew_of(), crew_of(devices=8), crew_of(devices=4)
+    assert [one.engine.sleeps for one in (together, apart, near)] == [True, False, False]
+    assert [one.colocated for one in (together, apart, near)] == [True, False, False]
+    assert [one.own_nodes for one in (together, apart, near)] == [False, True, False]
+    assert [apart.policy.parallel.world_size, near.policy.parallel.world_size] == [8, 12]
+    assert apart.engine.arguments["gpu_memory_utilization"] > together.engine.arguments["gpu_memory_utilization"]

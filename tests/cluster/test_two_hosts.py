@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.hosts import Host, two_hosts
+from support.hosts import Host, made_hosts
 from support.runs import LIMIT_S, command, results, started, wait_for
 
 pytestmark = [
@@ -63,7 +63,7 @@ def cluster(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Started as docs/runs.md says. Each host offers one device, so that a run of two needs both."""
     shared = tmp_path_factory.getbasetemp()
     try:
-        stack = two_hosts(shared)
+        stack = made_hosts(shared, 2)
         first, second = stack.__enter__()
     except OSError as error:
         pytest.skip(str(error))

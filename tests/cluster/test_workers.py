@@ -13,7 +13,7 @@ from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
 from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec
-from rlctl.errors import InputError, WaitTimeoutError, WorkerError
+from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 
 # Workers cannot import a test module: its classes travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -189,3 +189,21 @@ def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_fo
     assert group.pids[0] == pids[0] != group.pids[1] != pids[1]
     group.drop([0])
     assert group.call(Counter.rank_plus, 10) == [11]
+
+
+def test_a_rank_is_done_without_and_comes_back_as_the_last(group):
+    group.call(Counter.rank_plus, 0)
+    away = group.drop([0])
+    assert group.call(Counter.rank_plus, 10) == [11]
+    assert away.placed([0]) == [0]
+    away.restart([0])
+    group.join(away)
+    assert group.call(Counter.rank_plus, 10) == [11, 10]
+    assert len(set(group.pids)) == len(group) == 2
+
+
+def test_bundles_stay_away_from_the_nodes_of_others(placement):
+    with pytest.raises(MachineError, match=r"1 CPU slots on other nodes than [\d.]+, and Ray could not reserve them"):
+        Placement(1, gpus=False, timeout_s=0.5, away_from=placement.bundles)
+    assert placement.stands(placement.bundles)
+    assert placement.renewed(placement.bundles, 1.0) == placement.bundles

@@ -37,6 +37,19 @@ def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureF
     assert len(lines) <= 15
 
 
+def test_headings_have_colours_at_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _, out, _ = rlctl(capsys, "config", "import", "--all", FORM)
+    assert "\x1b[33mThis runs, but not exactly as written:\x1b[0m" in out
+    assert "\nThese keys are in the configuration:\n" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in rlctl(capsys, "config", "import", "--all", FORM)[1]
+
+
 def test_all_reports_every_key_by_section_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = rlctl(capsys, "config", "import", "--all", FORM)
     assert code == 0

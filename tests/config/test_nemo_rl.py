@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
@@ -17,8 +18,11 @@ from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
 from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
+from rlctl.models.catalog import lookup
+from rlctl.planner.from_config import plan_from_config
 from rlctl.rl.advantages import overlong_penalty
 from rlctl.rl.algorithms.available import algorithm_from_config
+from rlctl.rollouts.source import refuse_async
 
 RECIPES = Path(__file__).parent / "nemo_rl"
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
@@ -150,6 +154,25 @@ def test_loggers_that_are_on_become_run_loggers_under_one_name(tmp_path: Path) -
     assert both.unsupported == []
 
 
+def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.telemetry.loggers.find_spec", lambda name: None)
+    path = recipe(tmp_path, logger__wandb_enabled=True, logger__tensorboard_enabled=False).path
+    told: list[str] = []
+    asked = resolve(files=[path], environment={})
+    assert loggers_of(asked, told.append) == ()
+    assert "wandb" in told[0]
+    stored = asked.to_json()["run.loggers"]
+    assert stored["optional"] is True  # a resume asks again
+    for mine in (
+        resolve(files=[path], environment={}, overrides=["++logger.wandb_enabled=true"]),
+        resolve(files=[path], environment={}, flags={"run.loggers": ["wandb"]}),
+    ):
+        with pytest.raises(InputError, match=r"run\.loggers names wandb"):
+            loggers_of(mine)
+
+
 def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
     result = recipe(tmp_path, logger__wandb__name="${data.no_such_key}")
     assert status(result, "logger.wandb.name") == "logging"
@@ -184,16 +207,12 @@ def test_megatron_wins_when_both_are_on(tmp_path: Path) -> None:
     assert status(result, "policy.dtensor_cfg.tensor_parallel_size") == "not applicable"
 
 
-def test_dtensor_alone_is_imported_and_says_that_it_cannot_run() -> None:
+def test_dtensor_alone_is_imported() -> None:
     result = import_recipe(RECIPES / "base.yaml")
     assert result.values["training.tp"] == 1
     assert result.values["optimizer.beta2"] == 0.999
     assert result.values["training.backend"] == "dtensor"
-    assert any("policy.dtensor_cfg.enabled" in line for line in result.unsupported)
-    resolved = resolve(files=[RECIPES / "base.yaml"], environment={})
-    with pytest.raises(ConfigError, match="dtensor_cfg"):
-        resolved.require_supported()
-    assert resolved.with_values({"training.dp": 2}).refusals == resolved.refusals
+    assert not any("dtensor" in line for line in result.unsupported)
 
 
 def test_the_other_spelling_of_the_dtensor_section_is_read(tmp_path: Path) -> None:
@@ -216,7 +235,6 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("grpo__async_grpo__enabled", True),
         ("grpo__max_rollout_turns", 5),
         ("policy__generation__backend", "sglang"),
         ("policy__generation__vllm_cfg__precision", "fp8"),
@@ -349,6 +367,15 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
         ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
         ({"ppo": {"num_generations_per_prompt": 1}, "value": {"model_name": "x"}}, "PPO with a value model"),
         ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
+        (
+            {
+                "eval": {"num_tests_per_prompt": 16},
+                "generation": {"model_name": "a/b"},
+                "data": {"dataset_name": "AIME2024"},
+            },
+            "`rlctl eval --model a/b --task aime24 -n 16` measures one",
+        ),
+        ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-VL-3B-Instruct"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "sound"),
     ],
@@ -561,6 +588,30 @@ def test_engines_with_devices_of_their_own_are_counted(tmp_path: Path) -> None:
     apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}}
     values = recipe(tmp_path, policy__generation__colocated=apart, cluster__num_nodes=4).values
     assert (values["generation.colocated"], values["generation.engines"]) == (False, 8)  # of two devices each
+    assert values["generation.devices"] == 16
+
+
+def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_path: Path) -> None:
+    lag = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}
+    apart = {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 1}}
+    path = tmp_path / "recipe.yaml"
+    changes = {
+        "grpo": {"async_grpo": lag},
+        "loss_fn": {"use_importance_sampling_correction": True},
+        "policy": {"generation": {"colocated": apart}},
+    }
+    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "llama_megatron.yaml"), **changes}))
+    resolved = resolve(files=[path], sets=["cluster.nodes=2", "cluster.gpus_per_node=8"], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.rollouts.mode, config.rollouts.max_staleness, config.refit.in_flight) == ("async", 2, "keep")
+    refuse_async(config)
+    facts = lookup(config.model.name or "")
+    assert facts is not None
+    made = plan_from_config(config, facts, assume="h100")
+    assert made.runnable
+    assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
+    assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
 
 
 MEGATRON_FORM = {

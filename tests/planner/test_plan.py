@@ -299,7 +299,6 @@ def test_a_cpu_without_memory_is_refused() -> None:
     ("pins", "key"),
     [
         ({"generation.pp": 2}, "generation.pp = 2"),
-        ({"generation.colocated": False}, "generation.colocated = false"),
     ],
 )
 def test_what_train_cannot_run_is_named_by_key(pins: dict[str, object], key: str) -> None:
@@ -540,3 +539,92 @@ def test_the_smallest_machine_whose_plan_runs_is_named_beside_the_smallest() -> 
         make_plan(facts, make_cluster("l40s", 1), Workload())
     assert not make_plan(facts, make_cluster("l40s", 32), Workload()).runnable
     assert make_plan(facts, make_cluster("l40s", 64), Workload()).runnable
+
+
+def test_a_split_step_takes_the_sum_of_both_sides_and_an_asynchronous_one_the_longer_side() -> None:
+    facts, cluster = model("Qwen3-8B"), make_cluster("h100")
+    pins = {"generation.devices": 4}
+    turns = make_plan(facts, cluster, Workload(), pins)
+    beside = make_plan(facts, cluster, Workload(staleness=1), pins)
+    assert (turns.runnable, beside.runnable, turns.colocated, turns.mover) == (True, True, False, "collective")
+    work = turns.seconds[Phase.TRAINING] + turns.seconds[Phase.LOGPROBS] + turns.seconds[Phase.OTHER]
+    refit = turns.seconds[Phase.REFIT]
+    assert turns.total_s == pytest.approx(work + turns.rollouts_s + refit)
+    assert turns.waits == pytest.approx({"policy": turns.rollouts_s, "engines": work})
+    work = beside.seconds[Phase.TRAINING] + beside.seconds[Phase.LOGPROBS] + beside.seconds[Phase.OTHER]
+    assert beside.total_s == pytest.approx(max(work, beside.rollouts_s) + beside.seconds[Phase.REFIT])
+    assert beside.waits == pytest.approx(
+        {"policy": max(0.0, beside.rollouts_s - work), "engines": max(0.0, work - beside.rollouts_s)}
+    )
+    assert beside.beside is not None
+    assert beside.beside.colocated
+    said = " ".join(plan_text(beside, "x").split())
+    assert "waits" in said
+    assert f"on the policy's devices a step would take {beside.beside.total_s:.1f} s" in said
+
+
+def test_the_devices_are_divided_so_that_neither_side_waits_long() -> None:
+    facts, cluster = model("Qwen3-8B"), make_cluster("h100")
+    best = make_plan(facts, cluster, Workload(staleness=1))
+    assert not best.colocated
+    for devices in range(1, 8):
+        other = make_plan(facts, cluster, Workload(staleness=1), {"generation.devices": devices})
+        assert other.training.parallel.world_size == 8 - devices
+        assert other.total_s >= 0.97 * best.total_s  # simplicity counts for a little
+    assert best.config_values()["generation.devices"] == 8 - best.training.parallel.world_size
+
+
+def test_engines_that_never_run_empty_spend_less_on_the_same_rollouts() -> None:
+    facts, cluster, pins = model("Qwen3-8B"), make_cluster("h100"), {"generation.devices": 4}
+    waits, keeps = (
+        make_plan(facts, cluster, Workload(staleness=1, in_flight=way), pins).rollouts_s for way in ("wait", "keep")
+    )
+    assert keeps < waits
+
+
+def test_without_any_lag_the_policy_waits_for_its_own_rollouts() -> None:
+    facts, cluster, pins = model("Qwen3-8B"), make_cluster("h100"), {"generation.devices": 4}
+    made = make_plan(facts, cluster, Workload(staleness=0), pins)
+    assert made.seconds[Phase.WAITING] == pytest.approx(made.rollouts_s)
+
+
+def test_engines_of_a_split_over_nodes_have_nodes_of_their_own() -> None:
+    facts, pins = model("Qwen3-8B"), {"generation.devices": 8}
+    assert make_plan(facts, make_cluster("h100", 2), Workload(), pins).engines_have_nodes
+    assert not make_plan(facts, make_cluster("h100", 2), Workload(), {"generation.devices": 4}).engines_have_nodes
+    two = ClusterFacts(cpu_device(2, 24 * GIB), 2, 0)
+    made = make_plan(model("Qwen3-0.6B"), two, Workload(4, 4, 256), {"generation.colocated": False})
+    assert (made.engines_have_nodes, made.mover, made.generation.engines) == (True, "collective", 1)
+
+
+def test_a_cpu_is_divided_by_cores() -> None:
+    facts = model("Qwen3-0.6B")
+    four = ClusterFacts(cpu_device(4, 64 * GIB), 1, 0)
+    made = make_plan(facts, four, Workload(8, 4, 256), {"generation.devices": 3})
+    assert (made.colocated, made.mover) == (False, "shared-memory")
+    assert made.generation.threads * made.generation.engines == 3
+    assert made.training.threads * made.training.parallel.world_size == 1
+    assert make_plan(facts, four, Workload(8, 4, 256, staleness=1)).colocated  # a processor computes for both anyway
+    with pytest.raises(ConfigError, match="4 engines of 1 need more than 3 devices"):
+        make_plan(facts, four, Workload(8, 4, 256), {"generation.devices": 3, "generation.engines": 4})
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        ({"generation.devices": 8}, "leaves the policy none of the 8 GPUs"),
+        ({"generation.devices": 2, "generation.colocated": True}, "generation.colocated is true"),
+        ({"generation.devices": 2, "refit.mover": "cuda-ipc"}, "devices of their own"),
+    ],
+)
+def test_devices_of_engines_that_cannot_be_are_refused(pins: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(), pins)
+
+
+def test_engines_on_the_policys_gpus_cannot_sample_while_it_trains() -> None:
+    made = make_plan(model("Qwen3-0.6B"), make_cluster("h100", 1, 1), Workload(staleness=1))
+    with pytest.raises(ConfigError, match=r"rollouts\.mode = async"):
+        refuse_unrunnable(made)
+    asked = make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(staleness=1), {"generation.colocated": True})
+    assert not asked.runnable

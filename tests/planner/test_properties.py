@@ -43,6 +43,7 @@ PINS = st.fixed_dictionaries(
         "generation.tp": SIZES,
         "generation.engines": SIZES,
         "generation.colocated": st.booleans(),
+        "generation.devices": SIZES,
     },
 ).filter(lambda pins: len(pins) <= 2)
 
@@ -56,8 +57,11 @@ def workloads(draw: Any) -> Workload:
         max_length=most,
         mean_new_tokens=draw(st.sampled_from([None, 200, 0.2 * most])),
         reference=draw(st.booleans()),
+        critic=draw(st.booleans()),
         share_prompts=draw(st.booleans()),
         goal=draw(st.sampled_from(["fast", "safe", "frugal"])),
+        staleness=draw(st.sampled_from([None, None, 0, 1])),
+        in_flight=draw(st.sampled_from(["wait", "keep"])),
     )
 
 

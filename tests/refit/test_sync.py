@@ -42,6 +42,9 @@ class Party:
             raise MemoryError("no memory")
         self.asked.append((time.monotonic_ns(), f"{self.name} wakes"))
 
+    def start(self) -> None:
+        self.asked.append((time.monotonic_ns(), f"{self.name} starts"))
+
     def take(self) -> list[tuple[int, str]]:
         asked, self.asked = self.asked, []
         return asked
@@ -117,3 +120,23 @@ def test_nothing_moves_where_nothing_is_shared(parties: tuple[WorkerGroup, Worke
     with turns.generating() as freed:
         assert freed == 0
     assert happened(parties) == []
+
+
+def test_engines_of_a_lost_host_are_set_aside_and_taken_back(
+    placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [WorkerSpec({"name": f"engine {rank}"}, (placement.bundles[rank],)) for rank in range(2)]
+    group = WorkerGroup("engine", Party, specs, placement, tmp_path, start_timeout_s=240, call_timeout_s=60)
+    client, told = EngineClient(group), list[str]()
+    before = client.engines
+    client.set_aside([0])
+    assert client.engines == before[1:]
+    monkeypatch.setattr(placement, "stands", lambda bundles: False)
+    assert not client.take_back(told.append)
+    monkeypatch.undo()
+    assert client.take_back(told.append)
+    assert client.engines[0] == before[1]  # one that comes back is another engine, after those that stayed
+    assert [found[0][1] for found in group.call(Party.take) if found] == ["engine 0 starts"]
+    assert not client.take_back(told.append)
+    assert told == []
+    group.kill()

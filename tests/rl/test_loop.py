@@ -137,6 +137,42 @@ def run(recorder: Recorder, steps: int, **options: Any) -> bool:
     return loop(recorder, steps, **options).run(stop)
 
 
+class RecordedCritic:
+    """A critic that warms up in the first step."""
+
+    def __init__(self, asked: list[tuple[str, Any]]) -> None:
+        self.asked = asked
+
+    def alone(self, step: int) -> bool:
+        return step == 0
+
+    def train(self, step: int, minibatches: int) -> dict[str, Any]:
+        self.asked.append(("critic", (step, minibatches)))
+        return {"critic": {"loss": 0.5, "skipped_steps": int(step == 1)}}
+
+
+def test_a_critic_is_trained_before_the_policy_and_warms_up_alone() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 2)
+    one = loop(recorder, 2)
+    one.parts = replace(one.parts, critic=cast(Any, RecordedCritic(recorder.asked)))
+    one.run(cast(Any, Stop()))
+    done = [(what, value) for what, value in recorder.asked if what in ("load", "critic", "train")]
+    assert [one for one in done if one[0] != "load"] == [("critic", (0, 1)), ("critic", (1, 1)), ("train", 1)]
+    assert [what for what, _ in done] == ["load", "critic", "load", "critic", "train"]
+    assert ["loss" in line for line in recorder.logged] == [False, True]
+    assert all(line["critic"]["loss"] == 0.5 for line in recorder.logged)
+    assert [text for text in recorder.said if "step" in text] == [
+        "step 2: 1 optimizer step(s) of the critic skipped, the gradient was not finite"
+    ]
+
+
+def test_one_rollout_of_a_prompt_is_no_group_without_a_signal() -> None:
+    recorder = Recorder([[1.0]])
+    recorder.next = lambda version: RolloutBatch((group(0, [1.0], [3]), group(1, [0.0], [2])), {})  # type: ignore[method-assign]
+    run(recorder, 1)
+    assert recorder.logged[0]["groups_without_signal"] == 0
+
+
 def test_tokens_per_second_leave_the_time_of_saving_out() -> None:
     recorder = Recorder([[1.0, 0.0]])
     one = loop(recorder, 1)
@@ -222,6 +258,22 @@ def test_a_loss_that_is_not_finite_and_changed_the_weights_is_not_saved() -> Non
     with pytest.raises(DivergenceError, match="after step 2: its loss is inf"):
         run(recorder, 3)
     assert not recorder.saved
+
+
+def test_a_step_says_how_its_rollouts_ended_and_whose_tokens_they_are() -> None:
+    class Cut(Recorder):
+        def next(self, version: int) -> RolloutBatch:
+            batch = super().next(version)
+            (only,) = batch.groups
+            slow = replace(only.rollouts[1], stop_reason="timeout", versions=((0, 2), (1, 3)))
+            return replace(batch, groups=(replace(only, rollouts=(only.rollouts[0], slow)),))
+
+    recorder = Cut([[1.0, 0.0]])
+    run(recorder, 1)
+    assert recorder.logged[0]["stop_reasons"] == {"stop": 1, "timeout": 1}
+    assert recorder.logged[0]["truncated_fraction"] == 0.5
+    assert recorder.logged[0]["tokens_by_version"] == [[0, 5], [1, 3]]
+    assert any("step 1: 1 rollout(s) took longer than rollouts.timeout_s" in text for text in recorder.said)
 
 
 def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.commands.output import JsonMode
+from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import chosen, one_line, sample_text
 from support.groups import group
 
@@ -81,6 +83,22 @@ def test_rollouts_names_what_is_not_there(run_directory: Path, tmp_path: Path, c
     (run_directory / "rollouts" / "step_2.jsonl").write_text("{")
     assert cli.run(["rollouts", str(run_directory), "--step", "2"]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_completion_may_hold_any_end_of_a_line(run_directory: Path, capsys: Any) -> None:
+    r"""JSON escapes \n and \r alone; Unicode knows more, and a model may write each of them."""
+    RunDirectory(run_directory).write_rollouts(11, [row(11, 1.0, completion="a\u2028b\u0085c\x0bd\re\nf")])
+    assert shown(capsys, str(run_directory)) == [(11, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(os.mkfifo, "it is a pipe, not a file"), (lambda path: path.write_text('{"reward": "high"}'), "is no number")],
+)
+def test_rollouts_that_no_run_wrote_are_named(run_directory: Path, capsys: Any, make: Any, said: str) -> None:
+    make(run_directory / "rollouts" / "step_11.jsonl")
+    assert cli.run(["rollouts", str(run_directory)]) == 2
+    assert f"step_11.jsonl cannot be read: {said}" in capsys.readouterr().err.replace("a reward ", "")
 
 
 def test_a_sample_of_messages_is_read_too() -> None:

@@ -92,8 +92,10 @@ def make_critic(rank: int, case: Case, weights: dict[str, Tensor] | None, *, off
 
 
 def run_critic(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> CriticPiece:
-    """Advantages, and two optimizer steps of the critic, which takes turns with the policy."""
-    worker = make_critic(rank, case, weights, offload=True)
+    """Advantages, and two optimizer steps of the critic. It takes turns with the policy; under data parallelism it
+    stays next to it, and both sleep between the steps."""
+    turns = case.parallel.dp == 1
+    worker = make_critic(rank, case, weights, offload=turns)
     critic = worker.critic
     assert critic is not None
     before = {name: value.clone() for name, value in worker.parameters().items()}
@@ -107,11 +109,24 @@ def run_critic(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
         if step == 0:
             gather_gradients(critic)
             grads = list(pieces(critic, "grad"))
+        if step == 0 and not turns:
+            sleep_together(worker)
     params = list(pieces(critic, "data"))
     worker.critic_end()
     stayed = all(torch.equal(before[name], value) for name, value in worker.parameters().items())
     columns = {column: column_by_rollout(worker, shard, column) for column in COLUMNS}
     return CriticPiece(Piece(results, {}, grads, params), columns, stayed)
+
+
+def sleep_together(worker: MegatronWorker) -> None:
+    """Put both models to sleep, the policy's weights later as for a refit, and wake them."""
+    assert worker.critic is not None
+    worker.critic_end()
+    assert 0 < worker.sleep(keep_weights=True) < worker.sleep()
+    chunks = (*worker.chunks, *worker.critic.chunks)
+    assert not sum(param.untyped_storage().nbytes() for chunk in chunks for param in chunk.parameters())
+    worker.wake()
+    worker.critic_begin()
 
 
 def run_critic_checkpoint(
@@ -185,7 +200,7 @@ def reference_critic(kind: str, batch: dict[int, RolloutColumns]) -> Critics:
             worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
             loss = row.token_weight * 0.5 * worse.sum()
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         if step == 0:
             out.grads = _named(kind, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
             out.grads[HEAD] = torch.zeros_like(head) if head.grad is None else head.grad.clone()

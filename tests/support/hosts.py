@@ -1,4 +1,4 @@
-"""Two hosts on one machine, out of namespaces: each has networks, a name, /tmp and /dev/shm of its own."""
+"""Hosts on one machine, out of namespaces: each has networks, a name, /tmp and /dev/shm of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ exec sleep 3600
 
 @dataclass(frozen=True)
 class Host:
-    """One host; both are on two networks, `chosen` and `other`."""
+    """One host; all are on two networks, `chosen` and `other`."""
 
     name: str
     pid: int
@@ -40,6 +40,16 @@ class Host:
         command = self.inside(arguments, **variables)
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
+    def kill_all(self) -> None:
+        """End at once all that runs on the host."""
+        _kill_all_on(self)
+
+    def holds(self, process: int) -> bool:
+        """Whether a process runs on the host."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.stat(f"/proc/{process}/ns/net"), os.stat(f"/proc/{self.pid}/ns/net"))
+        return False
+
     def listening(self) -> set[tuple[str, str]]:
         """The (process, address) pairs at which processes of the host listen, each process as NAME:PID."""
         found = set()
@@ -51,14 +61,14 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(shared: Path) -> Iterator[tuple[Host, Host]]:
-    """Make the hosts, which both see the folder `shared`; at the end all that runs on them is killed.
+def made_hosts(shared: Path, count: int) -> Iterator[list[Host]]:
+    """Make the hosts, which all see the folder `shared`; at the end all that runs on them is killed.
 
     Raises OSError where namespaces cannot be made.
     """
     with contextlib.ExitStack() as stack:
         hosts = []
-        for number, name in enumerate(("host-a", "host-b"), start=1):
+        for number, name in enumerate((f"host-{letter}" for letter in "abcdefgh"[:count]), start=1):
             hold = ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOLD, "sh", str(shared), name]
             holder = stack.enter_context(subprocess.Popen(hold, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
             stack.callback(holder.kill)
@@ -67,14 +77,20 @@ def two_hosts(shared: Path) -> Iterator[tuple[Host, Host]]:
                 raise OSError(f"no namespaces can be made here: {said.decode()}")
             hosts.append(Host(name, holder.pid, f"10.77.1.{number}", f"10.77.2.{number}"))
             stack.callback(_kill_all_on, hosts[-1])
-        for number in (1, 2):  # both ends of two cables
-            cable = f"eth{number}"
-            hosts[0].run("ip", "link", "add", cable, "type", "veth", "peer", "name", cable, "netns", str(hosts[1].pid))
-            for host, address in zip(hosts, (f"10.77.{number}.1/24", f"10.77.{number}.2/24"), strict=True):
-                host.run("ip", "address", "add", address, "dev", cable)
-                if (up := host.run("ip", "link", "set", cable, "up")).returncode:
+        first, *others = hosts
+        for network in (1, 2):  # a bridge on the first host, to which the others have cables
+            port = f"eth{network}"
+            first.run("ip", "link", "add", port, "type", "bridge")
+            for other in others:
+                cable = f"{other.name}.{network}"
+                ends = ("type", "veth", "peer", "name", port, "netns", str(other.pid))
+                first.run("ip", "link", "add", cable, *ends)
+                first.run("ip", "link", "set", cable, "master", port, "up")
+            for number, host in enumerate(hosts, start=1):
+                host.run("ip", "address", "add", f"10.77.{network}.{number}/24", "dev", port)
+                if (up := host.run("ip", "link", "set", port, "up")).returncode:
                     raise OSError(f"no network can be made here: {up.stderr}")
-        yield hosts[0], hosts[1]
+        yield hosts
 
 
 def _kill_all_on(host: Host) -> None:

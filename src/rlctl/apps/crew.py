@@ -33,20 +33,23 @@ ENGINE_CALLS = 5
 
 @dataclass(frozen=True)
 class EnginesSpec:
-    """The engines to start; engine i is on devices i * tp and up."""
+    """The engines to start; engine i is on devices i * tp and up of those that the engines have."""
 
     backend: EngineBackend
     engine: EngineSpec
     count: int
     tp: int
 
+    @property
+    def devices(self) -> int:
+        return self.count * self.tp
+
 
 @dataclass(frozen=True)
 class CrewSpec:
-    """The processes to start. Policy and engines share the devices, and rank r is on device r."""
+    """The processes to start. Policy rank r is on device r, and engines are on the same devices or on others."""
 
-    backend: PolicyBackend | None
-    """None: the plan is of a backend that is not there yet, and can only be shown."""
+    backend: PolicyBackend
     policy: PolicySpec
     training: TrainingConfig
     micro_batch_tokens: int
@@ -60,15 +63,19 @@ class CrewSpec:
     """The scorer of validation; None: there is none."""
     teacher: PolicySpec | None = None
     """The teacher, on the policy's devices; None: there is none."""
+    colocated: bool = True
+    """False: the engines have devices of their own."""
+    own_nodes: bool = False
+    """The engines' devices are on nodes without the policy."""
 
     @property
     def engine(self) -> EngineSpec:
         return self.engines.engine
 
     @property
-    def devices(self) -> int:
-        taught = self.teacher.parallel.world_size if self.teacher else 0
-        return max(self.policy.parallel.world_size, taught, self.engines.count * self.engines.tp)
+    def policy_devices(self) -> int:
+        """Devices of the policy, which its teacher shares."""
+        return max(one.parallel.world_size for one in (self.policy, self.teacher) if one is not None)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Crew:
 def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None) -> Iterator[Crew]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
     hears what is waited for: the two engines start side by side, and the second takes what is left of it."""
-    with _placed(spec.devices, spec.policy.device == "cuda", spec.limits, log_dir) as start:
+    with _placed(_places(spec), spec.limits, log_dir) as start:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
         taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
         engines = start.engines(spec.engines)
@@ -150,13 +157,13 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
         teacher = None
         if taught is not None and spec.teacher is not None:
             teacher = PolicyClient(taught, spec.teacher, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines), reward, validation, teacher)
+        yield Crew(spec, policy, EngineClient(engines, keeps=spec.own_nodes), reward, validation, teacher)
 
 
 @contextlib.contextmanager
 def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> Iterator[EngineClient]:
     """Start engines without a policy and stop them at the end; on an error or an interrupt they are ended at once."""
-    with _placed(spec.count * spec.tp, spec.engine.device == "cuda", limits, log_dir) as start:
+    with _placed(_one_place(spec.devices, spec.engine.device, limits), limits, log_dir) as start:
         engines = start.engines(spec)
         start.ready()
         engines.within(limits.start_timeout_s).call(EngineWorker.start)
@@ -168,26 +175,58 @@ def _meeting_port(ranks: WorkerGroup[Any]) -> int:
 
 
 @contextlib.contextmanager
-def _placed(devices: int, gpus: bool, limits: ClusterConfig, log_dir: Path) -> Iterator[_Start]:
-    """Reserve devices; at the end stop (on an error end) what was started on them, and give them back."""
-    start = _Start(Placement(devices, gpus=gpus, timeout_s=limits.start_timeout_s), limits, log_dir)
+def _one_place(devices: int, device: Device, limits: ClusterConfig) -> Iterator[tuple[Placement, Placement]]:
+    """Reserve devices for all processes, and give them back at the end."""
+    placement = Placement(devices, gpus=device == "cuda", timeout_s=limits.start_timeout_s)
     try:
-        yield start
-        for group in start.groups:
-            group.stop()
-    except BaseException:
-        for group in start.groups:
-            group.kill()
-        raise
+        yield placement, placement
     finally:
-        start.placement.release()
+        placement.release()
+
+
+@contextlib.contextmanager
+def _places(spec: CrewSpec) -> Iterator[tuple[Placement, Placement]]:
+    """Reserve the devices of policy and engines, and give them back at the end."""
+    ranks, device = spec.policy_devices, spec.policy.device
+    if spec.colocated:
+        with _one_place(max(ranks, spec.engines.devices), device, spec.limits) as both:
+            yield both
+        return
+    with _one_place(ranks, device, spec.limits) as (policy, _):
+        engines = Placement(
+            spec.engines.devices,
+            gpus=device == "cuda",
+            timeout_s=spec.limits.start_timeout_s,
+            away_from=policy.bundles if spec.own_nodes else (),
+        )
+        try:
+            yield policy, engines
+        finally:
+            engines.release()
+
+
+@contextlib.contextmanager
+def _placed(
+    places: contextlib.AbstractContextManager[tuple[Placement, Placement]], limits: ClusterConfig, log_dir: Path
+) -> Iterator[_Start]:
+    """Start what the block starts on `places`; at the end stop it (on an error end it)."""
+    with places as (policy, engines):
+        start = _Start(policy, engines, limits, log_dir)
+        try:
+            yield start
+            for group in start.groups:
+                group.stop()
+        except BaseException:
+            for group in start.groups:
+                group.kill()
+            raise
 
 
 class _Start:
-    """Starts groups of workers on a placement; the slow starts (imports) run side by side until `ready`."""
+    """Starts groups of workers on their places; the slow starts (imports) run side by side until `ready`."""
 
-    def __init__(self, placement: Placement, limits: ClusterConfig, log_dir: Path) -> None:
-        self.placement, self.limits, self.log_dir = placement, limits, log_dir
+    def __init__(self, policy: Placement, engines: Placement, limits: ClusterConfig, log_dir: Path) -> None:
+        self.of_policy, self.of_engines, self.limits, self.log_dir = policy, engines, limits, log_dir
         self.groups: list[WorkerGroup] = []
 
     def ready(self) -> None:
@@ -195,34 +234,39 @@ class _Start:
             group.ready()
 
     def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
-        return self._group("policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": _worker_of(spec)}))
+        return self._group(
+            "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": _worker_of(spec)}), self.of_policy
+        )
 
     def teacher(self, spec: CrewSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
-        return self._group("teacher", _worker_of(spec), self._ranks(spec, teacher, {}))
+        return self._group("teacher", _worker_of(spec), self._ranks(spec, teacher, {}), self.of_policy)
 
     def _ranks(self, spec: CrewSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
-        size, address = policy.parallel.world_size, self.placement.bundles[0].node
+        places = self.of_policy.bundles
+        size, address = policy.parallel.world_size, places[0].node
         env = policy_environment(policy.threads, policy.device, spec.training)
         shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
-        return [WorkerSpec(shared | {"rank": rank}, (self.placement.bundles[rank],), env) for rank in range(size)]
+        return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
     def engines(self, spec: EnginesSpec) -> WorkerGroup[EngineWorker]:
         engines = [
             WorkerSpec({"spec": spec.engine, "index": index}, bundles, spec.engine.environment)
-            for index, bundles in enumerate(engine_bundles(self.placement.bundles, spec.count, spec.tp))
+            for index, bundles in enumerate(engine_bundles(self.of_engines.bundles, spec.count, spec.tp))
         ]
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
-        return self._group("engine", spec.backend.worker, engines, concurrency=calls)
+        return self._group("engine", spec.backend.worker, engines, self.of_engines, concurrency=calls)
 
     def reward(self, plan: Rewards, name: str = "reward") -> WorkerGroup[RewardWorker]:
         # No device of its own, and none visible: scorers run user code.
         env = {"CUDA_VISIBLE_DEVICES": ""}
-        worker = WorkerSpec({"plan": plan, "fetch": fetch}, (self.placement.bundles[0],), env)
-        return self._group(name, REWARD_WORKER, [worker])
+        worker = WorkerSpec({"plan": plan, "fetch": fetch}, (self.of_policy.bundles[0],), env)
+        return self._group(name, REWARD_WORKER, [worker], self.of_policy)
 
-    def _group(self, name: str, worker: str, specs: list[WorkerSpec], *, concurrency: int = 1) -> WorkerGroup:
+    def _group(
+        self, name: str, worker: str, specs: list[WorkerSpec], place: Placement, *, concurrency: int = 1
+    ) -> WorkerGroup:
         group = WorkerGroup(
-            name, worker, specs, self.placement, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
+            name, worker, specs, place, self.log_dir, start_timeout_s=self.limits.start_timeout_s,
             call_timeout_s=self.limits.step_timeout_s, wait=False, concurrency=concurrency,
         )  # fmt: skip
         self.groups.append(group)

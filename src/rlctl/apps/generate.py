@@ -152,7 +152,7 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
 
 def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a prompt
         where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
         if not line.strip():
             continue

@@ -17,7 +17,7 @@ from rlctl.apps.crew import CrewSpec, EnginesSpec
 from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
 from rlctl.backends.base import CriticSpec, Device, Dtype, PolicySpec, Teaching, resolve_dtype
-from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
+from rlctl.backends.lookup import engine_backend, policy_backend, require_backend
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource
@@ -25,7 +25,7 @@ from rlctl.config.installed import installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.paths import user_path
-from rlctl.config.schema import LoraConfig, ModelConfig, RlctlConfig
+from rlctl.config.schema import LoggerName, LoraConfig, ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer, read_template, require_directory
 from rlctl.data.mixing import source_settings
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
@@ -93,9 +93,15 @@ class Job:
         return resolve_dtype(self.config.model.dtype, self.device)
 
     @property
+    def converts(self) -> bool:
+        """Whether the run starts from a conversion of the model."""
+        return converts(self.config, self.plan)
+
+    @property
     def offload(self) -> bool:
         """Whether the policy waits in host memory during generation."""
-        return waits_in_host_memory(self.config, self.plan)
+        wanted = self.config.training.offload
+        return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -252,8 +258,8 @@ def runnable_plan(
 
 def require_devices(plan: Plan, config: RlctlConfig) -> None:
     """Raise MachineError when a plan for GPUs is to run on this machine alone and it has fewer."""
-    policy = plan.training.parallel.world_size if plan.training else 0
-    need, have = max(policy, plan.generation.gpus if plan.generation else 0), len(local_gpus())
+    sides = (plan.training.parallel.world_size if plan.training else 0, plan.generation.gpus if plan.generation else 0)
+    need, have = max(sides) if plan.colocated else sum(sides), len(local_gpus())
     if plan.cluster.is_cpu or config.cluster.ray_address or have >= need:
         return
     raise MachineError(
@@ -268,10 +274,9 @@ def device_of(plan: Plan) -> Device:
     return "cpu" if plan.cluster.is_cpu else "cuda"
 
 
-def waits_in_host_memory(config: RlctlConfig, plan: Plan) -> bool:
-    """Whether models wait in host memory while others compute on their devices."""
-    wanted = config.training.offload
-    return (device_of(plan) == "cuda" and plan.colocated) if wanted is None else wanted
+def converts(config: RlctlConfig, plan: Plan) -> bool:
+    """Whether the policy of a plan starts from a conversion of the model."""
+    return config.model.convert and policy_backend(plan.backend).takes_conversion
 
 
 def training_of(plan: Plan) -> TrainingChoice:
@@ -303,8 +308,7 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
-    if plan.backend in POLICIES:
-        policy_backend(plan.backend).refuse(policy)
+    policy_backend(plan.backend).refuse(policy)
     return policy
 
 
@@ -312,13 +316,15 @@ def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
     """The critic next to the policy. Raises ConfigError where the backend has none."""
     if not config.has_critic:
         return None
-    if plan.backend in POLICIES and not policy_backend(plan.backend).has_critic:
+    if not policy_backend(plan.backend).has_critic:
         raise ConfigError(
             f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
             "Train with --backend megatron, or with an algorithm without a critic.",
         )
-    own = {key: getattr(config.critic, key) for key in ("lr", "weight_decay", "clip_grad")}
-    return CriticSpec(config.optimizer.model_copy(update=own), offload=waits_in_host_memory(config, plan))
+    critic = config.critic
+    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
+    turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
+    return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
 
 
 def planned_teacher(
@@ -344,8 +350,7 @@ def planned_teacher(
         ddp={},
         teaches=Teaching(vocab, min(top, vocab)),
     )
-    if plan.backend in POLICIES:
-        policy_backend(plan.backend).refuse(spec)
+    policy_backend(plan.backend).refuse(spec)
     return spec
 
 
@@ -365,16 +370,20 @@ def planned_crew(
 
     Raises ConfigError for what a backend refuses.
     """
-    policy = planned_policy(config, facts, plan, trains=trains)
+    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
     return CrewSpec(
-        backend=policy_backend(plan.backend) if plan.backend in POLICIES else None,
+        backend=policy_backend(plan.backend),
         policy=policy,
         training=config.training,
         micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),
-        engines=planned_engines(config, facts, plan, model_dir, max_length, dummy_weights=dummy_weights),
+        engines=planned_engines(
+            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
+        ),
         reward=rewards,
         limits=config.cluster,
+        colocated=plan.colocated,
+        own_nodes=plan.engines_have_nodes,
     )
 
 
@@ -389,7 +398,7 @@ def planned_engines(
     dummy_weights: bool = False,
 ) -> EnginesSpec:
     """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
-    themselves."""
+    themselves, and never sleep."""
     backend, generation = engine_backend(), plan.generation
     assert generation is not None  # only a plan for training without rollouts has none, and nothing starts one
     spec = backend.spec(
@@ -463,8 +472,13 @@ def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
     if not config.model.name:
         missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
         raise InputError(f"{missing}.", what_there_is(config))
-    wanted_loggers(config.run, tell)
+    loggers_of(resolved, tell)
     return algorithm_from_config(config)
+
+
+def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
+    """Return the loggers of a run. A NeMo-RL recipe's own are left out where they are not installed."""
+    return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)
 
 
 def check_plan(
@@ -477,7 +491,13 @@ def check_plan(
     refuse_cut_sampling(resolved.config)
     planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
     config = planned.config
-    refuse_async(config, device_of(plan))
+    refuse_async(config)
+    if config.training.offload and not plan.colocated:
+        raise ConfigError(
+            "training.offload = true has no use where engines have devices of their own (generation.colocated = "
+            "false): nothing gives way to them.",
+            "Leave it out.",
+        )
     planned_policy(config, facts, plan)
     if teacher is not None:
         planned_teacher(config, facts, teacher, plan)

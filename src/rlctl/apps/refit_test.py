@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.apps import refit_report
 from rlctl.apps.crew import CrewSpec, start_crew
-from rlctl.apps.prepare import device_of, open_model, planned_crew, require_devices, runnable_plan
+from rlctl.apps.prepare import converts, device_of, open_model, planned_crew, require_devices, runnable_plan
 from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
@@ -79,7 +79,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
     """Start both engines, test, and stop them."""
-    if job.config.model.convert:
+    if converts(job.config, job.plan):
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
     address = job.config.cluster.ray_address
     with temporary_folder("refit-test", tell) as logs, ray_session(address, logs=logs, tell=tell):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.apps.crew import Crew, start_crew
-from rlctl.apps.prepare import Job
+from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared
@@ -34,9 +35,10 @@ from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
+from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.verbosity import coloured
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of validation that a line of the terminal has."""
@@ -59,7 +61,10 @@ class RunSummary:
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
-        lines = [f"{'stopped after' if self.interrupted else 'finished'} step {self.steps} in {self.seconds:.0f} s"]
+        ended = coloured(
+            "stopped after" if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout
+        )
+        lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s"]
         if self.reward_first is not None and self.reward_last is not None:
             lines.append(f"mean reward {self.reward_first:.3f} -> {self.reward_last:.3f}")
         if self.steps:
@@ -113,7 +118,7 @@ def _train(
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.config.model.convert and job.source.megatron is None:
+        if job.converts and job.source.megatron is None:
             display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
         if job.config.model.convert and job.teacher is not None:
@@ -191,7 +196,7 @@ def _rollouts(
     """Return the source that `rollouts.mode` asks for."""
     parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
-        return contextlib.closing(AsynchronousSource(*parts, display.say))
+        return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
 
 
@@ -321,6 +326,7 @@ class RunJournal:
             "right": None if rollout.accuracy is None else rollout.accuracy == 1,
             "tokens": rollout.response_tokens,
             "truncated": rollout.truncated,
+            "stop_reason": rollout.stop_reason,
             "position": rollout.position,
             "sample": rollout.sample,
             "seed": rollout.seed,
@@ -356,7 +362,7 @@ def _loggers(
         file.log(finished, resume_from.state()["metrics"])
     config, options = job.config.model_dump(mode="json"), job.config.run
     logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
-    for logger in start_loggers(wanted_loggers(options), logged, display.say):
+    for logger in start_loggers(loggers_of(job.resolved), logged, display.say):
         loggers.append(logger)
         stack.callback(logger.close)
     return loggers

@@ -58,7 +58,7 @@ class CriticSpec:
 
     optimizer: OptimizerConfig
     offload: bool = False
-    """Of policy and critic, the one that does not compute waits in host memory."""
+    """Policy and critic take turns on the device; each waits in host memory while the other computes."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class PolicySpec:
     """Routers of experts keep their weights."""
     router_replay: bool = False
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
+    model_dir: Path | None = None
+    """The directory with the published config.json, where a backend builds the model from it."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
     critic: CriticSpec | None = None
@@ -265,8 +267,8 @@ class PolicyWorker(Protocol):
 
 
 class CriticWorker(Protocol):
-    """What a process of a policy with `PolicySpec.critic` does in addition. Its `load_model`, `save` and `load` are
-    those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+    """One process of a policy that has a critic next to it (`PolicySpec.critic`). Its `load_model`, `save` and `load`
+    are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
 
     def critic_begin(self) -> None:
         """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""

@@ -144,7 +144,7 @@ class ValueLoss(Protocol):
 
 
 class Estimate(Protocol):
-    """What is made of a critic's values; pickled to the workers."""
+    """Makes returns and advantages of a critic's values; pickled to the workers."""
 
     @property
     def whitens(self) -> bool:

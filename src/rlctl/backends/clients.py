@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from rlctl.backends.batch import (
 )
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
 from rlctl.backends.packing import PackingStats, plan_batch
-from rlctl.cluster.objects import fetch
+from rlctl.cluster.objects import fetch, keep_here
 from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup
 from rlctl.config.schema import TrainingConfig
 from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
@@ -191,10 +191,15 @@ class PendingGroups:
     engine: object
     call: PendingCall[list[GroupResult]]
     handles: list[object]
+    keeps: bool = False
+    """Copy columns and texts to this node: the engine's may be lost."""
 
     def results(self) -> list[GroupResult]:
-        """Wait for the groups, with handles of columns and texts. Raises what `PendingCall.results` raises."""
+        """Wait for the groups, with handles of columns and texts. Raises what `PendingCall.results` raises, and
+        WorkerError where columns or texts are lost."""
         (found,) = self.call.results()
+        if self.keeps:
+            keep_here(self.handles)
         return joined(found, self.handles)
 
 
@@ -202,8 +207,11 @@ class EngineClient:
     """Asks all generation engines, which know nothing of one another: a call is never collective, and one that allows
     for the loss of an engine says so."""
 
-    def __init__(self, group: WorkerGroup[EngineWorker]) -> None:
-        self.group = group
+    def __init__(self, group: WorkerGroup[EngineWorker], *, keeps: bool = False) -> None:
+        """`keeps`: what engines have made is copied to this node, because theirs may be lost without the policy's."""
+        self.group, self._keeps = group, keeps
+        self._aside: list[WorkerGroup[EngineWorker]] = []
+        """Engines that are waiting for a host."""
 
     def __len__(self) -> int:
         return len(self.group)
@@ -219,9 +227,17 @@ class EngineClient:
             [VALUES_A_GROUP * len(share) for share in shares],
         )
         return [
-            joined(outcome, values) if isinstance(outcome, list) else outcome
+            self._joined(outcome, values) if isinstance(outcome, list) else outcome
             for outcome, values in zip(asked.outcomes(), handles, strict=True)
         ]
+
+    def _joined(self, found: list[GroupResult], values: list[object]) -> list[GroupResult] | WorkerError:
+        try:
+            if self._keeps:
+                keep_here(values)
+        except WorkerError as error:
+            return error
+        return joined(found, values)
 
     def begin(
         self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling, timeout_s: float
@@ -230,7 +246,7 @@ class EngineClient:
         asked, (values,) = self._alone(engine, timeout_s).submit_apart(
             EngineWorker.generate_apart, [(requests, sampling, timeout_s)], [VALUES_A_GROUP * len(requests)]
         )
-        return PendingGroups(engine, asked, values)
+        return PendingGroups(engine, asked, values, self._keeps)
 
     def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
@@ -241,7 +257,7 @@ class EngineClient:
         asked, (values,) = self._alone(engine, timeout_s).submit_apart(
             EngineWorker.collect_apart, [(timeout_s,)], [VALUES_A_GROUP]
         )
-        return PendingGroups(engine, asked, values)
+        return PendingGroups(engine, asked, values, self._keeps)
 
     @property
     def engines(self) -> list[object]:
@@ -273,8 +289,32 @@ class EngineClient:
 
     def replace(self, ranks: Sequence[int]) -> None:
         """Start new processes for `ranks`, and load their models."""
-        self.group.restart(ranks)
-        self.group.part(ranks).within(self.group.start_timeout_s).call(EngineWorker.start)
+        _start_again(self.group, ranks)
+
+    def set_aside(self, ranks: Sequence[int]) -> None:
+        """Go on without `ranks`, whose host is lost."""
+        self._aside.append(self.group.drop(ranks))
+
+    def take_back(self, tell: Callable[[str], None]) -> bool:
+        """Start the engines that were set aside and have a place again; return whether there are any. `tell` hears of
+        those that do not start, which are given up."""
+        back = [one for one in self._aside if len(one.placed(range(len(one)))) == len(one)]
+        self._aside = [one for one in self._aside if one not in back]
+        taken = False
+        for engines in back:
+            try:
+                _start_again(engines, range(len(engines)))
+            except (WorkerError, WaitTimeoutError) as error:
+                tell(f"An engine whose host came back did not start and is given up: {error.message}")
+                continue
+            self.group.join(engines)
+            taken = True
+        return taken
+
+
+def _start_again(group: WorkerGroup[EngineWorker], ranks: Sequence[int]) -> None:
+    group.restart(ranks)
+    group.part(ranks).within(group.start_timeout_s).call(EngineWorker.start)
 
 
 def only_result(results: Sequence[R | None]) -> R:

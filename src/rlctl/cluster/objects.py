@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rlctl.cluster.ray_session import RAYLET, require_processes
+from rlctl.errors import WorkerError
 
 
 def fetch(handle: Any) -> Any:
@@ -14,6 +16,19 @@ def fetch(handle: Any) -> Any:
 
     require_processes(RAYLET)
     return ray.get(handle)
+
+
+def keep_here(handles: Sequence[Any]) -> None:
+    """Copy the values behind `handles` to this node, so that they outlive the one that made them. Raises WorkerError
+    where one is lost with its node."""
+    import ray
+    from ray.exceptions import ObjectLostError
+
+    require_processes(RAYLET)
+    try:
+        ray.get(list(handles))
+    except ObjectLostError as error:
+        raise WorkerError(f"Rollouts were lost with the node that held them: {type(error).__name__}.") from None
 
 
 def put(value: Any) -> object:

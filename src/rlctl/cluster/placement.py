@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.ray_session import dead_process, require_processes
 from rlctl.errors import MachineError
+
+NODE_LABEL = "ray.io/node-id"
+"""The label with which Ray marks each node by itself."""
 
 
 @dataclass(frozen=True)
@@ -20,26 +24,36 @@ class Bundle:
     """Node address; workers of one node share memory."""
     gpu: str | None
     """The GPU as its node's CUDA_VISIBLE_DEVICES names it: by index, or by UUID where that has UUIDs; None without."""
+    node_id: str = ""
+    """Ray's name of the node."""
 
 
 class Placement:
     """`count` bundles on the cluster, numbered so that neighbours share a node where they can."""
 
-    def __init__(self, count: int, *, gpus: bool, timeout_s: float) -> None:
+    def __init__(self, count: int, *, gpus: bool, timeout_s: float, away_from: Sequence[Bundle] = ()) -> None:
+        """Reserve the bundles, none of them on a node that holds one of `away_from`. Raises MachineError when Ray
+        cannot reserve them in `timeout_s`."""
         import ray
         from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
-        self.group = placement_group([dict(unit) for _ in range(count)], strategy="PACK")
+        others = sorted({bundle.node_id for bundle in away_from})
+        selector = [{NODE_LABEL: f"!in({','.join(others)})"}] * count if others else None
+        self._gpus = gpus
+        self.group = placement_group(
+            [dict(unit) for _ in range(count)], strategy="PACK", bundle_label_selector=selector
+        )
         try:
-            self.bundles = self._discover(count, gpus, timeout_s)
+            self.bundles = self._discover(range(count), gpus, timeout_s)
         except GetTimeoutError:
             require_processes()
             self.release()
             have = ray.cluster_resources()
+            where = f" on other nodes than {', '.join(sorted({one.node for one in away_from}))}" if others else ""
             raise MachineError(
-                f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}, and Ray could not reserve them in "
+                f"The plan needs {count} {'GPUs' if gpus else 'CPU slots'}{where}, and Ray could not reserve them in "
                 f"{timeout_s:.0f} s (the cluster has {have.get('GPU', 0):.0f} GPUs and {have.get('CPU', 0):.0f} CPU "
                 "slots).",
                 "Free some, use fewer with --nodes/--gpus-per-node, or raise cluster.start_timeout_s.",
@@ -48,23 +62,42 @@ class Placement:
             self.release()
             raise
 
-    def _discover(self, count: int, gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
+    def _discover(self, indexes: Sequence[int], gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
         """Ask a task inside each bundle which node and device it is on, and order the bundles by them. The tasks begin
         when the bundles are reserved. (Ray's own wait for that cannot be interrupted.)"""
         import ray
 
         where = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(_where_am_i)
-        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in range(count)]
-        found = ray.get(asked, timeout=timeout_s)
+        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
+        found = [Bundle(index, *place) for index, place in zip(indexes, ray.get(asked, timeout=timeout_s), strict=True)]
         # Stable: Ray's own order within equal (node, GPU) keys.
-        order = sorted(range(count), key=lambda index: place_order(*found[index]))
-        return tuple(Bundle(index, *found[index]) for index in order)
+        return tuple(sorted(found, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
 
     def strategy(self, index: int) -> Any:
         """Ray scheduling strategy for Ray's bundle number `index`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
+
+    def stands(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether `bundles` are on one node now. Those of a lost node are on none until Ray has placed them again."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        nodes = {self._nodes().get(bundle.index) for bundle in bundles}
+        return len(nodes) == 1 and nodes <= alive
+
+    def renewed(self, bundles: Sequence[Bundle], timeout_s: float) -> tuple[Bundle, ...]:
+        """Return `bundles` with the node and the device that they are on now; Ray places those of a lost node again."""
+        nodes = self._nodes()
+        if all(nodes.get(bundle.index) == bundle.node_id for bundle in bundles):
+            return tuple(bundles)
+        return self._discover([bundle.index for bundle in bundles], self._gpus, timeout_s)
+
+    def _nodes(self) -> dict[int, str]:
+        import ray
+
+        return ray.util.placement_group_table(self.group)["bundles_to_node_id"]
 
     def release(self) -> None:
         """Give the bundles back, unless Ray is broken or out of reach; they end with this process then."""
@@ -87,8 +120,9 @@ def node_address() -> str | None:
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 
 
-def _where_am_i() -> tuple[str, str | None]:
+def _where_am_i() -> tuple[str, str | None, str]:
     import ray
 
     gpu_ids = ray.get_gpu_ids()
-    return ray.util.get_node_ip_address(), str(gpu_ids[0]) if gpu_ids else None
+    gpu = str(gpu_ids[0]) if gpu_ids else None
+    return ray.util.get_node_ip_address(), gpu, ray.get_runtime_context().get_node_id()

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
@@ -262,6 +262,7 @@ class WorkerGroup(Generic[W_co]):
         require_processes()
         for rank in ranks:
             ray.kill(self.hosts[rank], no_restart=True)
+            self._renew_place(rank)
             self.hosts[rank] = self._host(rank)
         again = self.part(ranks)
         again.pids = []  # an error names those of the new processes, once they are known
@@ -270,11 +271,37 @@ class WorkerGroup(Generic[W_co]):
         for rank, pid in zip(ranks, again.pids, strict=True):
             self.pids[rank] = pid
 
-    def drop(self, ranks: Sequence[int]) -> None:
-        """End the processes of `ranks` and go on as the group of the others."""
-        self.part(ranks).kill()
+    def _renew_place(self, rank: int) -> None:
+        """Learn where the rank's bundles are now. Raises WaitTimeoutError where Ray has no place for them."""
+        from ray.exceptions import GetTimeoutError
+
+        spec, limit = self.specs[rank], self.start_timeout_s
+        try:
+            renewed = replace(spec, bundles=self._placement.renewed(spec.bundles, limit))
+        except GetTimeoutError:
+            raise WaitTimeoutError(
+                f"Ray found no place for {self.name} rank {rank} in {limit:.0f} s.",
+                "Bring its host back, or raise cluster.start_timeout_s.",
+            ) from None
+        self.specs = (*self.specs[:rank], renewed, *self.specs[rank + 1 :])
+
+    def placed(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of `ranks` whose devices are there; the others are on a lost host."""
+        return [rank for rank in ranks if self._placement.stands(self.specs[rank].bundles)]
+
+    def drop(self, ranks: Sequence[int]) -> WorkerGroup[W_co]:
+        """End the processes of `ranks` and go on as the group of the others; return those, for `join`."""
+        dropped = self.part(ranks)
+        dropped.kill()
         rest = self.part([rank for rank in range(len(self)) if rank not in ranks])
         self.hosts, self.pids, self._logs, self.specs = rest.hosts, rest.pids, rest._logs, rest.specs
+        return dropped
+
+    def join(self, other: WorkerGroup[Any]) -> None:
+        """Go on with the workers of `other` as the last ranks of this group."""
+        self.specs += other.specs
+        self.pids, self._logs = [*self.pids, *other.pids], [*self._logs, *other._logs]
+        self.hosts = [*self.hosts, *other.hosts]
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -370,8 +397,10 @@ class WorkerGroup(Generic[W_co]):
             raise kind(f"{self.name} rank {rank} failed in `{method}`: {text}.{self.log_tail(rank)}") from None
         except RayActorError:
             pid = f" (process {self.pids[rank]})" if self.pids else ""
+            node = self.specs[rank].bundles[0].node
+            host = f" on {node}" if node != node_address() else ""
             raise WorkerDiedError(
-                f"{self.name} rank {rank}{pid} died during `{method}`.{self.log_tail(rank)}"
+                f"{self.name} rank {rank}{pid}{host} died during `{method}`.{self.log_tail(rank)}"
             ) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
@@ -15,6 +16,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
+from rlctl.telemetry.verbosity import coloured
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.conversion.hf_megatron import Options, Report
@@ -51,7 +53,7 @@ def hf_to_megatron(
     destination: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DST]",
+            metavar="DST",
             help="Directory to write; by default the one where runs look for the converted model.",
             show_default=False,
         ),
@@ -203,13 +205,18 @@ def _settings(dtype: str | None, no_verify: bool, force: bool, show: Progress, s
 def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
         named = ", ".join(report.nans[:8])
-        message(f"{len(report.nans)} tensors hold NaNs, which were kept: {named}")
+        found = coloured(f"{len(report.nans)} tensors hold NaNs", "warn", sys.stderr)
+        message(f"{found}, which were kept: {named}")
     if json_:
         from dataclasses import asdict
 
         print_json(asdict(report) | ({"hub": address} if address else {}))
         return
-    checked = "every tensor read back and equal" if report.verified else "not verified"
+    checked = (
+        coloured("every tensor read back and equal", "ok", sys.stdout)
+        if report.verified
+        else coloured("not verified", "warn", sys.stdout)
+    )
     typer.echo(
         f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"

@@ -59,7 +59,7 @@ Backend: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="Training engine: megatron or auto. A plan for dtensor (FSDP2) can be shown, but not run.",
+        help="Training engine: megatron, dtensor (transformers' modules with FSDP2), or auto.",
     ),
 ]
 MaxLength: TypeAlias = Annotated[
@@ -112,7 +112,7 @@ Set: TypeAlias = Annotated[
 ]
 Overrides: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
+    typer.Argument(metavar="KEY=VALUE", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
 ]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
@@ -131,8 +131,8 @@ Algorithm: TypeAlias = Annotated[
     typer.Option(
         "--algorithm",
         metavar="NAME|FILE:CLASS",
-        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, distillation, or "
-        "your own.",
+        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, ppo, gspo, cispo, dppo, sapo, "
+        "distillation, or your own.",
     ),
 ]
 Teacher: TypeAlias = Annotated[
@@ -153,6 +153,9 @@ Async: TypeAlias = Annotated[
 ]
 MaxStaleness: TypeAlias = Annotated[
     int | None, typer.Option("--max-staleness", help="With --async, how many versions old weights of rollouts may be.")
+]
+Colocated: TypeAlias = Annotated[
+    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
 ]
 LearningRate: TypeAlias = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 Seed: TypeAlias = Annotated[int | None, typer.Option("--seed", help="Seed of the data order and of sampling.")]

@@ -19,9 +19,6 @@ app = command_app()
 
 ALTERNATIVES = 3
 
-Colocated = Annotated[
-    bool | None, typer.Option("--colocated/--split", help="Generate on the training devices, or on others.")
-]
 Goal = Annotated[
     str | None,
     typer.Option(
@@ -52,6 +49,7 @@ Run = Annotated[
         "rlctl plan --model Qwen/Qwen3-32B --nodes 8 --gpu h100 --max-length 16384 --explain",
         "rlctl plan --preset 8nodes --model Qwen/Qwen2.5-72B --set training.tp=8 --set training.pp=2",
         "rlctl plan --preset 1node --model Qwen/Qwen3-8B --compare training.tp=1 training.tp=2",
+        "rlctl plan --preset 1node --model Qwen/Qwen3-8B --gpu h100 --async",
         "rlctl plan --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B training.tp=2",
     ),
 )
@@ -71,7 +69,9 @@ def plan(
     algorithm: options.Algorithm = None,
     teacher: options.Teacher = None,
     backend: options.Backend = None,
-    colocated: Colocated = None,
+    colocated: options.Colocated = None,
+    async_: options.Async = None,
+    max_staleness: options.MaxStaleness = None,
     goal: Goal = None,
     explain: Explain = False,
     top: Top = None,

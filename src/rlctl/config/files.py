@@ -60,6 +60,14 @@ def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
     raise ConfigError(f"{what} {path} cannot be read: {problem}.")
 
 
+def written_text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file that rlctl itself wrote. Raises OSError, also where a pipe or a device is in its place:
+    these may have no end."""
+    if path.exists() and (problem := problem_with(path)):
+        raise OSError(problem)
+    return path.read_text(encoding="utf-8", errors=errors)
+
+
 @contextlib.contextmanager
 def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
     """Make a folder `rlctl-name-...` that is removed at the end, and remove those that killed processes have left.

@@ -22,6 +22,9 @@ class ParallelSpec:
     etp: int = 0
     """Tensor parallel size of the experts; 0, or left out, stands for `tp`, and reads as that."""
     dp: int = 1
+    replicate: int = 1
+    """Copies of the weights, gradients and states that FSDP2 shards: each copy is sharded over dp / replicate ranks
+    (times cp)."""
     sequence_parallel: bool | None = None
     """None, or left out, stands for `tp > 1`, and reads as that."""
     first_stage_layers: int | None = None
@@ -56,6 +59,11 @@ class ParallelSpec:
     def expert_dp(self) -> int:
         """Ranks that hold the same experts."""
         return max(1, self.stage_size // self.expert_size)
+
+    @property
+    def fsdp_shards(self) -> int:
+        """Ranks over which FSDP2 shards each copy of the weights."""
+        return self.dp // self.replicate * self.cp
 
     @property
     def row_multiple(self) -> int:

@@ -69,8 +69,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
     convert: bool = True
-    """Convert the model once into the checkpoint directory, from which every run starts; false: start from its own
-    files."""
+    """Convert the model once into the checkpoint directory, from which every run with Megatron starts; false: start
+    from its own files, as dtensor always does."""
     max_length: Positive | None = None
     """Largest number of tokens of prompt and completion together."""
     trust_remote_code: bool = False
@@ -307,8 +307,8 @@ class LossConfig(Section):
     """Loss of your own, `path/to/file.py:function`, instead of the algorithm's: it takes a TokenBatch and returns the
     loss of each response token."""
     needs: tuple[LogprobColumn, ...] | None = None
-    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch,
-    `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
+    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
+    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
     become less likely."""
@@ -336,9 +336,10 @@ class LossConfig(Section):
     with the sum of its tokens divided by `length_divisor`."""
     length_divisor: Positive | None = None
     """Divisor of every sequence's sum with `level=constant`; unset: generation.max_new_tokens."""
-    importance_correction: Literal["off", "untruncated", "truncated", "masked"] = "truncated"
+    importance_correction: Literal["off", "untruncated", "truncated", "masked", "ratio"] = "truncated"
     """Correction for the difference between the engine's and the trainer's log-probs: tokens weigh by the ratio of the
-    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]."""
+    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]. With
+    `ratio` they have no weight, and the clipped ratio is that of the policy to the engine's log-probs."""
     importance_level: Literal["token", "sequence"] = "token"
     """Unit of that ratio: each token, or the product over the tokens of a rollout, which all of them then have."""
     importance_cap: Annotated[float, Field(gt=1)] = 2.0
@@ -414,7 +415,8 @@ class FilterConfig(Section):
     """Groups whose rollouts all have the same reward: keep them in the batch, drop them, or sample other prompts in
     their place until the batch is full (dynamic sampling)."""
     max_rounds: Annotated[int, Field(gt=0, le=1000)] = 10
-    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there."""
+    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there. With
+    async, a round is `batch.prompts` groups."""
     truncated: Literal["keep", "mask"] = "keep"
     """Rollouts that a limit of length ended: learn from them, or only count their rewards in their group."""
     skip: bool = True
@@ -423,7 +425,7 @@ class FilterConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """When rollouts are made: before each step, or while the policy trains."""
+    """When rollouts are made: before each step, or while the policy trains; and how long one may take."""
 
     mode: Literal["sync", "async"] = "sync"
     """Make the rollouts of a step while the policy waits (sync), or while it trains on earlier ones (async)."""
@@ -433,6 +435,9 @@ class RolloutsConfig(Section):
     order: Literal["position", "arrival"] = "position"
     """With async, the contents of a batch: the next prompts in their order (position), or the groups that finished
     first, where one that was begun `max_staleness` versions ago is waited for (arrival)."""
+    timeout_s: Seconds | None = None
+    """Longest time from the first token of a rollout to its last, in both modes and in validation. One that takes
+    longer ends with the tokens that it has and the stop reason `timeout`. Unset: half of cluster.step_timeout_s."""
 
 
 class ChecksConfig(Section):
@@ -464,8 +469,8 @@ class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
     backend: str = "auto"
-    """Training engine, by the name of its record; auto is megatron. dtensor (FSDP2: weights, gradients and states are
-    sharded over the data parallel ranks) can be planned and cannot be run yet."""
+    """Training engine, by the name of its record; auto is megatron. dtensor trains transformers' own modules with
+    FSDP2: weights, gradients and states are sharded over the data parallel ranks."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None
@@ -484,6 +489,8 @@ class TrainingConfig(Section):
     """Tensor parallel size of the experts."""
     dp: Positive | None = None
     """Data parallel size."""
+    replicate: Positive | None = None
+    """Number of copies of the weights that FSDP2 keeps (dtensor), each sharded over dp / replicate ranks; unset: 1."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
     recompute: Literal["none", "selective", "full"] | None = None
@@ -501,7 +508,8 @@ class TrainingConfig(Section):
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     offload: bool | None = None
-    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use."""
+    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use. With a
+    critic, true also moves policy and critic while the other computes; unset: where both together do not fit."""
     router_replay: bool = False
     """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
     still the policy's."""
@@ -534,7 +542,9 @@ class GenerationConfig(Section):
     ep: Positive | None = None
     """Expert parallel size of one engine: 1, or tp x dp."""
     colocated: bool | None = None
-    """Generate on the devices that train; false: on devices of their own."""
+    """Generate on the devices that train; false: on devices of their own, where nothing sleeps."""
+    devices: Positive | None = None
+    """Number of devices that the engines have to themselves, with colocated=false: GPUs, or cores of a CPU."""
     max_new_tokens: Positive = 512
     """Largest number of tokens of a completion; a long prompt may leave fewer of `model.max_length`."""
     mean_length: Positive | None = None
@@ -789,6 +799,15 @@ class RlctlConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def validate_rollouts_end_before_the_run(self) -> RlctlConfig:
+        if self.rollout_timeout_s >= self.cluster.step_timeout_s:
+            raise ValueError(
+                f"rollouts.timeout_s = {self.rollout_timeout_s:g} is not below cluster.step_timeout_s = "
+                f"{self.cluster.step_timeout_s:g}, after which a step fails"
+            )
+        return self
+
+    @model_validator(mode="after")
     def validate_groups_that_are_compared(self) -> RlctlConfig:
         compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
         compared = compared and self.learns_from_rewards
@@ -806,7 +825,8 @@ class RlctlConfig(Section):
     def validate_critic(self) -> RlctlConfig:
         if not self.has_critic:
             if self.critic != CriticConfig():
-                key = next(iter(sorted(self.critic.model_fields_set)))
+                plain = CriticConfig()
+                key = next(key for key in CriticConfig.model_fields if getattr(self.critic, key) != getattr(plain, key))
                 raise ValueError(
                     f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
                     "(--algorithm ppo does)"
@@ -853,6 +873,11 @@ class RlctlConfig(Section):
         return self
 
     @property
+    def rollout_timeout_s(self) -> float:
+        """Longest time from the first token of a rollout to its last."""
+        return self.rollouts.timeout_s or self.cluster.step_timeout_s / 2
+
+    @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
         optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
@@ -860,6 +885,8 @@ class RlctlConfig(Section):
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
         old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
+            old = old and (self.penalty_in_reward or self.loss.sequence_mask is not None)
         old = old or (self.has_critic and self.penalty_in_reward)
         columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
                                               "teacher_logprobs": self.teacher.model is not None}  # fmt: skip

@@ -14,8 +14,13 @@ from rlctl.data.prompt_rows import PromptRow
 
 ROUTED_EXPERTS = "routed_experts"
 """Further column, int16 [T, layers, experts a token]: where the engine's routers sent the token; -1: not recorded."""
-LIMIT_REASONS = ("length", "abort")
+TIMEOUT = "timeout"
+LIMIT_REASONS = ("length", "abort", TIMEOUT)
 """Stop reasons of a rollout that did not end by itself."""
+
+
+TokensByVersion = tuple[tuple[int, int], ...]
+"""(version of the weights, response tokens that they chose), the oldest first. A rollout without tokens has a 0."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,11 @@ class Rollout:
     """Number of the rollout in its group, and its row in the group's columns."""
     seed: int
     """Seed of its random stream, which follows from the run's seed, the position and the sample."""
-    first_version: int
-    """Oldest weights that chose one of its tokens."""
-    last_version: int
-    """Newest weights that chose one of its tokens."""
+    versions: TokensByVersion
+    """The weights that chose its tokens."""
     stop_reason: str
-    """`stop` (an end token or a stop text), `length`, or `abort` where a refit ended it."""
+    """`stop` (an end token or a stop text), `length`, `timeout` (`rollouts.timeout_s`), or `abort` where a refit ended
+    it."""
     prompt_tokens: int
     """Tokens before the first response token."""
     tokens: int
@@ -67,6 +71,11 @@ class Rollout:
     """Score of each reward term before its weight; None where it does not apply."""
     accuracy: float | None
     """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
+
+    @property
+    def first_version(self) -> int:
+        """Oldest weights that chose one of its tokens."""
+        return self.versions[0][0]
 
     @property
     def truncated(self) -> bool:

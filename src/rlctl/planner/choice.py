@@ -49,7 +49,7 @@ class TrainingChoice:
     critic: bool = False
     """A value model of the same size is trained on the same devices."""
     critic_offload: bool = False
-    """Of policy and critic, the one that does not compute waits in host memory."""
+    """Policy and critic take turns on the devices; each waits in host memory while the other computes."""
     grouped_experts: bool = True
     """Experts of a rank run as one grouped matmul, not one after the other."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"

@@ -130,6 +130,8 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         packing=config.training.packing,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,
+        staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
+        in_flight=config.refit.in_flight,
     )
 
 
@@ -162,6 +164,7 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
         sequence_parallel=training.sequence_parallel,
         first_stage_layers=training.first_stage_layers,
         last_stage_layers=training.last_stage_layers,
+        replicate=training.replicate or 1,
     )
     require_policy_sizes(facts, parallel)
     return parallel
@@ -233,7 +236,8 @@ def plan_from_config(
         )
     if not workload.trains:
         pins = {key: value for key, value in pins.items() if not key.startswith(("training.", "teacher."))}
-        pins = {key: value for key, value in pins.items() if key not in ("generation.colocated", "refit.mover")}
+        apart = ("generation.colocated", "generation.devices", "refit.mover")
+        pins = {key: value for key, value in pins.items() if key not in apart}
     precision = precision_from_config(config, cluster)
     # Float32 is what rlctl gives Megatron unless the user passes something else.
     gradient_bytes = 2 if config.ddp.passed.get("grad_reduce_in_fp32") is False else 4

@@ -14,7 +14,7 @@ from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.feasible_plans import device_seconds, feasible_plans, score
+from rlctl.planner.search.feasible_plans import device_seconds, feasible_plans, preference, score
 from rlctl.planner.search.policy_search import Request
 from rlctl.planner.views.reasons import reasons_for
 
@@ -48,6 +48,7 @@ def make_plan(
     element = 4.0 if precision == "float32" else 2.0
     request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes, teacher)
     _check_mover(request)
+    _check_devices(request)
     plans, rejected = feasible_plans(request)
     if workload.goal == "frugal":
         plans = _frugal(request, plans)
@@ -59,10 +60,15 @@ def make_plan(
         plans.sort(key=lambda plan: not plan.runnable)
     best = plans[0]
     others = _others(plans, best)[:top]
+    best = replace(best, beside=_beside(request, plans, best))
     return replace(
         best,
         reasons=tuple(reasons_for(best, request, rejected)),
-        rejected=(*(Rejected(plan.name(), _slower(plan, best)) for plan in others), *rejected[:top]),
+        rejected=(
+            *(Rejected(plan.name(), _slower(plan, best)) for plan in others),
+            *_rejected_beside(best, others),
+            *rejected[:top],
+        ),
         alternatives=tuple(others),
     )
 
@@ -79,13 +85,60 @@ def _others(plans: list[Plan], best: Plan) -> list[Plan]:
     return sorted(kinds.values(), key=score)
 
 
+def _beside(request: Request, plans: list[Plan], best: Plan) -> Plan | None:
+    """The best plan with the engines on the policy's devices, where `best` has them apart."""
+    if best.waits is None:
+        return None
+    here = [plan for plan in plans if plan.colocated and plan.cluster == best.cluster]
+    if not here:  # on the same devices the two sides take turns
+        pins = {key: value for key, value in request.pins.items() if key not in (*APART, "refit.mover")}
+        turns = replace(request.workload, staleness=None)
+        asked = replace(request, pins=pins | {"generation.colocated": True}, workload=turns, cluster=best.cluster)
+        here = feasible_plans(asked)[0]
+    return min(here, key=lambda plan: (not plan.runnable, score(plan)), default=None)
+
+
+def _rejected_beside(best: Plan, others: list[Plan]) -> list[Rejected]:
+    beside = best.beside
+    if beside is None or any(beside.name() == other.name() for other in others):
+        return []
+    seconds, by = f"{beside.total_s:.1f} s a step", abs(100 * (beside.total_s / best.total_s - 1))
+    less = "slower" if beside.total_s > best.total_s else "faster, but it was not asked for"
+    return [Rejected(f"{beside.name()}; on the same devices", f"{by:.0f}% {less} ({seconds})")]
+
+
+APART = ("generation.colocated", "generation.devices")
+
+
+def _check_devices(request: Request) -> None:
+    """Raises ConfigError for a pinned `generation.devices` that cannot be, whatever the layout."""
+    own, total = request.pin("generation.devices"), request.cluster.devices
+    if own is None:
+        return
+    kind = "cores" if request.cluster.is_cpu else "GPUs"
+    if request.pin("generation.colocated"):
+        raise ConfigError(
+            f"generation.devices = {own} gives the engines {kind} of their own, and generation.colocated is true.",
+            "Leave one of the two out.",
+        )
+    if own >= max(2, total):
+        raise ConfigError(
+            f"generation.devices = {own} leaves the policy none of the {total} {kind}.",
+            f"Give the engines at most {total - 1}." if total > 1 else "Leave it out: the two sides share this one.",
+        )
+
+
 def _check_mover(request: Request) -> None:
     """Raises ConfigError for a pinned `refit.mover` that cannot work on the cluster, whatever the layout."""
     mover, colocated = request.pin("refit.mover"), request.pin("generation.colocated")
     if mover == "cuda-ipc" and request.cluster.is_cpu:
         raise ConfigError("refit.mover = cuda-ipc, but the engines compute on a CPU.", "Use auto or shared-memory.")
-    if mover == "cuda-ipc" and colocated is False:
+    apart = colocated is False or (colocated is None and request.pin("generation.devices") is not None)
+    if mover == "cuda-ipc" and apart:
         why = "refit.mover = cuda-ipc, but with generation.colocated = false engines have devices of their own."
+        raise ConfigError(why, "Use auto or collective.")
+    if mover == "shared-memory" and apart and request.cluster.nodes > 1:
+        why = "refit.mover = shared-memory, but with generation.colocated = false engines have nodes of their own."
         raise ConfigError(why, "Use auto or collective.")
 
 
@@ -114,7 +167,7 @@ def _frugal(request: Request, plans: list[Plan]) -> list[Plan]:
         parts += [replace(whole, nodes=1, gpus_per_node=size) for size in sizes]
     for part in parts if not whole.is_cpu else []:
         plans = plans + feasible_plans(replace(request, cluster=part))[0]
-    return sorted(plans, key=score)
+    return sorted(plans, key=preference)
 
 
 def refuse_unrunnable(plan: Plan) -> None:

@@ -15,7 +15,7 @@ from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.search.rules import not_runnable
+from rlctl.planner.search.rules import gives_way, not_runnable
 from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
@@ -71,10 +71,31 @@ class Plan:
     """None: there is no teacher."""
     blocked: tuple[str, ...] = ()
     """Further reasons why it cannot run: keys of an imported recipe."""
+    engine_devices: int = 0
+    """Devices that the engines have to themselves: GPUs, or cores of a CPU; 0: they share those of the policy."""
+    rollouts_s: float = 0.0
+    """Seconds in which engines and scorers work at a step's rollouts, also where the policy trains meanwhile."""
+    beside: Plan | None = field(default=None, repr=False)
+    """The best plan with the engines on the policy's devices, where this one has them apart; None: none fits."""
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def waits(self) -> dict[str, float] | None:
+        """Seconds of a step in which each side waits for the other; None: both are on the same devices."""
+        if self.training is None or self.generation is None or self.colocated:
+            return None
+        policy = sum(self.seconds[phase] for phase in (Phase.GENERATION, Phase.REWARD, Phase.WAITING))
+        return {"policy": policy, "engines": max(0.0, self.total_s - self.seconds[Phase.REFIT] - self.rollouts_s)}
+
+    @property
+    def engines_have_nodes(self) -> bool:
+        """Whether the engines are on nodes of their own: a split over several nodes divides between two of them."""
+        if self.colocated or self.training is None or self.cluster.nodes == 1:
+            return False
+        return self.cluster.is_cpu or self.training.parallel.world_size % self.cluster.gpus_per_node == 0
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -86,7 +107,9 @@ class Plan:
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
         family = family_problem(self.facts.family) or (self.teacher and family_problem(self.teacher.facts.family))
-        layout = not_runnable(self.training, self.generation, self.colocated, self.backend)
+        layout = not_runnable(self.training, self.generation)
+        if self.training is not None and self.generation is not None:
+            layout += gives_way(self.workload, self.cluster, self.colocated)
         return [*([family] if family else []), *self.blocked, *layout]
 
     @property
@@ -123,6 +146,7 @@ class Plan:
         values: dict[str, Any] = {f"generation.{key}": getattr(generation, key) for key in GENERATION_KEYS}
         if self.training is not None:
             values["generation.colocated"] = self.colocated
+            values |= {"generation.devices": self.engine_devices} if self.engine_devices else {}
         if self.cluster.is_cpu:
             values["generation.kv_cache_bytes"] = int(generation.kv_cache_bytes)
             values["generation.threads"] = generation.threads

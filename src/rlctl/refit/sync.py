@@ -4,9 +4,9 @@ Where policy and engines share devices, one of them computes at a time, and what
 (`training.offload`, vLLM's sleep mode) or is dropped. While weights move both hold theirs, and nothing else that can
 wait. On a CPU nothing is given back unless `training.offload` is set, and the turns are only counted.
 
-An engine is lost when one of its processes is gone or does not answer. A new one takes its place (or the others go on
-without it), the refit session is formed again, and a full refit that is compared tensor by tensor brings all engines to
-the policy's weights. The trainers stay as they are.
+An engine is lost when one of its processes is gone or does not answer. A new one takes its place, or the others go on
+without it, where its host is lost until that is back. The refit session is then formed again, and a full refit that is
+compared tensor by tensor brings all engines to the policy's weights. The trainers stay as they are.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ class WeightSync:
         as `RefitSession.refit` takes it."""
         begun = time.perf_counter()
         self.before_refit()
+        verify = self._take_back() or verify
         self.turns.to_weights()
         offloaded_s = time.perf_counter() - begun
         try:
@@ -152,6 +153,14 @@ class WeightSync:
         except (WorkerError, WaitTimeoutError) as error:
             return self.recover(error, version)
         return replace(report, seconds={RefitPhase.OFFLOAD: offloaded_s} | report.seconds)
+
+    def _take_back(self) -> bool:
+        """Let engines whose host came back take part again; return whether there are any."""
+        if not self.engines.take_back(self._tell):
+            return False
+        self._tell(f"the lost host is back: going on with {len(self.engines)} engine(s)")
+        self.session.reform(self.engines.group)
+        return True
 
     def _decoded(self, report: RefitReport) -> RefitReport:
         """After a refit of which all tensors were compared: also compare what the engines compute with them.
@@ -213,14 +222,25 @@ class WeightSync:
         self._tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
 
     def _replace(self, lost: list[int]) -> None:
-        """Start new engines for `lost`; where they do not start and others are left, those go on alone."""
+        """Start new engines for `lost`, on a lost host once it is back; where they do not start and others are left,
+        those go on alone."""
+        here = self.engines.group.placed(lost)
+        away = [rank for rank in lost if rank not in here]
+        if len(away) == len(self.engines):  # nothing is left to go on with: wait for a place
+            here, away = lost, []
         try:
-            self.engines.replace(lost)
+            self.engines.replace(here)
         except (WorkerError, WaitTimeoutError) as error:
             if len(lost) == len(self.engines):
                 raise
             self.engines.group.drop(lost)
             self._tell(f"no other could be started ({_cause(error)}): going on with {len(self.engines)} engine(s)")
+            return
+        if away:
+            self.engines.set_aside(away)
+            self._tell(
+                f"the host of {len(away)} of them is lost: going on with {len(self.engines)} engine(s) until it is back"
+            )
 
 
 def _cause(error: RlctlError) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.config.schema import ChecksConfig
+from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
 
 
@@ -24,7 +25,7 @@ class Health:
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
-        said = [*self._signal(step, metrics), *_not_full(step, metrics)]
+        said = [*self._signal(step, metrics), *_not_full(step, metrics), *_cut_off(step, metrics)]
         if critic := metrics.get("critic", {}):
             said += _critic(step, critic)
         if "loss" not in metrics and critic:  # it warms up
@@ -58,6 +59,12 @@ class Health:
             f"reward (mean {metrics['reward_mean']:.3g}), so that there is nothing to learn from. Choose easier or "
             "harder prompts, more --generations, a higher generation.temperature, or a --reward with partial credit."
         ]
+
+
+def _cut_off(step: int, metrics: Mapping[str, Any]) -> list[str]:
+    if not (ended := metrics["stop_reasons"].get(TIMEOUT)):
+        return []
+    return [f"step {step}: {ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had"]
 
 
 def _critic(step: int, metrics: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ now or was sampled while the last one was trained on, nor where the engines are,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -302,10 +303,20 @@ def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, Any]:
         "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
         "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
+        "stop_reasons": dict(sorted(Counter(rollout.stop_reason for rollout in rollouts).items())),
         "weight_version": min(rollout.first_version for rollout in rollouts),
         "positions": ranges(group.position for group in batch.groups),
         "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
+        "tokens_by_version": tokens_by_version(rollouts),
     }
+
+
+def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """Return [version, response tokens that its weights chose] of each version, the oldest first."""
+    found: Counter[int] = Counter()
+    for rollout in rollouts:
+        found.update(dict(rollout.versions))
+    return [[version, found[version]] for version in sorted(found)]
 
 
 def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:

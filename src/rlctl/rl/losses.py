@@ -174,7 +174,8 @@ def binary_divergence(
 
 
 def old_logprobs(batch: TokenBatch) -> torch.Tensor:
-    """Return the log-probs of the policy that sampled [R], as the trainer computes them, without gradient.
+    """Return the log-probs of the policy before the batch's first optimizer step [R], as the trainer computes them,
+    without gradient. Without lag it is the policy that sampled.
 
     Where they were not recomputed the current policy is taken as the old one: a ratio to it is 1 and has the gradient
     of the log-prob, which is exact for the first optimizer step after sampling.

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ class GroupMaker:
 
     def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: WorkerGroup[RewardWorker] | None) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
-        self.sampling = Sampling.from_config(
-            config.generation, stop=prompts.encoder.stop, stop_token_ids=prompts.encoder.stop_token_ids
-        )
+        encoder = prompts.encoder
+        sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+        self.sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
 
     @property
     def scores(self) -> bool:
@@ -88,8 +89,7 @@ def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[i
             position=result.group,
             sample=sample,
             seed=seed,
-            first_version=result.first_versions[sample],
-            last_version=result.last_versions[sample],
+            versions=result.versions[sample],
             stop_reason=result.finish_reasons[sample],
             prompt_tokens=result.prompt_tokens,
             tokens=result.tokens[sample],
@@ -151,5 +151,8 @@ def _loaded(one: dict[str, Any], arrays: dict[str, np.ndarray], row_at: Callable
     own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
     further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
     columns = RolloutColumns(**own, extra_T=further)
-    rollouts = tuple(Rollout(**rollout) for rollout in one["rollouts"])
+    rollouts = tuple(
+        Rollout(**{**rollout, "versions": tuple((version, tokens) for version, tokens in rollout["versions"])})
+        for rollout in one["rollouts"]
+    )
     return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]))

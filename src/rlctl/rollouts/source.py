@@ -55,30 +55,16 @@ class RolloutSource(Protocol):
         """Go on from what `state` returned and `write` wrote, in a new process and before the first `next`."""
 
 
-def refuse_async(config: RlctlConfig, device: str) -> None:
-    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains."""
+def refuse_async(config: RlctlConfig) -> None:
+    """Raise ConfigError for settings with which rollouts cannot be made while the policy trains. The plan says whether
+    the engines have the devices for it."""
     rollouts = config.rollouts
     if rollouts.mode == "sync":
         return
-    if device != "cpu" or config.training.offload:
+    if config.training.offload:
         raise ConfigError(
-            "rollouts.mode = async: engines that share devices with the policy give way to it while it trains.",
-            "Leave out --async; engines on devices of their own (generation.colocated=false) cannot be run yet."
-            if device != "cpu"
-            else "Set training.offload=false.",
-        )
-    if config.filter.groups == "replace":
-        raise ConfigError(
-            "filter.groups = replace samples on until a batch is full, and rollouts.mode = async samples ahead of "
-            "batches.",
-            "Choose filter.groups=drop, or leave out --async.",
-        )
-    orders = {config.data.order, *(source.order for source in config.data.sources)}
-    if "pass-rate" in orders:
-        raise ConfigError(
-            "data.order = pass-rate follows from rollouts that are trained on, and rollouts.mode = async samples ahead "
-            "of them.",
-            "Choose another order, or leave out --async.",
+            "rollouts.mode = async: with training.offload = true the policy waits in host memory while engines sample.",
+            "Set training.offload=false.",
         )
     if config.refit.in_flight == "abort":
         raise ConfigError(
@@ -96,7 +82,7 @@ def refuse_async(config: RlctlConfig, device: str) -> None:
         raise ConfigError(
             f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
             "loss.importance_correction is off.",
-            "Choose loss.importance_correction=truncated or masked, or --max-staleness 0.",
+            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0.",
         )
 
 

@@ -90,7 +90,7 @@ class SynchronousSource:
     def state(self) -> dict[str, Any]:
         """Return the ledger, and what the order of prompts follows from. Between two calls of `next` nothing is under
         way or finished."""
-        orders = self._prompts.state()
+        orders = self._prompts.state(self._ledger.first_open)
         return {**self._ledger.state(), **({"orders": orders} if orders else {})}
 
     def write(self, directory: Path) -> None:

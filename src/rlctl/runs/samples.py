@@ -8,12 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import written_text
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
 
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
 FOLDER = "rollouts"
+CUT_OFF = {
+    "length": "cut off at the length limit",
+    "timeout": "cut off at rollouts.timeout_s",
+    "abort": "cut off by a refit",
+}
+"""Words for how a completion was ended, by its stop reason."""
 
 
 def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGroup, Rollout]]:
@@ -59,8 +66,10 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
     found: list[Sample] = []
     for number in sorted(steps) if step is None else [step]:
         try:
-            for line in steps[number].read_text(encoding="utf-8").splitlines():
+            for line in filter(None, written_text(steps[number]).split("\n")):  # others may be in a text
                 found.append({"step": number} | json.loads(line))
+                if not isinstance(found[-1].get("reward", 0.0), int | float):
+                    raise TypeError("a reward is no number")
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{steps[number]} cannot be read: {error}.", "Remove it, or name another --step."
@@ -73,7 +82,8 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
 def sample_text(sample: Sample) -> str:
     """Return a sample as a person reads it: what was scored how, the prompt as the model saw it, and the completion."""
     terms = ", ".join(f"{name} {value:.3f}" for name, value in (sample.get("terms") or {}).items())
-    marks = ["right" * bool(sample.get("right")), "cut off at the length limit" * bool(sample.get("truncated"))]
+    cut = CUT_OFF.get(sample.get("stop_reason", ""), CUT_OFF["length"])
+    marks = ["right" * bool(sample.get("right")), cut * bool(sample.get("truncated"))]
     heading = [
         f"step {sample['step']}",
         f"prompt {sample.get('position')}, sample {sample.get('sample')}",

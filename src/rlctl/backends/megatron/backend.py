@@ -43,7 +43,7 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
 
 
 BACKEND = PolicyBackend("megatron", "rlctl.backends.megatron.worker:MegatronWorker", layouts, arguments,
-                        refuse_wrong_numbers, has_critic=True)  # fmt: skip
+                        refuse_wrong_numbers, has_critic=True, takes_conversion=True)  # fmt: skip
 
 
 if TYPE_CHECKING:

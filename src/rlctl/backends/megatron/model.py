@@ -35,6 +35,7 @@ from rlctl.backends.megatron.modules import (
 )
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.routing import Replay, hand_out
+from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
@@ -74,7 +75,7 @@ class PolicyModel(GPTModel):
         return JoinContext.apply(out, part.columns_R["index"], row.targets_R.shape[0], cp_group)
 
     def _outputs(self, hidden_U: Tensor, part: PackedRow) -> Tensor:
-        """What the row's chosen tokens, those of `part`, have to have of the hidden states before them."""
+        """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the hidden states before them."""
         tp_group = self.pg_collection.tp
         width = self.vocab_size // tp_group.size()
         start = tp_group.rank() * width
@@ -266,9 +267,6 @@ def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
         raise ConfigError(f"a yarn attention factor of {factor:g} cannot be trained with this kind of attention.")
     if factor > 1:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
-
-
-LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
 
 
 def forward_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,24 @@ def fuse_adam(optimizer: Any) -> None:
             inner.optimizer.defaults["fused"] = True
             for group in inner.optimizer.param_groups:
                 group["fused"], group["foreach"] = True, False
+
+
+def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], steps: float) -> None:
+    """Give the optimizers the moments of their parameters, which are those of the rank's model: each data-parallel rank
+    keeps its own range of them."""
+    for inner in inner_optimizers(optimizer):
+        inner._init_optimizer_states_with_dummy_values()
+        for parameter in inner.model_param_group_index_map:
+            own = inner._get_main_param_and_optimizer_states(parameter)
+            span = inner._get_model_param_range_map(parameter)["param"]
+            for name, values in moments[parameter].items():
+                own[name].copy_(values.flatten()[span.start : span.end])
+        for group in inner.optimizer.param_groups:
+            group["step"] = steps
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(steps)
+    fuse_adam(optimizer)
 
 
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -20,8 +20,8 @@ HEAD = "output_layer.weight"
 
 
 class ValueWorker(MegatronWorker):
-    """What a policy's worker does with its own model, done with a `ValueModel` of the same layout: it trains, sleeps,
-    saves and loads. The rows are the policy's, so that each sees the columns that the other adds."""
+    """A worker whose model is a `ValueModel` of the policy's layout. It trains, sleeps, saves and loads as a policy
+    does. Its rows are the policy's, so that each sees the columns that the other adds."""
 
     def __init__(self, policy: MegatronWorker, critic: CriticSpec) -> None:
         """Build the model with random weights. The policy has joined its process groups."""
@@ -48,14 +48,15 @@ class ValueWorker(MegatronWorker):
     def estimate(self, estimate: Estimate) -> None:
         from rlctl.backends.results import add_advantages
 
-        self._add_column("values")
+        self._gather_parameters()
+        self.add_column("values")
         rows = [row for minibatch in self._rows for row in minibatch]
         if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
-            add_advantages(rows, estimate, self._data_group)
+            add_advantages(rows, estimate, self.data_group)
 
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
         from rlctl.backends.results import value_batch
 
-        return self._train(index, loss, value_batch, lr, weight_decay)
+        return self.train_on(index, loss, value_batch, lr, weight_decay)

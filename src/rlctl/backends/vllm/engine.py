@@ -98,7 +98,7 @@ class VllmEngine:
                 while self._draining and self._lock.wait(deadline):
                     pass  # a refit is due, and comes first
                 self._require_ready(requests)
-                flight = Flight(self._llm.llm_engine)
+                flight = Flight(self._llm.llm_engine, sampling.timeout_s)
                 self._flights.append(flight)
             try:
                 with self._lock.ask():  # a refit that comes now finds all samples in flight, or none
@@ -122,7 +122,7 @@ class VllmEngine:
         with self._lock.ask():
             self._require_ready(requests)
             if self._submitted is None:
-                self._submitted = Flight(self._llm.llm_engine)
+                self._submitted = Flight(self._llm.llm_engine, sampling.timeout_s)
                 self._flights.append(self._submitted)
             self._begin(self._submitted, requests, sampling)
             self._lock.tell()

@@ -243,6 +243,14 @@ ALGORITHMS = {
     "ppo": "PPO with a value model",
 }
 """Sections of NeMo-RL's other algorithms, which rlctl does not run yet."""
+TASKS = {
+    "aime2024": "aime24",
+    "aime2025": "aime25",
+    "gpqa_diamond": "gpqa-diamond",
+    "math500": "math-500",
+    "mmlu_pro": "mmlu-pro",
+}
+"""Tasks of `rlctl eval`, by NeMo-RL's names of the same data."""
 OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
 
 
@@ -250,11 +258,11 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
-    if "eval" in sections:
-        return "This recipe evaluates a model, and rlctl has no command for that yet.", None
     places = ("policy.model_name", "data.default.processor", "data.processor", "data.default.env_name", "data.env_name")
     if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(leaves.get(place))) for place in places):
-        return "This recipe trains on images, sound or video, and rlctl trains models of text.", algorithm
+        return "This recipe is for images, sound or video, and rlctl is for models of text.", algorithm
+    if "eval" in sections:
+        return _evaluation(leaves), None
     if algorithm == "distillation" and leaves.get("teacher.model_name") and not leaves.get("teachers"):
         return None, algorithm
     if algorithm is not None:
@@ -262,6 +270,15 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if leaves.get("on_policy_distillation.enabled") is True:
         return "This recipe distills from teachers by agent, and rlctl has one teacher for all prompts.", "distillation"
     return None, None
+
+
+def _evaluation(leaves: Mapping[str, Any]) -> str:
+    """Return the sentence on a recipe that evaluates a model, with the command that does so."""
+    data = str(leaves.get("data.dataset_name")).lower()
+    command = f"rlctl eval --model {leaves.get('generation.model_name', 'NAME')} --task {TASKS.get(data, 'TASK')}"
+    samples = leaves.get("eval.num_tests_per_prompt")
+    command += f" -n {samples}" if isinstance(samples, int) and samples > 1 else ""
+    return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one."
 
 
 def own_kind(rule: Rule) -> Rule:
@@ -454,11 +471,11 @@ def row_tokens(section: str) -> Rule:
 
 
 def by_dtensor(found: Found) -> None:
-    """Plan with the other backend, which is not run yet."""
+    """Train with the other backend."""
     if found.value is True:
-        found.set("training.backend", "dtensor")
-    why = "training.backend: dtensor, which is planned and not run yet; --backend megatron trains with Megatron"
-    only(None, False, why=why, settled_by="training.backend")(found)
+        found.map("training.backend", "dtensor")
+    else:
+        only(None, False, why="it is on or off", settled_by="training.backend")(found)
 
 
 def float8_on(found: Found) -> None:
@@ -902,8 +919,13 @@ def logged_as(key: str, logger: str) -> Rule:
     return rule
 
 
+def asynchronous(rule: Rule) -> Rule:
+    """Return the rule of a key that is read where rollouts are asynchronous."""
+    return when(lambda found: found.get("grpo.async_grpo.enabled") is True, rule, "grpo.async_grpo is off")
+
+
 def engine_devices(found: Found) -> None:
-    """Map the devices that engines have to themselves to the number of engines."""
+    """Map the devices that engines have to themselves, and the number of engines on them."""
     resources = "policy.generation.colocated.resources"
     if found.get("policy.generation.colocated.enabled") is not False:
         found.skip("both engines are on the same devices")
@@ -915,6 +937,7 @@ def engine_devices(found: Found) -> None:
         )
         each = found.number(f"{VLLM}.tensor_parallel_size") * found.number(f"{VLLM}.pipeline_parallel_size")
         found.map("generation.engines", max(1, devices // each))
+        found.set("generation.devices", devices)
 
 
 def checkpoint_period(found: Found) -> None:

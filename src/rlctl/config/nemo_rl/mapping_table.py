@@ -115,9 +115,17 @@ _GRPO: dict[str, Rule] = {
         None, False, why="it is not imported yet; rlctl has filter.groups=drop"
     ),
     "grpo.async_grpo": only(None, why=ASYNC),
+    "grpo.seed": to("run.seed"),
+    "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
+    "grpo.async_grpo.max_trajectory_age_steps": rules.asynchronous(to("rollouts.max_staleness")),
+    "grpo.async_grpo.in_flight_weight_updates": rules.asynchronous(
+        to("refit.in_flight", {True: "keep", False: "wait"})
+    ),
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": rules.asynchronous(
+        differs(None, True, why="caches that older weights have filled are always computed again")
+    ),
+    "grpo.async_grpo.*": without("an engine that fails is replaced, and its rollouts are begun again"),
     "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
-    "grpo.async_grpo.enabled": only(None, False, why=ASYNC),
-    "grpo.async_grpo.*": without("grpo.async_grpo is off, or refused above"),
     "grpo.use_dynamic_sampling": to("filter.groups", {True: "replace", False: "keep", None: None}),
     "grpo.dynamic_sampling_max_gen_batches": rules.sampling_rounds,
     "grpo.batch_multiplier": rules.sampled_more,

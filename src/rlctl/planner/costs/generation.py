@@ -186,6 +186,25 @@ def generation_time(
     return GenerationTime(seconds, _prefill(facts, choice, cluster, prompts, constants), steps + reached, first, step)
 
 
+def steady_generation_time(
+    facts: ModelFacts,
+    choice: GenerationChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    constants: Constants = DEFAULTS,
+) -> float:
+    """Seconds of a step's rollouts where engines never run empty: rollouts that go on under new weights leave no tail,
+    for the next ones are begun beside the longest."""
+    per_replica = float(workload.share(choice.engines, choice.dp))
+    lengths = workload.lengths(constants.length_sigma)
+    context = workload.prompt_tokens + lengths.second_moment / lengths.mean / 2
+    capacity = max(1.0, min(float(choice.max_concurrent), choice.kv_cache_tokens / max(1.0, context)))
+    running = min(per_replica * (1 + (workload.staleness or 0)), capacity)
+    step = decode_step_seconds(facts, choice, cluster, running, context, constants)
+    prompts = per_replica * workload.prompt_tokens / max(1.0, min(workload.generations, per_replica))
+    return per_replica * lengths.mean / running * step + _prefill(facts, choice, cluster, prompts, constants)
+
+
 def _prefill(
     facts: ModelFacts, choice: GenerationChoice, cluster: ClusterFacts, tokens: float, constants: Constants
 ) -> float:

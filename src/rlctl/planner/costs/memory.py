@@ -54,8 +54,9 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     if choice.sharding == "full":
         # FSDP2 keeps float32 shards of weights and gradients, and gathers two layers at a time in the training dtype.
         gathered = 2 * params.largest_layer * 2 * (choice.parallel.dp * choice.parallel.cp > 1)
-        weights = 4 * params.owned(choice.parallel) + gathered
-        return {"weights": weights, "gradients": 4 * updated, "optimizer": 8 * updated}
+        shard = 4 * params.owned(choice.parallel)
+        frozen = {"reference": shard} if choice.reference and choice.adapters is None else {}
+        return {"weights": shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated} | frozen
     shards = master_and_moments(choice) * updated
     # FP8 keeps quantised copies of the matrices next to the BF16 ones.
     weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
@@ -65,7 +66,7 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         "gradients": gradients * trained.total,
         "optimizer": 0.0 if choice.optimizer_offload else shards,
     }
-    # A critic that waits elsewhere takes the policy's place for its turn: it has the same states and no logits.
+    # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
     copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
     return states | critic | copy

@@ -332,18 +332,27 @@ def critic_time(
     choice: TrainingChoice,
     workload: Workload,
     cluster: ClusterFacts,
+    colocated: bool = True,
     constants: Constants = DEFAULTS,
 ) -> float:
-    """Seconds of the critic's phase: values of all tokens, the training of a model of the policy's size, and where the
-    two take turns on the devices both ways of both models between device and host memory."""
+    """Seconds of the critic's phase: values of all tokens, and the training of a model of the policy's size. Between
+    device and host memory go, where policy and critic take turns, both models both ways, and where they share devices
+    with engines alone, the critic both ways; 0 without a critic."""
+    if not choice.critic:
+        return 0.0
     own = replace(workload, old_logprobs=True, reference=False)
     values = logprobs_time(facts, choice, own, cluster, constants)
     training = training_time(facts, choice, workload, cluster, False, constants).total
-    if not choice.critic_offload:
+    if cluster.is_cpu or not (colocated and workload.rollouts):
         return values + training
     states = offload_seconds(facts, choice, cluster, constants)
     weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2
-    return values + training + 4 * (states + weights / (cluster.device.host_link * constants.pageable_copy))
+    return (
+        values
+        + training
+        + (4 if choice.critic_offload else 2)
+        * (states + weights / (cluster.device.host_link * constants.pageable_copy))
+    )
 
 
 def model_flops(
@@ -387,7 +396,9 @@ def refit_time(
     payload = count(facts).total * (4 if choice.precision == "float32" else 2)
     detour = _detour_seconds(payload, cluster, mover, constants)
     if cluster.is_cpu:
-        return detour + 0.05 + payload / 1.0e9  # measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes
+        far = payload / cluster.device.network if cluster.nodes > 1 and not colocated else 0.0
+        # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
+        return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
     far = remote_share(choice.parallel, cluster, colocated) * received
     near = received - far

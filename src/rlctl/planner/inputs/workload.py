@@ -40,6 +40,15 @@ class Workload:
     share_prompts: bool = False
     """Rollouts of a group in one row stand behind a single copy of their prompt."""
     goal: Goal = "fast"
+    staleness: int | None = None
+    """Versions that rollouts may be old; None: they are made before each step, and with 0 the policy waits as then."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """Rollouts that are being sampled when new weights come are waited for, kept or cut off."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are made while the policy trains."""
+        return bool(self.staleness)
 
     @property
     def samples(self) -> int:

@@ -40,7 +40,7 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
     batched = request.pin("generation.max_batched_tokens", 8192)
     base = {"weight_bytes": request.generation_bytes, "max_batched_tokens": batched}
     if cluster.is_cpu:
-        yield from _cpu_engines(request, base)
+        yield from _cpu_engines(request, base, devices)
         return
     experts = facts.moe.experts if facts.moe else 1
     for tp in values_to_try(request, "generation.tp", powers(min(facts.heads, devices, 64))):
@@ -60,14 +60,15 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
 
 
 def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationChoice, list[Problem]]]:
-    """Yield layouts and the rules that they break; on a CPU engines share its cores."""
+    """Yield layouts and the rules that they break; on a CPU engines share cores, but where these are their own."""
+    shares = request.cluster.is_cpu and request.pin("generation.devices") is None
     for layout in generation_layouts(request, devices):
-        there = max(devices, layout.gpus) if request.cluster.is_cpu else devices
+        there = max(devices, layout.gpus) if shares else devices
         yield layout, generation_problems(request.facts, layout, request.workload, there)
 
 
-def _cpu_engines(request: Request, base: dict[str, Any]) -> Iterator[GenerationChoice]:
-    workload, cores = request.workload, request.cluster.device.cores * request.cluster.nodes
+def _cpu_engines(request: Request, base: dict[str, Any], cores: int) -> Iterator[GenerationChoice]:
+    workload = request.workload
     sizes = {key: request.pin(f"generation.{key}", 1) for key in ("pp", "dp", "ep")}
     for tp in values_to_try(request, "generation.tp", [1]):
         engines = request.pin("generation.engines", min(request.cluster.nodes, workload.prompts))

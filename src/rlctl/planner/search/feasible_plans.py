@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
-from rlctl.planner.costs.generation import generation_memory, generation_time, weight_bytes
+from rlctl.planner.costs.generation import generation_memory, generation_time, steady_generation_time, weight_bytes
 from rlctl.planner.costs.time import refit_time
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Rejected
@@ -23,20 +24,29 @@ from rlctl.telemetry.phases import Phase
 
 def feasible_plans(request: Request) -> tuple[list[Plan], list[Rejected]]:
     """All plans that fit, the best first (as many as are worth showing), and why others did not."""
-    colocated = request.pin("generation.colocated")
-    modes = [True, False] if colocated is None else [bool(colocated)]
-    if request.pin("refit.mover") == "cuda-ipc":
-        modes = [True]
     log = _RejectionLog()
-    plans: list[Plan] = []
     if not request.workload.trains:
         return _engines_alone(request, log), log.listed()
-    for colocated in modes if request.workload.rollouts else [True]:
-        if colocated:
-            plans += _colocated(request, log)
-        elif not plans and not request.cluster.is_cpu:
-            plans += _split(request, log)
-    return plans, log.listed()
+    plans: list[Plan] = []
+    for colocated in _modes(request):
+        # Where the two sides take turns, one of them always idles on devices of its own: only if nothing else runs.
+        if not any(plan.runnable for plan in plans):
+            plans += _colocated(request, log) if colocated else _split(request, log)
+    return sorted(plans, key=preference), log.listed()
+
+
+def _modes(request: Request) -> list[bool]:
+    """Return whether the engines share the policy's devices, the ways to try. A CPU is divided only if asked for."""
+    colocated, cluster = request.pin("generation.colocated"), request.cluster
+    if colocated is None and request.pin("generation.devices") is not None:
+        colocated = False
+    if not request.workload.rollouts or request.pin("refit.mover") == "cuda-ipc":
+        return [True]
+    if colocated is not None:
+        return [bool(colocated)]
+    if cluster.is_cpu or cluster.gpus < 2:
+        return [True]
+    return [False] if request.workload.staleness is not None else [True, False]
 
 
 class _RejectionLog:
@@ -64,14 +74,13 @@ class _RejectionLog:
         return [Rejected(plan, why, over) for plan, (_, why, over) in order]
 
 
-KEEP = 6
-"""Candidates of training and of generation that are combined."""
+KEEP, KEEP_SPLIT = 6, 2
+"""Candidates of training and of generation that are combined; in each division of the devices fewer."""
 
 
 def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     cluster = request.cluster
-    devices = cluster.gpus or 1
-    budget = request.budget
+    devices, budget = cluster.devices, request.budget
     if cluster.is_cpu and request.workload.rollouts:
         budget = cluster.nodes and budget - _least_cpu_engine(request)
     trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
@@ -80,7 +89,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, True, "megatron")):
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None)):
         asleep = policy_asleep(request, training)
         left = request.budget
         if cluster.is_cpu:
@@ -88,50 +97,121 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
             left -= _teacher_bytes(request, training)
         engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1):
+        for engine in _worth_combining(engines, _has_plain_engines):
             if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
                 plans.append(assemble(request, training, engine.choice, True))
     return sorted(plans, key=score)
 
 
-def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool]) -> list[Any]:
+def _worth_combining(candidates: list[Any], runnable: Callable[[Any], bool], keep: int = KEEP) -> list[Any]:
     """The best candidates, and the best of those that can be run."""
-    best, able = candidates[:KEEP], [c for c in candidates if runnable(c)][:KEEP]
+    best, able = candidates[:keep], [c for c in candidates if runnable(c)][:keep]
     return best + [c for c in able if c not in best]
 
 
+@dataclass(frozen=True)
+class _Sides:
+    """A division of the devices: the request that each side is planned by, and its devices."""
+
+    policy: Request
+    policy_devices: int
+    engines: Request
+    engine_devices: int
+
+
+MOST_PARTS = 8
+"""Parts in which many devices are divided; half as many where the two sides take turns and little follows from it."""
+
+
 def _split(request: Request, log: _RejectionLog) -> list[Plan]:
-    """Policy and engines on different devices, working one after the other."""
-    plans = []
-    total, device = request.cluster.gpus, request.cluster.device
-    for share in (0.25, 0.5, 0.75):
-        policy = int(total * share)
-        if request.cluster.nodes > 1:
-            policy = max(1, round(request.cluster.nodes * share)) * request.cluster.gpus_per_node
-        if not 0 < policy < total:
-            continue
-        trainings = search.training_candidates(request, policy, False, request.budget, log.add("training"))
-        trainings = with_teacher(request, trainings, policy, request.budget, log.add("training"))
-        other, noted = total - policy, log.add("generation")
-        engines = engine_search.generation_candidates(request, other, False, 0.0, request.budget, noted)
-        made = [assemble(request, t, e.choice, False) for t in trainings[:2] for e in engines[:2]]
-        for plan in made:
-            if plan.memory["refit"].total <= device.memory and plan.host_memory <= device.host_memory:
-                plans.append(plan)
+    """Policy and engines on different devices."""
+    plans: list[Plan] = []
+    for sides in _divisions(request):
+        plans += _divided(request, sides, log)
     return sorted(plans, key=score)
+
+
+def _divisions(request: Request) -> list[_Sides]:
+    """The divisions to try: of one node any, of some nodes halves, and of many whole nodes."""
+    cluster, total = request.cluster, request.cluster.devices
+    node = max(1, total // cluster.nodes)
+    parts = MOST_PARTS if request.workload.overlaps else MOST_PARTS // 2
+    halves = 1 < cluster.nodes <= MOST_PARTS // 2 and node % 2 == 0 and not cluster.is_cpu
+    unit = 1 if cluster.nodes == 1 else node // 2 if halves else node
+    units = total // unit
+    some = range(1, units) if units <= MOST_PARTS else [round(units * part / parts) for part in range(1, parts)]
+    sizes = [unit * number for number in some] or [1]
+    pinned = request.pin("generation.devices")
+    if pinned is not None:
+        sizes = [pinned] if pinned < max(2, total) else []
+    elif not cluster.is_cpu:
+        sizes = sorted({*sizes, *_pinned_sizes(request, total)})
+    return [_sides(request, size) for size in sizes]
+
+
+def _pinned_sizes(request: Request, total: int) -> set[int]:
+    """The devices of the engines that pinned sizes of either side ask for."""
+    engines = [request.pin(f"generation.{key}") for key in ("engines", "tp")]
+    ranks = [request.pin(f"training.{key}") for key in ("tp", "pp", "cp", "dp")]
+    more = [request.pin(f"generation.{key}", 1) for key in ("pp", "dp")]
+    found = {math.prod([*engines, *more])} if None not in engines else set()
+    if None not in ranks:
+        found.add(total - math.prod(ranks))
+    return {size for size in found if 0 < size < total}
+
+
+def _sides(request: Request, engine_devices: int) -> _Sides:
+    cluster, total = request.cluster, request.cluster.devices
+    left = max(1, total - engine_devices)
+    if not cluster.is_cpu or cluster.nodes == 1:
+        return _Sides(request, left, request, engine_devices)
+    # A node's cores and memory are those of one side; the policy has at least one node.
+    nodes = min(cluster.nodes - 1, -(-engine_devices // cluster.device.cores))
+    policy = replace(request, cluster=replace(cluster, nodes=cluster.nodes - nodes))
+    engines = replace(request, cluster=replace(cluster, nodes=nodes))
+    return _Sides(policy, policy.cluster.devices, engines, engine_devices)
+
+
+def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
+    """The best plans of one division of the devices."""
+    cluster, budget = request.cluster, request.budget
+    together = cluster.is_cpu and cluster.nodes == 1  # the memory of the node is that of both
+    least = _least_cpu_engine(sides.engines) if together else 0.0
+    trainings = search.training_candidates(
+        sides.policy, sides.policy_devices, False, budget - least, log.add("training")
+    )
+    trainings = with_teacher(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
+    plans = []
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None), KEEP_SPLIT):
+        left = budget
+        if together:
+            left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(sides.policy, training)
+        engines = engine_search.generation_candidates(
+            sides.engines, sides.engine_devices, False, 0.0, left, log.add("generation")
+        )
+        for engine in _worth_combining(engines, _has_plain_engines, KEEP_SPLIT):
+            plan = assemble(request, training, engine.choice, False, sides.engine_devices)
+            fits = plan.memory["refit"].total <= cluster.device.memory
+            if cluster.is_cpu or (fits and plan.host_memory <= cluster.device.host_memory):
+                plans.append(plan)
+    return plans
+
+
+def _has_plain_engines(candidate: engine_search.GenerationCandidate) -> bool:
+    return candidate.choice.pp == candidate.choice.dp == candidate.choice.ep == 1
 
 
 def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
     """Completions: all devices are the engines'."""
-    devices = request.cluster.gpus or 1
+    devices = request.cluster.devices
     engines = engine_search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
-    able = _worth_combining(engines, lambda e: e.choice.pp == e.choice.dp == e.choice.ep == 1)
+    able = _worth_combining(engines, _has_plain_engines)
     return sorted((assemble(request, None, engine.choice, False) for engine in able), key=score)
 
 
 def _least_cpu_engine(request: Request) -> float:
     """Bytes of a node that the smallest engine needs on a CPU."""
-    layouts = engine_search.generation_layouts(request, 1)
+    layouts = engine_search.generation_layouts(request, request.cluster.devices)
     needs = (generation_memory(request.facts, g, request.cluster, 0.0, request.constants) for g in layouts)
     return min((memory.total for memory in needs), default=0.0) + 256 * 1024**2
 
@@ -177,8 +257,17 @@ def score(plan: Plan) -> float:
     return aim * (1 + search.SIMPLICITY * kinds)
 
 
+def preference(plan: Plan) -> tuple[bool, float]:
+    """The order of plans: engines have devices of their own only if they must where the two sides take turns."""
+    return not plan.colocated and plan.workload.staleness is None, score(plan)
+
+
 def assemble(
-    request: Request, training: search.TrainingCandidate | None, generation: GenerationChoice | None, colocated: bool
+    request: Request,
+    training: search.TrainingCandidate | None,
+    generation: GenerationChoice | None,
+    colocated: bool,
+    engine_devices: int = 0,
 ) -> Plan:
     """The plan of these layouts; either may be None, for training or for completions alone."""
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
@@ -193,6 +282,7 @@ def assemble(
         mfu=_mfu(request, training) if training else 0.0,
         mover=_mover(request, colocated) if training and generation else None, pins=request.pins,
         teacher=training.teacher if training else None,
+        engine_devices=engine_devices, rollouts_s=_rollout_seconds(request, generation) if generation else 0.0,
     )  # fmt: skip
 
 
@@ -206,7 +296,7 @@ def _mover(request: Request, colocated: bool) -> str:
     if asked is not None:
         return asked
     if request.cluster.is_cpu:
-        return "shared-memory"
+        return "shared-memory" if colocated or request.cluster.nodes == 1 else "collective"
     return "cuda-ipc" if colocated else "collective"
 
 
@@ -260,9 +350,8 @@ def _seconds(
 ) -> dict[Phase, float]:
     facts, constants, cluster = request.facts, request.constants, request.cluster
     seconds = dict.fromkeys(Phase, 0.0)
-    if generation is not None:
-        spent = generation_time(facts, generation, request.workload, cluster, constants)
-        seconds[Phase.GENERATION] = spent.total
+    if generation is not None and (training is None or request.workload.staleness is None):
+        seconds[Phase.GENERATION] = _generation_seconds(request, generation)
     if training is None:
         return seconds
     seconds |= {
@@ -272,12 +361,33 @@ def _seconds(
     }
     seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
     if generation is not None:
-        seconds[Phase.REWARD] = 0.05 if cluster.is_cpu else constants.reward_s
+        if request.workload.staleness is None:
+            seconds[Phase.REWARD] = _reward_seconds(request)
+        else:
+            # Side by side on devices of their own; who shares a processor takes turns on it.
+            meanwhile = sum(seconds.values()) if request.workload.overlaps and not colocated else 0.0
+            seconds[Phase.WAITING] = max(0.0, _rollout_seconds(request, generation) - meanwhile)
         mover = _mover(request, colocated)
         seconds[Phase.REFIT] = refit_time(
             facts, training.choice, generation, cluster, colocated, constants, mover=mover
         )
     return seconds
+
+
+def _generation_seconds(request: Request, generation: GenerationChoice) -> float:
+    inputs = (request.facts, generation, request.workload, request.cluster, request.constants)
+    if request.workload.overlaps and request.workload.in_flight == "keep":
+        return steady_generation_time(*inputs)
+    return generation_time(*inputs).total
+
+
+def _reward_seconds(request: Request) -> float:
+    return 0.05 if request.cluster.is_cpu else request.constants.reward_s
+
+
+def _rollout_seconds(request: Request, generation: GenerationChoice) -> float:
+    """Seconds in which engines and scorers work at the rollouts of a step."""
+    return _generation_seconds(request, generation) + _reward_seconds(request)
 
 
 def _mfu(request: Request, training: search.TrainingCandidate) -> float:

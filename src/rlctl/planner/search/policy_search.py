@@ -104,14 +104,15 @@ def values_to_try(request: Request, key: str, options: list[int]) -> list[int]:
 
 
 def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
-    """Sizes over `devices` ranks (on a CPU over any number up to the cores), before rules and memory."""
+    """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
     if request.cluster.is_cpu:
-        yield from _cpu_layouts(request)
+        yield from _cpu_layouts(request, devices)
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
+    fsdp = request.fsdp
     tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
-    pps = values_to_try(request, "training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
+    pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
     for tp in tps:
@@ -133,6 +134,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
         sequence_parallel=request.pin("training.sequence_parallel"),
         first_stage_layers=request.pin("training.first_stage_layers"),
         last_stage_layers=request.pin("training.last_stage_layers"),
+        replicate=request.pin("training.replicate", 1),
     )
     return TrainingChoice(
         parallel,
@@ -146,8 +148,9 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
     )
 
 
-def _cpu_layouts(request: Request) -> Iterator[TrainingChoice]:
-    cores, nodes = request.cluster.device.cores, request.cluster.nodes
+def _cpu_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
+    nodes = request.cluster.nodes
+    cores = max(1, devices // nodes)
     for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
         sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
         model = tp * sizes["pp"] * sizes["cp"]
@@ -186,7 +189,8 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
     """Recompute modes and optimizer offload to try, the cheapest in time first."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
     offload = request.pin("training.optimizer_offload")
-    places = [False, True] if offload is None and not request.cluster.is_cpu else [bool(offload)]
+    both = offload is None and not request.cluster.is_cpu and not request.fsdp
+    places = [False, True] if both else [bool(offload)]
     return [{"recompute": mode, "optimizer_offload": place} for place in places for mode in modes]
 
 
@@ -226,21 +230,24 @@ def training_candidates(
 def _least_saving(
     request: Request, choice: TrainingChoice, colocated: bool, budget: float, rejected: Reject
 ) -> TrainingCandidate | None:
-    """`choice` with the least recomputation and offload that fits; None: does not fit in any way."""
+    """`choice` with the least recomputation and offload that fits, policy and critic in turns before more of either;
+    None: does not fit in any way."""
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
     asleep = asleep_bytes(request, colocated)
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
-    waits = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
-    choice = replace(choice, critic_offload=waits)
+    turns = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
-    for saving in memory_savings(request):
+    ways = [
+        saving | {"critic_offload": wait} for saving in memory_savings(request) for wait in (False, True)[: 1 + turns]
+    ]
+    for saving in ways:
         saved = replace(choice, **saving)
         peak = mem.training_memory(facts, saved, workload, cluster, asleep, number, constants)
         if peak.total <= limit:
             seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
             logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
-            critic = timing.critic_time(facts, saved, workload, cluster, constants) if choice.critic else 0.0
+            critic = timing.critic_time(facts, saved, workload, cluster, colocated, constants)
             return TrainingCandidate(saved, peak, seconds.total, logprobs, critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is

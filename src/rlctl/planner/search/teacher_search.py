@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import policy_problems
@@ -108,31 +109,23 @@ def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:
 
 
 def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> Iterator[TrainingChoice]:
-    cluster = request.cluster
+    cluster, on_cpu = request.cluster, request.cluster.is_cpu
     joined = max(cluster.link_domain, cluster.gpus_per_node)
-
     precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
-    most = [1] if cluster.is_cpu else powers(min(facts.heads, joined, devices, 16))
-    for tp in values_to_try(request, "teacher.tp", most):
-        for pp in values_to_try(
-            request, "teacher.pp", [1] if cluster.is_cpu else powers(min(facts.layers, devices, 64))
-        ):
-            for cp in values_to_try(request, "teacher.cp", [1]):
-                for ep in values_to_try(
-                    request, "teacher.ep", [1] if cluster.is_cpu or not facts.moe else powers(facts.moe.experts)
-                ):
-                    least = -(-ep // (tp * cp)) if facts.moe else 1
-                    fitting = least if cluster.is_cpu else devices // (tp * pp * cp)
-                    for dp in values_to_try(request, "teacher.dp", [fitting]):
-                        etp = request.pin("teacher.etp", 1)
-                        world = tp * pp * cp * dp
-                        if dp < 1 or (world > devices and not cluster.is_cpu) or (tp * cp * dp) % (ep * etp):
-                            continue
-                        parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
-                        threads = None
-                        if cluster.is_cpu:
-                            threads = max(1, cluster.device.cores // max(1, world // cluster.nodes))
-                        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads)
+    experts = facts.moe.experts if facts.moe else 1
+    tps = values_to_try(request, "teacher.tp", [1] if on_cpu else powers(min(facts.heads, joined, devices, 16)))
+    pps = values_to_try(request, "teacher.pp", [1] if on_cpu else powers(min(facts.layers, devices, 64)))
+    cps = values_to_try(request, "teacher.cp", [1])
+    eps = values_to_try(request, "teacher.ep", [1] if on_cpu else powers(experts))
+    etp = request.pin("teacher.etp", 1)
+    for tp, pp, cp, ep in product(tps, pps, cps, eps):
+        dp = request.pin("teacher.dp", -(-ep // (tp * cp)) if on_cpu else devices // (tp * pp * cp))
+        world = tp * pp * cp * dp
+        if dp < 1 or (world > devices and not on_cpu) or (tp * cp * dp) % (ep * etp):
+            continue
+        threads = max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None
+        parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads)
 
 
 def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:

@@ -74,8 +74,10 @@ def _values(request: Request, name: str, value: int) -> list[int]:
 def _alone(request: Request, key: str, value: int | None = None) -> Problem | None:
     """The rule that `key` breaks in every layout with the other pins of its section; None: some layout is valid."""
     pins = dict(request.pins) | ({key: value} if value is not None else {})
-    tried, devices = replace(request, pins=pins), request.cluster.gpus or 1
+    tried, devices = replace(request, pins=pins), request.cluster.devices
     engines = key.startswith("generation.")
+    if engines:
+        devices = tried.pin("generation.devices", devices)
     problem: Problem | None = None
     for _, found in (engine_search.ruled_engines if engines else search.ruled_layouts)(tried, devices):
         if not found:
@@ -121,7 +123,8 @@ def _changes(request: Request) -> Iterator[Change]:
         for chosen in combinations(saving.items(), count):
             words = " and ".join(f"{key}={str(value).lower()}" for key, value in chosen)
             yield Change(words, replace(request, pins={**pins, **dict(chosen)}))
-    if request.gradient_bytes == 4 and workload.trains and request.precision != "float32":
+    megatron = workload.trains and not request.fsdp
+    if request.gradient_bytes == 4 and megatron and request.precision != "float32":
         words = "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)"
         yield Change(words, replace(request, gradient_bytes=2))
     for factor in (2, 4):
@@ -129,7 +132,7 @@ def _changes(request: Request) -> Iterator[Change]:
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)
         if length > workload.prompt_tokens:
             yield Change(f"--max-length {length}", replace(request, workload=shorter))
-    if request.adapters is None and workload.trains:
+    if request.adapters is None and megatron:
         yield Change("adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16)))
     if request.generation_bytes == 2.0:
         yield Change("FP8 weights in generation", replace(request, generation_bytes=1.0), runs=False)

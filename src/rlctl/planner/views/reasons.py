@@ -11,6 +11,7 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search.policy_search import HEADROOM, Request
 from rlctl.planner.search.teacher_search import TeacherPlan
+from rlctl.telemetry.phases import Phase
 
 
 def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
@@ -31,10 +32,28 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
         yield from _generation_reasons(plan, generation, request)
     if training is not None and generation is not None:
         together = "All devices work in every phase."
-        apart = "No plan with both engines on the same devices fits."
-        yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else apart)
-        way = "Both engines share the memory of a node." if plan.colocated else "Weights cross the network."
+        yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan))
+        if plan.engine_devices:
+            trains = plan.total_s - sum(plan.seconds[phase] for phase in (*ROLLOUT_PHASES, Phase.REFIT))
+            shortest = (
+                "This division has the shortest step of those that were tried: the policy works "
+                f"{trains:.1f} s of it, and the engines {plan.rollouts_s:.1f} s."
+            )
+            yield _reason(plan, "generation.devices", plan.engine_devices, shortest)
+        shared = plan.mover in ("cuda-ipc", "shared-memory")
+        way = "Both engines share the memory of a node." if shared else "Weights go from device to device."
         yield Reason(f"mover={plan.mover}", _given(plan, "refit.mover") or way)
+
+
+ROLLOUT_PHASES = (Phase.GENERATION, Phase.REWARD, Phase.WAITING)
+
+
+def _apart(plan: Plan) -> str:
+    if plan.workload.staleness is not None:
+        return "The engines sample while the policy trains (rollouts.mode=async)."
+    if "generation.devices" in plan.pins:
+        return "They have devices of their own (generation.devices)."
+    return "No plan with both engines on the same devices fits that can be run."
 
 
 def _reason(plan: Plan, key: str, value: object, rule: str) -> Reason:
@@ -122,9 +141,9 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
     if t.critic:
         where = "It has the policy's size and layout"
         if t.critic_offload:
-            yield Reason("critic=turns", f"{where}; of the two, the one that does not compute waits in host memory.")
+            yield Reason("critic=turns", f"{where}; both together do not fit, so each waits while the other computes.")
         else:
-            yield Reason("critic=resident", f"{where}, and stays on the devices next to it.")
+            yield Reason("critic=resident", f"{where}, and fits on the devices next to it.")
     if t.threads:
         yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
 
@@ -150,7 +169,7 @@ def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
 def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:
     if plan.cluster.is_cpu:
         return "Each node has one."
-    if g.gpus < plan.cluster.gpus and g.engines == request.workload.prompts:
+    if g.gpus < (plan.engine_devices or plan.cluster.gpus) and g.engines == request.workload.prompts:
         return "Each prompt has one: one engine makes all completions of a prompt."
     return f"The devices are divided by {g.replica_gpus * g.dp} an engine."
 

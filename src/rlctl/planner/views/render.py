@@ -41,10 +41,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     if plan.generation is not None:
         generation = {key: getattr(plan.generation, key) for key in ENGINE_ROWS}
         generation["kv_cache_bytes"] = int(plan.generation.kv_cache_bytes)
+        generation["devices"] = plan.engine_devices or None
     teacher = None
     if plan.teacher is not None:
         teacher = {size: getattr(plan.teacher.choice.parallel, size) for size in TEACHER_SIZES}
         teacher |= {"world_size": plan.teacher.choice.parallel.world_size, "seconds": round(plan.teacher.seconds, 3)}
+    beside = plan.beside
     return {
         "fits": True,
         "runnable": plan.runnable,
@@ -59,6 +61,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "host_memory_gib": round(plan.host_memory / GIB, 2),
         "seconds": {phase.value: round(seconds, 3) for phase, seconds in plan.seconds.items()}
         | {"total": round(plan.total_s, 3)},
+        "waits": plan.waits and {side: round(seconds, 3) for side, seconds in plan.waits.items()},
+        "beside": beside and {"plan": beside.name(), "seconds": round(beside.total_s, 3)},
         "tokens_per_s_per_gpu": round(plan.tokens_per_s_per_gpu, 2),
         "mfu": round(plan.mfu, 4),
         "reasons": [{"value": reason.value, "rule": reason.rule} for reason in plan.reasons],
@@ -81,6 +85,8 @@ def no_plan_values(error: NoPlanError) -> dict[str, Any]:
         "memory_gib": {},
         "host_memory_gib": None,
         "seconds": {phase.value: None for phase in Phase} | {"total": None},
+        "waits": None,
+        "beside": None,
         "tokens_per_s_per_gpu": None,
         "mfu": None,
         "reasons": [],
@@ -124,7 +130,8 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
             f"vllm  {g.name()}{share}, KV cache {g.kv_cache_bytes / GIB:.1f} GiB = {g.kv_cache_tokens:,} tokens",
             "  generation  ", INDENT,
         )  # fmt: skip
-        where = "on the same devices" if plan.colocated else "on devices of their own"
+        own = f"{'cores' if plan.cluster.is_cpu else 'GPUs'} of their own ({plan.engine_devices})"
+        where = "on the same devices" if plan.colocated else f"on {own}"
         placed = f", {where}; refit by {plan.mover}" if plan.training is not None else ""
         full = g.kv_cache_tokens // plan.workload.max_length
         bound = f"; the KV cache bounds them: {full:,} of full length at once" if full < g.max_concurrent else ""
@@ -202,8 +209,23 @@ def _seconds_table(plan: Plan) -> list[str]:
     what = f"  seconds{' a step' * (plan.training is not None)}, predicted   "
     return [
         *wrapped(parts, what, " " * len(what)),
+        *_sides(plan),
         f"    {plan.tokens_per_s_per_gpu:,.0f} tokens/s a {devices}{used}",
     ]
+
+
+def _sides(plan: Plan) -> list[str]:
+    """Say who waits for whom where the engines have devices of their own, and the seconds of the other way."""
+    lines = []
+    if (waits := plan.waits) is not None:
+        trains = sum(plan.seconds[phase] for phase in (Phase.LOGPROBS, Phase.TRAINING, Phase.OTHER))
+        lines.append(
+            f"the policy works {trains:.1f} s and waits {waits['policy']:.1f} s for rollouts; the engines work "
+            f"{plan.rollouts_s:.1f} s and wait {waits['engines']:.1f} s for the policy"
+        )
+    if plan.beside is not None:
+        lines.append(f"with the engines on the policy's devices a step would take {plan.beside.total_s:.1f} s")
+    return [part for line in lines for part in wrapped(line, "    ", "    ")]
 
 
 def compare_text(left: Plan, right: Plan, names: tuple[str, str]) -> str:
@@ -231,7 +253,7 @@ def _flat(plan: Plan) -> list[tuple[str, Any]]:
         (f"training.{key}", data["training"][key])
         for key in ("backend", *TRAINING_CHOSEN, "precision", "threads", "accumulation")
     ]
-    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in ENGINE_ROWS]
+    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in (*ENGINE_ROWS, "devices")]
     for phase in ("training", "logprobs", "refit", "generation"):
         rows.append((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total")))
     rows += [(f"seconds.{key}", value) for key, value in data["seconds"].items()]

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlctl.config.files import written_text
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.telemetry.metrics import read_metrics
@@ -76,7 +77,7 @@ def recorded_plan(run: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"--run {run}: there is no manifest.json.", "Give the directory of a run.")
     try:
-        plan = json.loads(path.read_text()).get("plan")
+        plan = json.loads(written_text(path)).get("plan")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"--run {run}: manifest.json cannot be read: {error}.") from error
     if not isinstance(plan, dict) or "seconds" not in plan:
@@ -119,7 +120,7 @@ def compare_memory(run: Path) -> list[MemoryComparison]:
     path, plan = run / "memory.json", recorded_plan(run)
     if not path.exists():
         return []
-    measured, cpu = json.loads(path.read_text()), plan["cluster"]["gpu"] == "cpu"
+    measured, cpu = json.loads(written_text(path)), plan["cluster"]["gpu"] == "cpu"
     rows = []
     for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
         seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB

@@ -123,7 +123,7 @@ def _factory(name: str) -> Factory:
     known = (*BUILT_IN, *_registered, *plugin_names("rlctl.algorithms"))
     raise ConfigError(
         f"Unknown algorithm {name!r} (run.algorithm).",
-        _meant(name, known) or f"Algorithms are {', '.join(known)} and path/to/file.py:Class.",
+        " ".join(filter(None, [_meant(name, known), f"There are {', '.join(known)} and path/to/file.py:Class."])),
     )
 
 
