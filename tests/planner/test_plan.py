@@ -404,6 +404,9 @@ def test_texts_name_model_machine_and_numbers() -> None:
     assert "8.030B parameters" in explain(made)
     other = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), Workload(), {"training.tp": 4})
     assert any(line.startswith("* training.tp") for line in compare_text(made, other, ("a", "b")).splitlines())
+    assert made.generation is not None
+    (tokens,) = [line for line in compare_text(made, other, ("a", "b")).splitlines() if "kv_cache_tokens" in line]
+    assert f"{made.generation.kv_cache_tokens:,}" in tokens
 
 
 def test_configuration_keys_become_pins_and_plan_values_valid_keys() -> None:

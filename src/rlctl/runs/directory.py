@@ -183,7 +183,7 @@ class RunDirectory:
         try:
             found = json.loads(written_text(path))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"--run-dir {self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
+            raise InputError(f"{self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
         if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
