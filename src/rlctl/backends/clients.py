@@ -211,7 +211,7 @@ class EngineClient:
 
     def set_aside(self, ranks: Sequence[int]) -> None:
         """Go on without `ranks`, which cannot be started where they were."""
-        self._aside.append(self.group.drop(ranks))
+        self._aside += [self.group.drop([rank]) for rank in sorted(ranks, reverse=True)]
 
     def take_back(self, tell: Callable[[str], None]) -> bool:
         """Start the engines that were set aside and have another place now; return whether there are any. `tell` hears
