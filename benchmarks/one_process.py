@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.batch import LossOutput, TokenBatch
+from rlctl.backends.lookup import policy_backend
+from rlctl.cluster.workers import imported
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config
 
 if TYPE_CHECKING:
-    from rlctl.backends.megatron.worker import MegatronWorker
+    from rlctl.backends.policy_rank import PolicyRank
 
 
 class PolicyGradient:
@@ -33,11 +35,10 @@ def facts_of(model: Path) -> ModelFacts:
 
 
 @contextlib.contextmanager
-def policy(model: Path, threads: int) -> Iterator[MegatronWorker]:
+def policy(model: Path, threads: int, backend: str = "megatron") -> Iterator[PolicyRank]:
     """Make this process a policy in float32 with the model's weights."""
-    from rlctl.backends.megatron.worker import MegatronWorker
-
-    worker = MegatronWorker(0, 1, "127.0.0.1", PolicySpec(facts_of(model), threads=threads))
+    spec = PolicySpec(facts_of(model), threads=threads, model_dir=model)
+    worker = imported(policy_backend(backend).worker)(0, 1, "127.0.0.1", spec)
     worker.setup(worker.open_store())
     try:
         worker.load_model(model)

@@ -62,9 +62,9 @@ def write_model(directory: Path, facts: ModelFacts) -> None:
 @contextmanager
 def processes(facts: ModelFacts, directory: Path, *, plain: bool, threads: int) -> Iterator[tuple[Any, Any]]:
     """Start the processes of the policy and of the engine."""
-    config = resolve(None, [], {}, []).config
+    config = resolve(None, [], {"generation.plain_parameters": plain}, []).config
     spec = engine_spec(config, facts, directory, device="cpu", max_length=256, dtype="bfloat16", threads=threads,
-                       plain_parameters=plain, dummy_weights=True)  # fmt: skip
+                       dummy_weights=True)  # fmt: skip
     logs = directory / ("logs-plain" if plain else "logs-repacked")
     logs.mkdir()
     placement = Placement(1, gpus=False, timeout_s=LIMIT_S)

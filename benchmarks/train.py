@@ -1,6 +1,6 @@
 """Measures a training step (forward, backward, optimizer) against transformers: seconds, tokens per second, memory.
 
-    python benchmarks/train.py --model DIR [--shape 4x4x45x16 --shape 2x4x64x64 --shape 1x2x64x448 --threads 2]
+    python benchmarks/train.py --model DIR [--backend dtensor --shape 4x4x45x16 --shape 2x4x64x64 --threads 2]
 
 A shape is prompts x completions of each x tokens of a prompt x most new tokens. The batch is that of a GRPO step:
 groups of completions behind one prompt, of uneven lengths. transformers gets it as TRL does, padded to a rectangle,
@@ -27,8 +27,8 @@ import torch
 from one_process import PolicyGradient, peak_bytes, policy
 
 from rlctl.backends.batch import WeightedRollout
-from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
+from rlctl.backends.policy_rank import PolicyRank
 from rlctl.data.rollouts import RolloutColumns
 
 SHAPES = ("4x4x45x16", "2x4x64x64", "1x2x64x448")
@@ -82,7 +82,7 @@ def plan(groups: dict[int, RolloutColumns], share: bool, limit: int) -> BatchPla
     return plan_batch([rows], groups, dp=1, micro_batch_tokens=limit, share_prompts=share)
 
 
-def megatron_step(worker: MegatronWorker, batch: BatchPlan) -> Callable[[], float]:
+def policy_step(worker: PolicyRank, batch: BatchPlan) -> Callable[[], float]:
     def step() -> float:
         worker.load_batch(batch.shards[0], list)
         result = worker.train_minibatch(0, PolicyGradient(), LR)
@@ -138,12 +138,12 @@ def best(steps: dict[str, Callable[[], float]], repeats: int) -> tuple[dict[str,
     return seconds, norms
 
 
-def measure(worker: MegatronWorker, model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+def measure(worker: PolicyRank, model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     groups = make_groups(shape, worker.spec.facts.vocab)
     shared, plain = (plan(groups, share, args.micro_batch_tokens) for share in (True, False))
     steps = {
-        "shared": megatron_step(worker, shared),
-        "packed": megatron_step(worker, plain),
+        "shared": policy_step(worker, shared),
+        "packed": policy_step(worker, plain),
         "transformers": transformers_step(model, groups),
     }
     seconds, norms = best(steps, args.repeats)
@@ -163,6 +163,7 @@ def measure(worker: MegatronWorker, model: Any, shape: Shape, args: argparse.Nam
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--backend", choices=("megatron", "dtensor"), default="megatron", help="training engine")
     parser.add_argument("--shape", action="append", help="prompts x generations x prompt tokens x new tokens")
     for name, value in (("threads", 2), ("repeats", 2), ("micro-batch-tokens", 4096)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -171,7 +172,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
     report: dict[str, Any] = {"load_average_at_start": [round(value, 1) for value in os.getloadavg()]}
-    with policy(args.model, args.threads) as worker:
+    with policy(args.model, args.threads, args.backend) as worker:
         for shape in args.shape or SHAPES:
             report[shape] = measure(worker, model, Shape.parse(shape), args)
             print(shape, json.dumps(report[shape]), file=sys.stderr, flush=True)  # should the rest take too long

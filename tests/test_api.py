@@ -72,6 +72,20 @@ def test_a_plan_from_a_program() -> None:
         rlctl.plan(rlctl.load_config("1gpu", values=values | {"model.name": "Qwen/Qwen3-32B"}))
 
 
+def test_an_evaluation_that_cannot_be_is_named_as_on_the_command_line(tmp_path: Path) -> None:
+    config = rlctl.load_config(values={"cluster.gpu": "cpu"})
+    task = "reasoning-gym:chain_sum"
+    for given, message in (
+        ({}, "no model to evaluate"),
+        ({"models": ["a/b"], "n": 0}, "n=0 leaves nothing to sample"),
+        ({"models": ["a/b"], "k": [4]}, "pass@4 needs at least 4 samples"),
+        ({"models": ["a/b"], "steps": [4]}, "there is no --run-dir"),
+        ({"run_dirs": [tmp_path]}, "is no run"),
+    ):
+        with pytest.raises(InputError, match=message):
+            rlctl.evaluate(config, [task], **given)
+
+
 def test_training_is_for_the_main_thread() -> None:
     caught: list[BaseException] = []
 

@@ -13,9 +13,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from rlctl import cli
 from rlctl.cli import load_command, run
 from rlctl.commands.output import JsonMode
 from rlctl.telemetry.metrics import read_metrics
@@ -155,7 +158,9 @@ def test_commands_that_train_or_sample(
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
     monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, sources: dict.fromkeys(sources, ()))
     monkeypatch.setattr("rlctl.rl.algorithms.available._tried", lambda loss: ())
-    monkeypatch.setattr("rlctl.apps.prepare.wanted_loggers", lambda run, tell: ())  # packages that need not be there
+    monkeypatch.setattr(
+        "rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ()
+    )  # packages that need not be there
     if "--preset laptop" not in command:  # for GPUs, and planned from the catalog
         monkeypatch.setenv("RLCTL_MODEL__NAME", "Qwen/Qwen3-8B")
     assert run_here(command.replace("--ray-address HEAD:6379", ""), "--dry-run") == 0, capsys.readouterr().err
@@ -168,6 +173,56 @@ def test_flags_of_the_commands_that_take_long(command: str) -> None:
     while hasattr(parsed, "commands"):
         parsed = parsed.commands[words.pop(0)]
     assert parsed.make_context("rlctl", words).params
+
+
+def mentioned() -> dict[str, str]:
+    """Each command in the text or a table of a page, such as `rlctl plan --run DIR`, and the first page that has it."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for command in re.findall(r"`(rlctl [a-z-][^`]*)`", page.read_text()):
+            found.setdefault(" ".join(command.split()), page.name)
+    return found
+
+
+def flags_of(command: Any) -> set[str]:
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+
+
+def unknown_in(command: str) -> str | None:
+    """The first word of a mentioned command that rlctl does not have: a subcommand or a flag."""
+    _, *words = shlex.split(command)
+    if words[0].startswith("-"):
+        return None if words[0] in flags_of(typer.main.get_command(cli.app)) else words[0]
+    if words[0] not in cli.COMMANDS:
+        return words[0]
+    parsed: Any = load_command(words.pop(0))
+    while hasattr(parsed, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in parsed.commands:
+            return words[0]
+        parsed = parsed.commands[words.pop(0)]
+    below = getattr(parsed, "commands", {}).values()
+    flags = flags_of(parsed).union(*map(flags_of, below))
+    return next((word for word in words if word.startswith("-") and word.partition("=")[0] not in flags), None)
+
+
+def test_commands_in_the_text_name_what_exists() -> None:
+    found = mentioned()
+    assert len(found) > 20
+    assert {f"{page}: {command}": word for command, page in found.items() if (word := unknown_in(command))} == {}
+    assert unknown_in("rlctl plan --no-such-flag") == "--no-such-flag"
+    assert unknown_in("rlctl convert nothing") == "nothing"
+
+
+def smaller(command: str, model: Path) -> list[str]:
+    """The words of a command about a run, with the steps of a short run, few prompts and a small model."""
+    for long, short in {
+        "--steps 200": "--steps 5",
+        "--step 50 --step 100": "--step 2 --step 5",
+        "--step 10": "--step 5",
+    }.items():
+        command = command.replace(long, short)
+    words = [str(model) if word.count("/") == 1 and word[0].isupper() else word for word in shlex.split(command)[1:]]
+    return [*words, "--limit", "2"] if words[0] == "eval" else words
 
 
 @pytest.mark.slow
@@ -183,12 +238,15 @@ def test_commands_that_take_long(place: Path, tiny_llama: Path) -> None:
 
     (place / "reward.py").write_text(REWARD)
     data = [*TASK, "--reward", "reward.py:even", "--prompts", "2", "--generations", "2"]
-    command_line("train", "grpo", "--preset", "laptop", *data, "--steps", "2", "--run-dir", "runs/my-run")
-    shutil.copytree(place / "runs" / "my-run", place / "runs" / "longer")
+    every = ["--set", "run.checkpoint_every=1", "--set", "run.keep_last=9"]
+    command_line("train", "grpo", "--preset", "laptop", *data, *every, "--steps", "2", "--run-dir", "runs/my-run")
+    for name in ("longer", "first", "second"):
+        shutil.copytree(place / "runs" / "my-run", place / "runs" / name)
     shutil.rmtree(place / "my-model")
-    for command in sorted(of_kind("needs a run"), key=lambda command: "convert" in command):
-        words = shlex.split(command.replace("--steps 200", "--steps 5"))[1:]
-        if "--resume" in words and "--steps" not in words:  # the newest run, whichever of the two it is
+    # A resume first, for more steps; conversions last, as each replaces the other's directory.
+    for command in sorted(of_kind("needs a run"), key=lambda command: ("convert" in command) - ("--resume" in command)):
+        words = smaller(command, tiny_llama)
+        if "--resume" in words and "--steps" not in words:  # the newest run, whichever it is
             words += ["--steps", "3"]
         command_line(*words, *(["--force"] if (place / "my-model").exists() and words[0] == "convert" else []))
     assert len(read_metrics(place / "runs" / "my-run" / "metrics.jsonl")) == 5

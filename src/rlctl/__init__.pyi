@@ -1,3 +1,4 @@
+from rlctl.api import evaluate as evaluate
 from rlctl.api import generate as generate
 from rlctl.api import load_config as load_config
 from rlctl.api import plan as plan

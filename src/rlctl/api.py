@@ -1,4 +1,5 @@
-"""Python's way to what the commands do: a configuration, its plan, a run, completions, and the metrics of a run.
+"""Python's way to what the commands do: a configuration, its plan, a run, completions, evaluations, and the metrics
+of a run.
 
 Every function raises the errors of `rlctl.errors`, all of which are `RlctlError`s.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rlctl.planner.make_plan import Plan
     from rlctl.rl.loop import Loop
 
-__all__ = ["generate", "load_config", "plan", "read_metrics", "register_algorithm", "train"]
+__all__ = ["evaluate", "generate", "load_config", "plan", "read_metrics", "register_algorithm", "train"]
 
 
 def load_config(
@@ -98,6 +99,47 @@ def generate(
             config, checkpoint = of_run(Path(run_dir), step, config)
         rows = read_prompts(prompts, None, config.config.data.prompt_field)
         return list(complete(completion_job(config, n, checkpoint, len(rows), tell), rows, tell))
+
+
+def evaluate(
+    config: Resolved,
+    tasks: Sequence[str],
+    *,
+    n: int = 1,
+    k: Sequence[int] = (),
+    limit: int | None = None,
+    models: Sequence[str | Path] = (),
+    run_dirs: Sequence[str | Path] = (),
+    steps: Sequence[int] = (),
+    output: str | Path | None = None,
+) -> list[dict[str, Any]]:
+    """Return how often models answer tasks rightly, as `rlctl eval --json` has it: for each task and model a dictionary
+    of `task`, `model`, `samples` and `metrics`, whose entries have `value` and `stderr`.
+
+    Evaluated are the checkpoints of `run_dirs` (those of `steps`, or the newest of each), then `models`; where neither
+    is given, `model.name`. `n` is the number of samples of each prompt, `k` lists those of pass@k, `limit` is the
+    number of prompts of each task, and `output` names a file of samples, which a second call goes on with.
+
+    Raises InputError for a task or model that is wrong, and NoPlanError where a model does not fit.
+    """
+    from rlctl.apps.evaluate import contenders, evaluation
+    from rlctl.apps.evaluate import evaluate as run_evaluation
+    from rlctl.config.sources import Value
+    from rlctl.envs.statistics import default_ks
+    from rlctl.runs.sample_file import SampleFile
+
+    for name, number in (("n", n), ("limit", limit)):
+        if number is not None and number < 1:
+            raise InputError(f"{name}={number} leaves nothing to sample.", "Give a number from 1.")
+
+    def of_model(name: str | None) -> Resolved:
+        chosen = [] if name is None else [Value("model.name", name, "program")]
+        return from_sources([Source(list(config.given())), Source(chosen)])
+
+    with installed_engines(), SampleFile(None if output is None else Path(output)) as file:
+        found = contenders([str(model) for model in models], [Path(run) for run in run_dirs], steps, of_model, n)
+        job = evaluation(found, tasks, n, k or default_ks(n), limit)
+        return [result.to_json() for result in run_evaluation(job, file, tell)]
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

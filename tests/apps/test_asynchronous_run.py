@@ -10,54 +10,77 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.rollouts.ledger import ranges
 from support.runs import command, finish, results, resume, started, wait_for_step, wait_until_gone
 
 pytestmark = pytest.mark.slow
 ASYNC = ("--async", "--max-staleness", "1", "--set", "run.checkpoint_every=1")
+CHOOSING = (
+    "--set", "filter.groups=replace", "--set", "data.order=pass-rate", "--set", "data.size=6",
+    "--set", "loss.importance_correction=ratio",
+)  # fmt: skip
+KILLS = 15
 FAST = ("--set", "generation.engines=2", "--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
 
 
-def killed_at_random(arguments: list[str], run_dir: Path, log: Path, steps: int, chance: random.Random) -> None:
+def killed_at_random(
+    arguments: list[str], run_dir: Path, log: Path, steps: int, chance: random.Random, within_s: float = 0.5
+) -> None:
     """Start the run, and kill it some time after it has taken `steps` steps."""
     with started(arguments, log) as process:
-        wait_for_step(process, run_dir, steps, log)
-        time.sleep(chance.uniform(0, 0.5))
+        if steps:
+            wait_for_step(process, run_dir, steps, log)
+        time.sleep(chance.uniform(0, within_s))
         family = process.family()
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
         wait_until_gone(family)
 
 
-def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(run_here, tiny_llama, tmp_path):
+@pytest.mark.parametrize("settings", [(), CHOOSING], ids=["plain", "choosing prompts"])
+def test_an_asynchronous_run_that_is_killed_resumes_to_bitwise_the_same_metrics(
+    run_here, tiny_llama, tmp_path, settings
+):
     """Batches by position, and no rollout in flight when weights change: two runs are the same to the bit."""
-    done = run_here(*command(tiny_llama, tmp_path / "whole", *ASYNC, "--steps", "8")[1:])
+    options = (*ASYNC, *settings, "--steps", "8")
+    done = run_here(*command(tiny_llama, tmp_path / "whole", *options)[1:])
     assert done.returncode == 0, done.stderr
     whole = results(tmp_path / "whole")
-    assert [line["positions"] for line in whole] == [[[2 * step, 2 * step + 1]] for step in range(8)]
-    assert [line["staleness"]["max"] for line in whole] == [0] + [1] * 7
+    if settings:
+        assert sum(line["dropped_groups"] for line in whole) > 0
+        assert all(line["missing_groups"] == 0 for line in whole)
+        trained = [p for line in whole for first, last in line["positions"] for p in range(first, last + 1)]
+        assert trained == list(range(len(trained)))
+    else:
+        assert [line["positions"] for line in whole] == [[[2 * step, 2 * step + 1]] for step in range(8)]
+        assert [line["staleness"]["max"] for line in whole] == [0] + [1] * 7
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    killed_at_random(command(tiny_llama, run_dir, *ASYNC, "--steps", "8"), run_dir, log, 3, random.Random(1))
+    killed_at_random(command(tiny_llama, run_dir, *options), run_dir, log, 3, random.Random(1))
     done = run_here(*resume(run_dir)[1:])
     assert done.returncode == 0, done.stderr
     assert "resuming after step" in done.stderr
     assert results(run_dir) == whole
 
 
-def test_however_often_it_is_killed_a_fast_run_trains_on_each_prompt_once(tiny_llama, tmp_path):
-    run_dir, log, chance = tmp_path / "run", tmp_path / "log", random.Random(2)
-    arguments = command(tiny_llama, run_dir, *ASYNC, *FAST, "--steps", "40")
-    for kill in range(4):
-        killed_at_random(arguments, run_dir, log, 3 * kill + 2, chance)
+@pytest.mark.parametrize("settings", [(), FAST], ids=["position", "arrival"])
+def test_however_often_it_is_killed_a_run_trains_on_each_prompt_once(tiny_llama, tmp_path, settings):
+    """Thirty kills over both orders: most soon after a step, some while the run starts."""
+    run_dir, log, chance = tmp_path / "run", tmp_path / "log", random.Random(len(settings))
+    steps = 0
+    arguments = command(tiny_llama, run_dir, *ASYNC, *settings, "--steps", "100")
+    for kill in range(KILLS):
+        if kill % 5 == 4:
+            killed_at_random(arguments, run_dir, log, 0, chance, within_s=20.0)
+        else:
+            killed_at_random(arguments, run_dir, log, steps + 1, chance, within_s=2.0)
+        steps = len(results(run_dir))
         arguments = resume(run_dir)
     done = finish(resume(run_dir))
     assert done.returncode == 0, done.stderr
     lines = results(run_dir)
-    assert len(lines) == 40
-    assert all(line["staleness"]["max"] <= 1 for line in lines)
+    assert [line["step"] for line in lines] == list(range(1, 101))
+    assert max(line["staleness"]["max"] for line in lines) == 1
     trained = [p for line in lines for first, last in line["positions"] for p in range(first, last + 1)]
-    assert len(trained) == len(set(trained)) == 80
-    assert ranges(trained)[0][1] >= 70  # without a gap but for what is still in flight
+    assert (sorted(trained) if settings else trained) == list(range(200))
 
 
 def test_an_engine_that_dies_during_an_asynchronous_run_is_replaced(tiny_llama, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import rlctl
 from rlctl.apps.evaluate import Evaluation, contenders, evaluation, open_task
 from rlctl.config.load import Resolved, resolve
 from rlctl.data.prompts import open_prompts
@@ -77,6 +78,9 @@ def test_answers_are_judged_and_samples_that_the_file_has_are_not_sampled_again(
     again = run_here(*asked)
     assert json.loads(again.stdout)["tasks"] == [result]
     assert "3 of 3 samples are in" in again.stderr
+    values = {"generation.max_new_tokens": 6, "cluster.gpu": "cpu", "reward.extract": "full"}
+    config = rlctl.load_config(values=values)
+    assert rlctl.evaluate(config, [str(task)], models=[tiny_llama], output=file) == [result]
     for more, key in (
         (["--temperature", "0.5"], "temperature"),
         (["--seed", "1"], "seed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,51 @@ def test_the_report_tells_what_was_run_planned_and_said(tmp_path: Path) -> None:
     assert (found.steps, found.titles, len(found.messages)) == (8, {"margin": "the margin"}, 2)
     assert [line["step"] for line in write_report(run, "stopped")] == [1, 2, 3, 4, 5]
     assert "stopped, step 5 of 8" in run.report.read_text()
+
+
+def test_the_report_shows_a_completion_with_any_end_of_a_line(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    text = "a\u2028b\u0085c\nd"
+    run.write_rollouts(5, [{"prompt": "p", "completion": text, "reward": 1.0}])
+    assert report.reported(run, "stopped").samples[-1][1][0]["completion"] == text
+
+
+@pytest.mark.parametrize("name", ["memory.json", "rollouts/step_5.jsonl", "logs/driver.log"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.write_text("[" * 100_000)], ids=["pipe", "deep"])
+def test_a_report_does_without_a_file_that_no_run_wrote(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    run = made_run(tmp_path / "run")
+    (run.path / name).unlink()
+    make(run.path / name)
+    assert len(write_report(run, "stopped")) == 5
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "metrics.jsonl", "checkpoints/step_5/state.json"])
+def test_what_is_no_file_in_a_run_is_named(tmp_path: Path, name: str) -> None:
+    run = made_run(tmp_path / "run")
+    (run.path / "checkpoints" / "step_5").mkdir(parents=True)
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    with pytest.raises(InputError, match=f"{Path(name).name}.*: it is a pipe, not a file"):
+        run.checkpoint_directories()[0].state() if "state" in name else write_report(run, "stopped")
+
+
+def test_the_report_shows_what_validations_sampled(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert report.reported(run, "stopped").validated == []
+    lines[0]["validation_at_start"] = lines[3]["validation"] = {"accuracy": 0.5}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.path / "validation").mkdir()
+    for step in (0, 4, 7):  # 7: of a step that a resume took back
+        row = {"prompt": "held out", "completion": f"v{step}", "reward": 0.5}
+        (run.path / "validation" / f"step_{step}.jsonl").write_text(json.dumps(row) + "\n")
+    assert [step for step, _ in report.reported(run, "stopped").validated] == [0, 4]
+    write_report(run, "stopped")
+    text = run.report.read_text()
+    before, after = text.index("<h3>Before step 1</h3>"), text.index("<h3>After step 4</h3>")
+    assert text.index("Samples of validation") < before < text.index("v0") < after < text.index("v4")
 
 
 def test_a_live_report_is_rewritten_when_it_is_due_and_tried_once_where_it_fails(
@@ -96,3 +142,7 @@ def test_what_is_no_run_or_took_no_step_is_named(tmp_path: Path, capfd: pytest.C
         compare_runs([empty.path], None)
     with pytest.raises(InputError, match="--output"):
         compare_runs([made_run(tmp_path / "run").path], tmp_path / "not" / "there.html")
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(InputError, match=r"pipe\.html cannot be written: it is a pipe, not a file"):
+        compare_runs([tmp_path / "run"], tmp_path / "pipe.html")
+    assert (tmp_path / "pipe.html").is_fifo()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl.apps import run as run_module
-from rlctl.apps.run import RunJournal
+from rlctl.apps.run import RunJournal, RunSummary
 from rlctl.config.schema import RlctlConfig
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
@@ -59,3 +59,15 @@ def test_the_best_and_the_worst_are_shown_every_so_many_steps(steps: Any, tmp_pa
     assert kinds == ["step", "best", "worst", "step"] * 2 + ["step", "best", "worst"]
     assert "best 1.000  question 1 -> texts1.1" in lines[1]
     assert not (tmp_path / "rollouts").exists()
+
+
+def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+    def first(interrupted: bool) -> str:
+        return RunSummary("runs/a", 3, interrupted, 0.1, 0.2, 4.0, None).text().splitlines()[0]
+
+    assert first(False) == "\x1b[32mfinished\x1b[0m step 3 in 4 s"
+    assert first(True).startswith("\x1b[33mstopped after\x1b[0m step 3")

@@ -116,7 +116,7 @@ def test_the_policy_trains_on_what_it_was_rewarded_for(uninterrupted):
 
 
 def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
-    uninterrupted, tiny_llama, tmp_path, monkeypatch
+    uninterrupted, here, tiny_llama, tmp_path, monkeypatch
 ):
     """In its fourth step, as soon as the checkpoint of the third is complete: nothing but its writing is waited for."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -132,7 +132,7 @@ def test_a_run_killed_without_warning_resumes_to_bitwise_the_same_metrics(
         process.wait(30)
         wait_until_gone(workers, family)  # Ray's own agents take a minute more to notice
     monkeypatch.delenv("HOLD_AFTER")
-    done = finish(resume(run_dir))
+    done = here(resume(run_dir))
     assert done.returncode == 0, done.stderr
     assert "resuming after step 3" in done.stderr
     assert results(run_dir) == results(uninterrupted[0])

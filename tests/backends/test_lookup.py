@@ -52,7 +52,6 @@ def refuse(spec: PolicySpec) -> None:
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> PolicyBackend:
     monkeypatch.setattr(lookup, "POLICIES", dict(lookup.POLICIES))
-    monkeypatch.setattr("rlctl.apps.prepare.POLICIES", lookup.POLICIES)
     record = PolicyBackend(
         "toy",
         f"{__name__}:ToyWorker",
@@ -71,6 +70,16 @@ def planned(*sets: str) -> Any:
     plan = plan_from_config(config, tiny_facts(tied=False))
     refuse_unrunnable(plan)
     return planned_crew(config, plan.facts, plan, Path("model"), None)
+
+
+def test_a_backend_without_a_value_model_is_refused_one(toy: PolicyBackend) -> None:
+    critic = ("advantage.baseline=critic", "advantage.normalize_std=false")
+    with pytest.raises(ConfigError, match="needs a value model, and the backend toy trains none"):
+        planned(*critic)
+    spec = planned(*critic, "training.backend=megatron", "critic.lr=3e-5", "optimizer.beta2=0.95").policy
+    assert (spec.critic.optimizer.lr, spec.critic.optimizer.beta2, spec.critic.offload) == (3e-5, 0.95, False)
+    for key in ("training.offload=true", "training.offload=false"):
+        assert planned(*critic, "training.backend=megatron", key).policy.critic.offload == ("true" in key)
 
 
 def test_a_backend_from_outside_is_looked_up_planned_and_shown(toy: PolicyBackend) -> None:
@@ -99,8 +108,8 @@ def test_any_worker_becomes_one_that_sends(toy: PolicyBackend) -> None:
 
 
 def test_a_backend_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"training\.backend = dtensor") as caught:
-        policy_backend("dtensor")
+    with pytest.raises(ConfigError, match=r"training\.backend = deepspeed") as caught:
+        policy_backend("deepspeed")
     assert "megatron" in (caught.value.hint or "")
     assert policy_backend("auto").name == "megatron"
 

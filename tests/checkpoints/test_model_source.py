@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_missing_shards_are_named(model: Path) -> None:
         resolve_model(str(model))
 
 
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda file: file.write_bytes(b"\x10" + bytes(40)), "is no safetensors file, or it is truncated"),
+    "directory": (Path.mkdir, "cannot be read: it is a directory, not a file"),
+    "pipe": (os.mkfifo, "cannot be read: it is a pipe, not a file"),
+    "loop": (lambda file: file.symlink_to(file.name), "has no safetensors weights|levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_weights_are_named_before_anything_reads_them(model: Path, kind: str) -> None:
+    """An engine that is given the directory would wait for a pipe, or end with a traceback of its own."""
+    damage, said = DAMAGE[kind]
+    file = model / "model.safetensors"
+    file.unlink()
+    damage(file)
+    with pytest.raises(InputError, match=said):
+        resolve_model(str(model))
+
+
 def test_directory_without_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(InputError, match="no safetensors weights"):
@@ -81,6 +101,11 @@ def test_unknown_name_without_a_network(tmp_path: Path) -> None:
         InputError, match="no directory here, not in the Hugging Face cache, and the hub cannot be reached"
     ):
         resolve_model("nobody/no-such-model")
+
+
+def test_a_model_of_images_is_told_by_its_name_without_a_network() -> None:
+    with pytest.raises(InputError, match="by its name this model takes images, sound or video"):
+        resolve_model("nobody/Qwen9-VL-3B")
 
 
 def test_name_that_is_none() -> None:

@@ -24,17 +24,30 @@ def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(f"defaults: {FORM}\ngrpo: {{ use_dynamic_sampling: true, key_of_tomorrow: 3 }}\n")
+    path.write_text(f"defaults: {FORM}\ngrpo: {{ seq_logprob_error_threshold: 2, key_of_tomorrow: 3 }}\n")
     code, out, _ = rlctl(capsys, "config", "import", "--report", str(path))
     lines = out.splitlines()
     assert code == 0
     assert lines[0].startswith("r.yaml: ")
     assert "1 not yet, 1 not known, 1 changed" in lines[0]
     assert lines[1].startswith("rlctl cannot run this yet")
-    assert lines[2].startswith("  grpo.use_dynamic_sampling = True: ")
+    assert lines[2].startswith("  grpo.seq_logprob_error_threshold = 2: ")
     assert lines[4].startswith("  grpo.key_of_tomorrow = 3: ")
     assert "policy.model_name" not in out
     assert len(lines) <= 15
+
+
+def test_headings_have_colours_at_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    _, out, _ = rlctl(capsys, "config", "import", "--all", FORM)
+    assert "\x1b[33mThis runs, but not exactly as written:\x1b[0m" in out
+    assert "\nThese keys are in the configuration:\n" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in rlctl(capsys, "config", "import", "--all", FORM)[1]
 
 
 def test_all_reports_every_key_by_section_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,13 +107,13 @@ def test_a_run_stops_with_what_cannot_be_run_and_goes_on_when_allowed(
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "2 + 3?", "answer": "5"}\n' * 4)
     path = tmp_path / "r.yaml"
-    path.write_text("grpo: { use_dynamic_sampling: true, num_prompts_per_step: 4, max_num_steps: 2 }\npolicy: {}\n")
+    path.write_text("grpo: { seq_logprob_error_threshold: 2, num_prompts_per_step: 4, max_num_steps: 2 }\npolicy: {}\n")
     more = ["grpo.num_generations_per_prompt=4", f"policy.model_name={tiny_llama}", f"data.name={data}"]
     run = ["train", "grpo", "--config", str(path), "--gpu", "cpu", "--reward", "exact-match", "--dry-run", *more]
     code, _, err = rlctl(capsys, *run)
     assert code == 2
-    assert "grpo.use_dynamic_sampling = True" in err
+    assert "grpo.seq_logprob_error_threshold = 2" in err
     code, out, err = rlctl(capsys, *run, "--allow-differences")
     assert code == 0, err
-    assert "left out: grpo.use_dynamic_sampling = True" in " ".join(out.split())
+    assert "left out: grpo.seq_logprob_error_threshold = 2" in " ".join(out.split())
     assert " ".join(out.split()).count("policy.model_name is rlctl's model.name") == 1

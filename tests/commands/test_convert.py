@@ -19,6 +19,11 @@ def test_a_model_alone_is_converted_to_where_runs_look_for_it(
     printed = capsys.readouterr()
     assert str(tmp_path / "rlctl") in printed.out
     assert printed.err == ""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert cli.run(["convert", "hf-to-megatron", str(tiny_llama), "--force", "-q"]) == 0
+    assert "\x1b[32mevery tensor read back and equal\x1b[0m" in capsys.readouterr().out
     said: list[str] = []
     assert prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append).megatron is not None
     assert "converted by an earlier run" in said[0]

@@ -55,6 +55,8 @@ def test_prompts_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row.where, row.prompt) for row in rows] == [
         ("stdin, line 1", "What is 3 + 4?"), ("stdin, line 3", "Name a colour."),
     ]  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\u2028prompt\x0cof a line\nanother"))
+    assert [row.prompt for row in read_prompts([], "-", "prompt")] == ["one\u2028prompt\x0cof a line", "another"]
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdin", terminal)

@@ -59,6 +59,11 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
         ("train grpo --per-device-train-batch-size 4", ["--prompts", "--generations"]),
         ("train grpo trainer.n_gpus_per_node=4", ["`cluster.gpus_per_node`"]),
         ("train grpo --set actor_rollout_ref.rollout.n=4", ["`batch.generations`"]),
+        ("train grpo trainer.total_epochs=3", ["`run.steps`"]),
+        ("train grpo num_generations=3", ["`batch.generations`"]),
+        ("train grpo --bogus 3", ["no flag --bogus.", "`rlctl train grpo -h` shows its flags."]),
+        ("convert hf-to-megatron", ["needs SRC.", "hf-to-megatron [OPTIONS] SRC [DST]"]),
+        ("train grpo --preset laptop --algorithm foo", ["Unknown algorithm 'foo'", "There are grpo, ", "cispo"]),
         ("train grpo --steps three", ["--steps", "`rlctl train grpo -h`"]),
     ],
 )

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.apps.refit_report import NOT_COMPARED, RefitTestReport
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from rlctl.commands.refit_test import text_of
+from rlctl.refit.records import RefitReport
+from rlctl.refit.verify import Comparison
 from support.commands import Run
 
 KEYS = {
@@ -15,6 +19,23 @@ KEYS = {
     "staging_peak_bytes", "seconds", "seconds_first", "gb_per_s", "limit_gb_per_s", "fraction_of_limit", "logprobs",
     "passed",
 }  # fmt: skip
+
+
+def test_the_outcome_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+    def last(comparison: Comparison) -> str:
+        test = RefitTestReport("tiny", "shared-memory", "direct", NOT_COMPARED, synthetic=True)
+        test.reports, test.comparisons, test.verify_seconds = [RefitReport(1, {}, 1, 1)], [comparison], [0.1]
+        test.limit_gb_per_s = 1.0
+        return text_of(test)[-1]
+
+    assert last(Comparison(3)) == "\x1b[32mevery tensor equal\x1b[0m"
+    assert last(Comparison(3, missing=("a",))) == "\x1b[31mWRONG\x1b[0m  a is missing in the engine"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert last(Comparison(3)) == "every tensor equal"
 
 
 @pytest.mark.slow

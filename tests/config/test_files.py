@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,36 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_by_the_next(
         assert not left.exists()
         assert folder.exists()
     assert not folder.exists()
+
+
+def fail(error: BaseException, text: str, tell: Callable[[str], None]) -> None:
+    with temporary_folder("test", tell) as folder:
+        (folder / "engine-0.log").write_text(text)
+        raise error
+
+
+def test_the_logs_of_a_failure_are_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[str] = []
+    with pytest.raises(ValueError, match="no"):
+        fail(ValueError("no"), "why", said.append)
+    (folder,) = tmp_path.iterdir()
+    assert said == [f"the logs of the processes are kept in {folder}"]
+    assert (folder / "engine-0.log").read_text() == "why"
+    for hours, there in ((23, True), (25, False)):
+        os.utime(folder, (0, time.time() - 3600 * hours))
+        with temporary_folder("test"):
+            assert folder.exists() == there
+
+
+@pytest.mark.parametrize(("end", "text"), [(KeyboardInterrupt(), "why"), (ValueError(), "")])
+def test_no_folder_is_kept_after_an_interrupt_or_without_a_log(
+    end: BaseException, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(type(end)):
+        fail(end, text, pytest.fail)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_text_is_read_up_to_a_bound(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
         (["generation.stop=x"], ["`generation.stop` = 'x'", "a valid list"]),
         (["reward.terms=[{nam: x}]"], ["`reward.terms`", "there is no such key", "`0.name`"]),
         (["batch.optimizer_steps=3"], ["do not split"]),
+        (["cluster.step_timeout_s=60", "rollouts.timeout_s=60"], ["rollouts.timeout_s = 60 is not below"]),
         (["optimizer.lr=inf"], ["`optimizer.lr`", "finite"]),
         (["optimizer.lr=-1", "loss.clip_low=2"], ["`optimizer.lr` = -1", "`loss.clip_low` = 2"]),
     ],

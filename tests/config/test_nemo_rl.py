@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
@@ -18,6 +20,7 @@ from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import plan_from_config
+from rlctl.rl.advantages import overlong_penalty
 from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.source import refuse_async
 
@@ -151,6 +154,25 @@ def test_loggers_that_are_on_become_run_loggers_under_one_name(tmp_path: Path) -
     assert both.unsupported == []
 
 
+def test_a_logger_of_a_recipe_stops_no_run_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.telemetry.loggers.find_spec", lambda name: None)
+    path = recipe(tmp_path, logger__wandb_enabled=True, logger__tensorboard_enabled=False).path
+    told: list[str] = []
+    asked = resolve(files=[path], environment={})
+    assert loggers_of(asked, told.append) == ()
+    assert "wandb" in told[0]
+    stored = asked.to_json()["run.loggers"]
+    assert stored["optional"] is True  # a resume asks again
+    for mine in (
+        resolve(files=[path], environment={}, overrides=["++logger.wandb_enabled=true"]),
+        resolve(files=[path], environment={}, flags={"run.loggers": ["wandb"]}),
+    ):
+        with pytest.raises(InputError, match=r"run\.loggers names wandb"):
+            loggers_of(mine)
+
+
 def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
     result = recipe(tmp_path, logger__wandb__name="${data.no_such_key}")
     assert status(result, "logger.wandb.name") == "logging"
@@ -185,16 +207,12 @@ def test_megatron_wins_when_both_are_on(tmp_path: Path) -> None:
     assert status(result, "policy.dtensor_cfg.tensor_parallel_size") == "not applicable"
 
 
-def test_dtensor_alone_is_imported_and_says_that_it_cannot_run() -> None:
+def test_dtensor_alone_is_imported() -> None:
     result = import_recipe(RECIPES / "base.yaml")
     assert result.values["training.tp"] == 1
     assert result.values["optimizer.beta2"] == 0.999
     assert result.values["training.backend"] == "dtensor"
-    assert any("policy.dtensor_cfg.enabled" in line for line in result.unsupported)
-    resolved = resolve(files=[RECIPES / "base.yaml"], environment={})
-    with pytest.raises(ConfigError, match="dtensor_cfg"):
-        resolved.require_supported()
-    assert resolved.with_values({"training.dp": 2}).refusals == resolved.refusals
+    assert not any("dtensor" in line for line in result.unsupported)
 
 
 def test_the_other_spelling_of_the_dtensor_section_is_read(tmp_path: Path) -> None:
@@ -218,8 +236,6 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
     ("key", "value"),
     [
         ("grpo__max_rollout_turns", 5),
-        ("grpo__use_dynamic_sampling", True),
-        ("loss_fn__sequence_level_importance_ratios", True),
         ("policy__generation__backend", "sglang"),
         ("policy__generation__vllm_cfg__precision", "fp8"),
         ("policy__generation__vllm_kwargs__worker_extension_cls", "a.B"),
@@ -233,7 +249,7 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
         ("policy__precision", "float16"),
         ("data__dataset_name", "clevr"),
         ("env__sliding_puzzle_game__cfg", {"size": 4}),
-        ("grpo__adv_estimator__name", "reinforce_plus_plus"),
+        ("grpo__adv_estimator__name", "gdpo"),
         ("loss_fn__use_on_policy_kl_approximation", True),
         ("policy__train_global_batch_size", 500),
         ("policy__hf_config_overrides__rope_scaling__factor", 4.0),
@@ -347,9 +363,19 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
         ({"sft": {"max_num_steps": 10}}, "supervised fine-tuning"),
         ({"dpo": {"reference_policy_kl_penalty": 0.05}}, "DPO"),
         ({"rm": {"max_num_steps": -1}}, "reward models"),
-        ({"distillation": {"num_generations_per_prompt": 1}, "teacher": {"model_name": "x"}}, "distillation"),
+        ({"distillation": {"num_generations_per_prompt": 1}, "teachers": [{"model_name": "x"}]}, "across tokenizers"),
+        ({"grpo": {}, "on_policy_distillation": {"enabled": True}}, "teachers by agent"),
         ({"ppo": {"num_generations_per_prompt": 1}, "value": {"model_name": "x"}}, "PPO with a value model"),
         ({"eval": {"metric": "pass@k"}, "generation": {"temperature": 0.0}}, "evaluates"),
+        (
+            {
+                "eval": {"num_tests_per_prompt": 16},
+                "generation": {"model_name": "a/b"},
+                "data": {"dataset_name": "AIME2024"},
+            },
+            "`rlctl eval --model a/b --task aime24 -n 16` measures one",
+        ),
+        ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-VL-3B-Instruct"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "sound"),
     ],
@@ -460,7 +486,7 @@ def test_other_torch_schedulers_stop_a_run(tmp_path: Path) -> None:
     [
         ("tis", 2.0, None, ("truncated", 2.0)),
         (None, None, None, ("truncated", 1e9)),
-        ("icepop", 5.0, 0.2, ("masked", 5.0)),
+        ("icepop", 5.0, 0.5, ("masked", 5.0)),
     ],
 )
 def test_importance_weights_are_those_of_the_recipe(
@@ -471,7 +497,16 @@ def test_importance_weights_are_those_of_the_recipe(
     result = recipe(tmp_path, loss_fn__use_importance_sampling_correction=True, **changes)
     values = result.values
     assert (values["loss.importance_correction"], values["loss.importance_cap"]) == expected
+    assert values.get("loss.importance_floor") == least
     assert not any("importance" in line for line in result.unsupported)
+
+
+def test_a_mask_of_sequences_is_that_of_the_recipe(tmp_path: Path) -> None:
+    names = {"type": "seq-mask-tis", "ratio": 1.002, "ratio_min": 0.999}
+    changes = {f"loss_fn__truncated_importance_sampling_{name}": value for name, value in names.items()}
+    config = resolve(files=[recipe(tmp_path, **changes, loss_fn__use_importance_sampling_correction=True).path],
+                     environment={}).config  # fmt: skip
+    assert (config.loss.importance_correction, config.loss.sequence_mask) == ("untruncated", (0.999, 1.002))
 
 
 def test_variables_and_stop_tokens_reach_the_configuration(tmp_path: Path) -> None:
@@ -789,3 +824,112 @@ def test_the_best_is_kept_by_training_where_checkpoints_fall_between_validations
     )  # fmt: skip
     assert "run.keep_best_by" not in result.values
     assert status(result, "checkpointing.keep_top_k") == "changed"
+
+
+def test_dapo_of_a_recipe_is_dynamic_sampling_and_its_penalty(tmp_path: Path) -> None:
+    """The penalty begins at the same length and rises as fast, and weighs as much against the stretched reward."""
+    grpo = {
+        "use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 7, "batch_multiplier": 3,
+        "overlong_filtering": True,
+        "reward_scaling": {"enabled": True, "target_min": -1.0},
+        "reward_shaping": {"enabled": True, "overlong_buffer_length": 128, "overlong_buffer_penalty": 0.5,
+                           "max_response_length": 768},
+    }  # fmt: skip
+    result = recipe(tmp_path, grpo=grpo, policy__generation__max_new_tokens=896)
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert (config.filter.groups, config.filter.max_rounds, config.filter.truncated) == ("replace", 7, "mask")
+    assert status(result, "grpo.batch_multiplier") == "changed"
+    assert status(result, "grpo.reward_scaling.enabled") == "changed"
+    assert [(term.name, term.weight) for term in config.reward.terms] == [("math-verify", 2.0)]
+    lengths = np.array([600, 640, 641, 700, 768, 896])
+    ours = overlong_penalty(lengths, 896, config.reward.overlong_buffer, config.reward.overlong_factor)
+    theirs = np.minimum(0.0, -(lengths - (768 - 128)) / 128 * 0.5)
+    np.testing.assert_allclose(ours, theirs, atol=1e-12)
+
+
+def test_a_penalty_that_rlctl_does_not_have_stops_a_run(tmp_path: Path) -> None:
+    shaping = {"enabled": True, "stop_properly_penalty_coef": 0.0}
+    result = recipe(tmp_path, grpo__reward_shaping=shaping)
+    assert status(result, "grpo.reward_shaping.enabled") == "not yet"
+    assert "reward.overlong_buffer" not in result.values
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"loss_fn__use_cispo": True, "loss_fn__ratio_clip_min": 1.0, "loss_fn__ratio_clip_max": 5.0},
+            {"run.algorithm": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 5.0},
+        ),
+        (
+            {"loss_fn__sequence_level_importance_ratios": True, "loss_fn__token_level_loss": False,
+             "loss_fn__use_importance_sampling_correction": True},
+            {"run.algorithm": "gspo", "loss.level": "sequence", "loss.importance_level": "sequence",
+             "loss.clip_low": 0.2},
+        ),
+        (
+            {"grpo__adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": True, "normalize_rewards": True}},
+            {"run.algorithm": "reinforce++-baseline", "advantage.normalize_std": False, "advantage.whiten": True},
+        ),
+        (
+            {"grpo__adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}},
+            {"run.algorithm": "reinforce++", "advantage.baseline": "none"},
+        ),
+        ({"loss_fn__use_cispo": False}, {"run.algorithm": "grpo", "filter.groups": "keep"}),
+    ],
+)  # fmt: skip
+def test_algorithms_of_a_recipe_are_rlctls(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    resolved = resolve(files=[recipe(tmp_path, **changes).path], environment={})
+    resolved.require_supported()
+    assert {key: value for key, value in resolved.leaves() if key in expected} == expected
+    algorithm_from_config(resolved.config)
+
+
+def distillation(tmp_path: Path, **changes: Any) -> Import:
+    """NeMo-RL's recipe of distillation with Megatron, with `changes` merged in."""
+    values: dict[str, Any] = {"defaults": str(RECIPES / "distillation_megatron.yaml")}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})[name] = value
+    path = tmp_path / "distillation.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return import_recipe(path)
+
+
+def test_a_recipe_of_distillation_runs(tmp_path: Path) -> None:
+    result = distillation(tmp_path)
+    assert (result.foreign, result.unsupported, result.of("not known")) == (None, [], [])
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    config = resolved.config
+    assert config.run.algorithm == "distillation"
+    assert (config.model.name, config.teacher.model) == ("Qwen/Qwen3-1.7B-Base", "Qwen/Qwen3-4B")
+    teacher = config.teacher
+    assert (teacher.tp, teacher.pp, teacher.cp, teacher.ep, teacher.etp, teacher.dp) == (4, 1, 1, 1, 1, None)
+    assert (config.batch.prompts, config.batch.generations, config.batch.optimizer_steps) == (128, 1, 2)
+    found = config.distillation
+    assert (found.loss, found.top_k, found.forward_share, found.outside) == ("top-k", 64, 0.5, "renormalize")
+    assert config.validation.every == 20
+    assert config.reward.terms[0].name == "math-verify"
+    assert algorithm_from_config(config).teacher_top == 64
+
+
+@pytest.mark.parametrize(("kind", "share"), [("forward", 1.0), ("reverse", 0.0), ("mixed", 0.5)])
+def test_the_divergence_is_that_of_the_recipe(tmp_path: Path, kind: str, share: float) -> None:
+    assert distillation(tmp_path, loss_fn__kl_type=kind).values["distillation.forward_share"] == share
+
+
+def test_what_of_distillation_cannot_run_is_named(tmp_path: Path) -> None:
+    result = distillation(tmp_path, loss_fn__zero_outside_topk=True, loss_fn__kl_type="both", policy__quant_cfg="fp4")
+    names = ("loss_fn.kl_type", "loss_fn.zero_outside_topk", "policy.quant_cfg")
+    assert [entry.key for entry in result.of("not yet")] == list(names)
+    changed = distillation(tmp_path, teacher__precision="float32")
+    assert status(changed, "teacher.precision") == "changed"
+
+
+def test_a_teacher_of_dtensor_keeps_its_sizes(tmp_path: Path) -> None:
+    sizes = {"enabled": True, "tensor_parallel_size": 8, "context_parallel_size": 2}
+    result = distillation(tmp_path, teacher__megatron_cfg={"enabled": False}, teacher__dtensor_cfg=sizes)
+    assert (result.values["teacher.tp"], result.values["teacher.cp"]) == (8, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_wrong_gym_names_and_parameters(name: str, params: dict, words: list[str
         open_prompts(DataConfig(name=name, params=params))
     for word in words:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["terms", "digits"])
+def test_a_gym_question_that_would_take_forever_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.data.gym.QUESTION_LIMIT_S", 0.2)
+    name = f"reasoning-gym:chain_sum:min_{what}=1000000000,max_{what}=1000000000"
+    before = signal.getsignal(signal.SIGPROF)
+    with pytest.raises(InputError, match=f"--data {name}, question 0 takes more than 0.2 s to make."):
+        open_prompts(DataConfig(name=name))[0]
+    assert signal.getsignal(signal.SIGPROF) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 # files

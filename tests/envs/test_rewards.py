@@ -343,12 +343,19 @@ def test_a_function_out_of_time_is_named_with_its_row(tmp_path: Path) -> None:
         score(plan, source, "quick", "slow")
 
 
-def test_a_function_that_ends_the_process_is_named(tmp_path: Path) -> None:
-    code = "import os\ndef score(completion, answer):\n    return os._exit(9) if completion == 'end' else 1\n"
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ("os._exit(9)", r"\(exit code 9\) while scoring .*line 1, with 1 of 3 scores done\. Its output .* worker\.$"),
+        ("os.kill(os.getpid(), 9)", r"\(signal 9\) while scoring .*line 1, with 1 of 3 .* memory is short \(`dmesg`\)"),
+    ],
+)
+def test_a_function_that_ends_the_process_is_named(tmp_path: Path, ends: str, told: str) -> None:
+    code = f"import os\ndef score(completion, answer):\n    return {ends} if completion == 'end' else 1\n"
     source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
     plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
-    with pytest.raises(WorkerError, match=r"mine\.py:score ended its process \(exit code 9\) while scoring .*line 1"):
-        score(plan, source, "end")
+    with pytest.raises(WorkerError, match=rf"mine\.py:score ended its process {told}"):
+        score(plan, source, "fine", "end", "fine")
 
 
 def test_a_completion_that_a_parser_gets_lost_in_counts_as_wrong(

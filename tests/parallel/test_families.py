@@ -19,9 +19,9 @@ from rlctl.checkpoints.plan_execution import dtype_of, execute
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import facts_from_hf_config, weights_of
+from rlctl.weights.dtensor import module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import SingleWorld, receive_plan
-from support.dtensor_layouts import module_layout
 from support.parallel_cases import assemble
 from support.parallel_families import FAMILIES, VOCAB, Cell, cotangent, hf_model, make_batch, run_cell
 from support.pool import Pool
@@ -75,7 +75,7 @@ def module_names(facts: ModelFacts, whole: dict[str, Tensor]) -> dict[str, Tenso
     for copy in plan.copies:
         if copy.source_param in whole:
             execute(copy, whole[copy.source_param], found[copy.destination_param])
-    return {name.replace("block_sparse_moe", "mlp"): value for name, value in found.items()}
+    return found
 
 
 def check(pools: Pools, converted: Convert, cell: Cell) -> None:

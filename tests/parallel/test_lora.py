@@ -224,7 +224,8 @@ def run_lora(rank: int, case: Case, weights: dict[str, Tensor], checkpoint: Path
     gather_gradients(worker)
     out["grads"] = [piece for piece in pieces(worker, "grad") if ".lora_" in piece[0]]
     if checkpoint is not None:
-        worker.save(checkpoint)
+        worker.save_begin(checkpoint)
+        worker.save_finish()
         worker = make_worker(rank, case, None)
         fill(
             worker,
@@ -342,7 +343,8 @@ def run_saved(rank: int, case: Case, weights: dict[str, Tensor], directory: Path
     worker.logprobs("old_logprobs")
     found = column_by_rollout(worker, shard, "old_logprobs")
     worker.train_minibatch(0, Loss(), 0.0)  # there is an optimizer to save; the weights stay
-    worker.save(directory)
+    worker.save_begin(directory)
+    worker.save_finish()
     return found
 
 

@@ -132,13 +132,15 @@ def test_a_nemo_rl_recipe_is_planned(capsys: pytest.CaptureFixture[str]) -> None
     assert (data["training"]["tp"], data["training"]["dp"], data["training"]["recompute"]) == (2, 4, "full")
 
 
-def test_a_recipe_that_cannot_run_says_so_in_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "base.yaml"
+def test_a_recipe_that_cannot_run_says_so_in_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base, recipe = Path(__file__).parents[1] / "config" / "nemo_rl" / "base.yaml", tmp_path / "other.yaml"
+    recipe.write_text(f"defaults: {base}\npolicy: {{generation: {{backend: sglang}}}}\n")
     code, out, err = rlctl(capsys, "plan", "--config", str(recipe), "--gpu", "h100", "--json")
     assert code == 0, err
     data = json.loads(out)
     assert not data["runnable"]
-    assert any("dtensor_cfg" in why for why in data["not_runnable_because"])
+    assert data["training"]["backend"] == "dtensor"
+    assert any("policy.generation.backend" in why for why in data["not_runnable_because"])
 
 
 def test_a_recipe_is_imported_as_yaml_that_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -220,8 +222,8 @@ CONTRACT: dict[str, object] = {
     "generation": {"engines": int, "tp": int, "pp": int, "dp": int, "ep": int, "memory_fraction": float},
     "seconds": dict.fromkeys(
         (
-            "generation", "reward", "waiting", "logprobs", "training", "refit", "validation", "checkpoint", "other",
-            "total",
+            "generation", "reward", "waiting", "logprobs", "critic", "training", "refit", "validation", "checkpoint",
+            "other", "total",
         ),
         float,
     ),
@@ -242,7 +244,7 @@ def check(found: object, expected: object, where: str) -> None:
 
 @pytest.mark.parametrize(
     ("more", "runnable"),
-    [([], True), (["--backend", "dtensor"], False), (["--split"], True), (["--model", "Qwen/Qwen3-30B-A3B"], True)],
+    [([], True), (["--backend", "dtensor"], True), (["--split"], True), (["--model", "Qwen/Qwen3-30B-A3B"], True)],
 )
 def test_programs_find_every_promised_key(capsys: pytest.CaptureFixture[str], more: list[str], runnable: bool) -> None:
     code, out, _ = rlctl(capsys, *NODE, *more, "--json")
@@ -272,18 +274,48 @@ def test_the_same_keys_are_there_where_nothing_fits(capsys: pytest.CaptureFixtur
     assert "smallest machine" in data["error"]["hint"]
 
 
-def test_fsdp_is_planned_and_refused_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fsdp_is_planned_with_its_own_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = rlctl(capsys, *NODE, "--backend", "dtensor", "--json")
     assert code == 0
     data = json.loads(out)
     assert data["training"]["pp"] == 1
-    assert data["not_runnable_because"][0].startswith("training.backend = dtensor")
+    assert data["runnable"]
     assert "megatron" not in data["arguments"]
+    assert data["arguments"]["optimizer"]["fused"] is True
     _, out, _ = rlctl(capsys, *NODE, "--json", "--set", "training.tp=1", "--set", "training.pp=1")
     assert data["memory_gib"]["training"]["gradients"] < json.loads(out)["memory_gib"]["training"]["gradients"]
-    code, _, err = rlctl(capsys, "train", "grpo", *NODE[1:], "--backend", "dtensor", "--dry-run")
+    _, out, _ = rlctl(capsys, *NODE, "--backend", "dtensor", "--json", "--set", "training.replicate=2")
+    assert json.loads(out)["memory_gib"]["training"]["optimizer"] > data["memory_gib"]["training"]["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("training.pp=2", "FSDP2 has no pipeline stages"),
+        ("training.tp=4", "does not divide experts yet"),
+        ("training.replicate=16", "do not make 16 equal copies"),
+        ("training.lora.rank=8", "training.lora.rank is refused"),
+        ("training.optimizer_offload=true", "training.optimizer_offload is refused"),
+        ("megatron.moe_router_fusion=true", "megatron.moe_router_fusion is refused"),
+        ("ddp.overlap_grad_reduce=true", "ddp.overlap_grad_reduce is refused"),
+    ],
+)
+def test_fsdp_refuses_by_key_and_names_the_other_backend(
+    capsys: pytest.CaptureFixture[str], setting: str, said: str
+) -> None:
+    model = "Qwen/Qwen3-30B-A3B" if "moe" in setting or "tp" in setting else NODE[2]
+    command = ["plan", "--model", model, "--gpu", "h100", "--gpus-per-node", "8", "--backend", "dtensor"]
+    code, _, err = rlctl(capsys, *command, "--set", setting)
     assert code == 2
-    assert "training.backend = dtensor" in err
+    assert said in err
+    if "is refused" in said:
+        assert "--backend megatron" in err
+
+
+def test_copies_of_sharded_weights_are_fsdps(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = rlctl(capsys, *NODE, "--set", "training.replicate=2")
+    assert code == 2
+    assert "training.backend=dtensor" in err
 
 
 def test_the_cheapest_change_is_one_that_runs_and_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,10 @@ def profile(
     return MachineProfile("host", device, "2026-01-01 00:00", devices, matmul, memory, **more)
 
 
+def rates(**values: Any) -> str:
+    return json.dumps(dataclasses.asdict(profile(**values)))
+
+
 def test_a_profile_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "machine.json"
     save_profile(profile(all_reduce=1e9), path)
@@ -41,7 +48,9 @@ def test_a_profile_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "absent.json") is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"host": "a"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"host": "a"}', "[" * 100_000, rates(matmul="x"), rates(memory=0), rates(all_reduce=-1)]
+)
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)

@@ -57,6 +57,7 @@ def workloads(draw: Any) -> Workload:
         max_length=most,
         mean_new_tokens=draw(st.sampled_from([None, 200, 0.2 * most])),
         reference=draw(st.booleans()),
+        critic=draw(st.booleans()),
         share_prompts=draw(st.booleans()),
         goal=draw(st.sampled_from(["fast", "safe", "frugal"])),
         staleness=draw(st.sampled_from([None, None, 0, 1])),

@@ -69,13 +69,19 @@ class Stage:
         return self._start(count)
 
     def policy(
-        self, facts: ModelFacts, parallel: ParallelSpec, nodes: dict[int, str] | None = None, slots: Any = None
+        self,
+        facts: ModelFacts,
+        parallel: ParallelSpec,
+        nodes: dict[int, str] | None = None,
+        slots: Any = None,
+        *,
+        fsdp: bool = False,
     ) -> WorkerGroup:
         size, nodes = parallel.world_size, nodes or {}
         group = (slots or self.slots).part(range(size), "policy")
         group.call_each(
             refit_workers.Slot.become_source,
-            [(rank, facts, parallel, "float32", nodes.get(rank)) for rank in range(size)],
+            [(rank, facts, parallel, "float32", nodes.get(rank), "cpu", fsdp) for rank in range(size)],
         )
         return group
 
@@ -156,6 +162,40 @@ def test_every_byte_arrives(
     refit_twice(session)
     session.close()
     assert not list(tmp_path.iterdir())
+
+
+SHARDS = [
+    ("shared-memory", "tied", {"dp": 2}, {"tp": 2}),
+    ("collective", "qwen3_moe", {"dp": 2, "ep": 2}, {"tp": 2}),
+    ("disk", "qwen2", {"tp": 2}, {"tp": 1}),
+]
+SHARD_PRODUCT = [
+    (mover, family, sizes, {"tp": 2})
+    for mover in ("shared-memory", "collective", "disk")
+    for family in FAMILIES
+    for sizes in ({"dp": 2}, {"dp": 2, "ep": 2} if FAMILIES[family].moe else {"tp": 2})
+]
+
+
+@pytest.mark.parametrize(
+    ("mover", "family", "training", "generation"),
+    [*SHARDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARD_PRODUCT)],
+)
+def test_every_byte_of_shards_arrives(
+    mover: str, family: str, training: dict[str, int], generation: dict[str, Any], stage: Stage, tmp_path: Path
+) -> None:
+    """From the layouts of the dtensor backend."""
+    facts, parallel, target = (
+        replace(FAMILIES[family], mtp_layers=0),
+        ParallelSpec(**training),
+        VllmParallel(**generation),
+    )
+    session = open_session(
+        stage.policy(facts, parallel, fsdp=True), stage.engines(facts, target), facts,
+        members=target.world_size, mover=mover, directory=str(tmp_path),
+    )  # fmt: skip
+    refit_twice(session)
+    session.close()
 
 
 def test_tensors_larger_than_a_buffer_are_split(stage: Stage) -> None:

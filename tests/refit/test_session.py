@@ -77,14 +77,12 @@ def open_session(
     source: WorkerGroup, engine: HostedEngine, converted: dict[str, int] | None = None, **settings: Any
 ) -> RefitSession:
     tied = "tied" in engine.model.name
-    shapes = {name: tuple(p.shape) for name, p in WholeTensorPolicy(engine.model).tensors().items()}
     session = RefitSession(
         source,
         engine.group,
         tiny_facts(tied=tied),
         settings=RefitConfig(**{"timeout_s": 60, **settings}),
         dtype="float32",
-        shapes=shapes,
         converted=converted,
     )
     session.open()

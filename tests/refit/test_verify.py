@@ -94,10 +94,6 @@ def test_planted_mistake_is_named(name: str) -> None:
     assert name in guess(expected, found)
 
 
-def test_stale_weights_are_recognised() -> None:
-    assert guess(WIDE, WIDE + 5 * SQUARE[:, :8], before=WIDE + 5 * SQUARE[:, :8]).startswith("stale")
-
-
 def test_boxes_are_put_together() -> None:
     boxes = [([(r, 6, 2), (c * 4, 4, 1)], WIDE[r::2, c * 4 : c * 4 + 4]) for r in range(2) for c in range(2)]
     assert np.array_equal(assemble(WIDE.shape, boxes), WIDE)

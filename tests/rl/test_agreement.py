@@ -71,6 +71,19 @@ def test_sampling_from_a_cut_distribution_is_held_to_no_limit_but_ones_own(cut: 
         ).check(1, step(0.1))
 
 
+def test_without_logprobs_from_before_a_batch_there_is_no_limit_but_ones_own() -> None:
+    """A ratio to the engine's log-probs spares the pass that recomputes them (arXiv 2505.24298, section 5.2)."""
+    steps = {"batch": {"prompts": 4, "generations": 2, "optimizer_steps": 2}}
+    ratio = RlctlConfig.model_validate({**steps, "loss": {"importance_correction": "ratio"}})
+    assert not ratio.logprobs_needed
+    assert RlctlConfig.model_validate(steps).logprobs_needed == {"old_logprobs"}
+    agreement = Agreement.from_config(ratio, "float32")
+    assert "optimizer steps" in agreement.note
+    assert agreement.check(1, step(0.1)) is None
+    masked = {"importance_correction": "ratio", "sequence_mask": (0.9, 1.1)}
+    assert RlctlConfig.model_validate({**steps, "loss": masked}).logprobs_needed == {"old_logprobs"}
+
+
 @pytest.mark.parametrize(("cut", "named"), [({"top_p": 0.9}, r"top_p = 0\.9"), ({"top_k": 20}, "top_k = 20")])
 def test_a_cut_distribution_is_not_corrected_for(cut: dict, named: str) -> None:
     for correction in ("truncated", "masked"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlctl.backends.batch import MinibatchResult, TokenBatch, TrainBatch
-from rlctl.config.schema import FilterConfig, RlctlConfig
+from rlctl.config.schema import ChecksConfig, FilterConfig, RlctlConfig
 from rlctl.errors import DivergenceError
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss, declared
@@ -48,7 +48,7 @@ class Recorder:
         self.logged: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
         self.said: list[str] = []
-        self.results = [MinibatchResult(0.5, {}, {}, 1.0, 1e-6, False, 8)]
+        self.results = [MinibatchResult(0.5, {}, {}, 1.0, False)]
         """How each optimizer step ends; the last one stands for all that follow."""
 
     # the source
@@ -74,7 +74,7 @@ class Recorder:
         self.asked.append(("train", minibatches))
         sums = {"tokens": 8.0, "entropy": 16.0, "logprob_diff/mean": 8 * self.difference}
         result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
-        return [replace(result, sums=sums, lr=lr)]
+        return [replace(result, sums=sums)]
 
     # weight synchronisation
     def refit(self, version: int) -> SimpleNamespace:
@@ -135,6 +135,42 @@ def loop(recorder: Any, steps: int, *, step: int = 0, version: int = 0, **sectio
 def run(recorder: Recorder, steps: int, **options: Any) -> bool:
     stop: Any = Stop()
     return loop(recorder, steps, **options).run(stop)
+
+
+class RecordedCritic:
+    """A critic that warms up in the first step."""
+
+    def __init__(self, asked: list[tuple[str, Any]]) -> None:
+        self.asked = asked
+
+    def alone(self, step: int) -> bool:
+        return step == 0
+
+    def train(self, step: int, minibatches: int) -> dict[str, Any]:
+        self.asked.append(("critic", (step, minibatches)))
+        return {"critic": {"loss": 0.5, "skipped_steps": int(step == 1)}}
+
+
+def test_a_critic_is_trained_before_the_policy_and_warms_up_alone() -> None:
+    recorder = Recorder([[1.0, 0.0]] * 2)
+    one = loop(recorder, 2)
+    one.parts = replace(one.parts, critic=cast(Any, RecordedCritic(recorder.asked)))
+    one.run(cast(Any, Stop()))
+    done = [(what, value) for what, value in recorder.asked if what in ("load", "critic", "train")]
+    assert [one for one in done if one[0] != "load"] == [("critic", (0, 1)), ("critic", (1, 1)), ("train", 1)]
+    assert [what for what, _ in done] == ["load", "critic", "load", "critic", "train"]
+    assert ["loss" in line for line in recorder.logged] == [False, True]
+    assert all(line["critic"]["loss"] == 0.5 for line in recorder.logged)
+    assert [text for text in recorder.said if "step" in text] == [
+        "step 2: 1 optimizer step(s) of the critic skipped, the gradient was not finite"
+    ]
+
+
+def test_one_rollout_of_a_prompt_is_no_group_without_a_signal() -> None:
+    recorder = Recorder([[1.0]])
+    recorder.next = lambda version: RolloutBatch((group(0, [1.0], [3]), group(1, [0.0], [2])), {})  # type: ignore[method-assign]
+    run(recorder, 1)
+    assert recorder.logged[0]["groups_without_signal"] == 0
 
 
 def test_tokens_per_second_leave_the_time_of_saving_out() -> None:
@@ -203,7 +239,7 @@ def test_engines_that_disagree_end_the_run_for_any_algorithm() -> None:
 
 
 def result(loss: float, *, skipped: bool = False) -> MinibatchResult:
-    return MinibatchResult(loss, {}, {}, math.nan if skipped else 1.0, 1e-6, skipped, 8)
+    return MinibatchResult(loss, {}, {}, math.nan if skipped else 1.0, skipped)
 
 
 def test_a_policy_without_finite_gradients_stops_the_run_before_it_is_saved_again() -> None:
@@ -224,12 +260,58 @@ def test_a_loss_that_is_not_finite_and_changed_the_weights_is_not_saved() -> Non
     assert not recorder.saved
 
 
+def test_a_step_says_how_its_rollouts_ended_and_whose_tokens_they_are() -> None:
+    class Cut(Recorder):
+        def next(self, version: int) -> RolloutBatch:
+            batch = super().next(version)
+            (only,) = batch.groups
+            slow = replace(only.rollouts[1], stop_reason="timeout", versions=((0, 2), (1, 3)))
+            return replace(batch, groups=(replace(only, rollouts=(only.rollouts[0], slow)),))
+
+    recorder = Cut([[1.0, 0.0]])
+    run(recorder, 1)
+    assert recorder.logged[0]["stop_reasons"] == {"stop": 1, "timeout": 1}
+    assert recorder.logged[0]["truncated_fraction"] == 0.5
+    assert recorder.logged[0]["tokens_by_version"] == [[0, 5], [1, 3]]
+    assert any("step 1: 1 rollout(s) took longer than rollouts.timeout_s" in text for text in recorder.said)
+
+
 def test_rewards_without_a_difference_are_told_once_and_stop_nothing() -> None:
     recorder = Recorder([[1.0, 0.0], *[[1.0, 1.0]] * 4])
     assert not run(recorder, 5, checks={"max_steps_without_signal": 3})
     told = [text for text in recorder.said if "nothing to learn from" in text]
     assert len(told) == 1
     assert "step 4: for 3 step(s) in a row" in told[0]
+
+
+def test_a_run_without_rewards_has_none_in_its_metrics_and_is_told_nothing_of_them() -> None:
+    class Unscored(Recorder):
+        def next(self, version: int) -> RolloutBatch:
+            (own,) = super().next(version).groups
+            unscored = tuple(replace(rollout, reward=None) for rollout in own.rollouts)
+            return RolloutBatch((replace(own, rollouts=unscored),))
+
+    class Learning(Plain):
+        def keeps(self, rewards_G: np.ndarray) -> bool:
+            return True
+
+    recorder = Unscored([[1.0, 0.0]] * 3)
+    made = loop(recorder, 3, checks={"max_steps_without_signal": 1})
+    stop: Any = Stop()
+    Loop(made.config, replace(made.parts, algorithm=Learning(made.config)), step=0).run(stop)
+    assert len(recorder.logged) == 3
+    assert not any(name for line in recorder.logged for name in line if "reward" in name or "signal" in name)
+    assert not any("reward" in text for text in recorder.said)
+    assert "mean reward" not in page([ReportedRun("run", recorder.logged)])
+
+
+def test_equal_rewards_that_nothing_is_learned_from_are_no_trouble() -> None:
+    recorder = Recorder([[1.0, 1.0]] * 3)
+    made = loop(recorder, 3)
+    stop: Any = Stop()
+    health = Health(ChecksConfig(max_steps_without_signal=1), compares=False)
+    Loop(made.config, replace(made.parts, health=health)).run(stop)
+    assert not any("nothing to learn from" in text for text in recorder.said)
 
 
 def test_rollouts_that_are_not_computed_are_counted() -> None:

@@ -37,7 +37,7 @@ def result(loss: RunLoss, batch: TokenBatch) -> MinibatchResult:
     output = loss(batch)
     sums = {name: float(value) for name, value in output.sums.items()}
     maxima = {name: float(value) for name, value in output.maxima.items()}
-    return MinibatchResult(float(output.loss), sums, maxima, 1.0, 1e-6, False, batch.logprobs_R.shape[0])
+    return MinibatchResult(float(output.loss), sums, maxima, 1.0, False)
 
 
 def test_declared_metrics_are_reduced_over_the_tokens_of_all_steps_that_count() -> None:
@@ -72,7 +72,7 @@ def test_measuring_something_else_than_declared_is_refused() -> None:
 def test_a_step_without_tokens_has_measured_nothing() -> None:
     loss = RunLoss(Toy(RlctlConfig()))
     for empty in ({"tokens": 0.0}, {}):  # of rollouts that are left out, and without any
-        assert loss.metrics([MinibatchResult(0.0, empty, {}, 0.0, 1e-6, False, 0)]) == {}
+        assert loss.metrics([MinibatchResult(0.0, empty, {}, 0.0, False)]) == {}
 
 
 def test_the_driver_does_without_torch_and_vllm() -> None:

@@ -160,6 +160,21 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_stays(
     assert not list((run.path / "checkpoints").glob(".*"))
 
 
+def test_a_checkpoint_that_somebody_removes_meanwhile_holds_nothing_up(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there when checkpoints are listed, and gone when they are compared."""
+    saved(run, 1)
+    said: list[str] = []
+    one = Saver(run, saved(run, 2), RunConfig(checkpoint_every=1, keep_last=1), 300.0, said.append)
+    listed = run.checkpoints()
+    monkeypatch.setattr(run, "checkpoints", lambda: listed)
+    (listed[1].path / "state.json").unlink()
+    one.begin(3, state())
+    one.finish(30)
+    assert "could not be removed" in said[0]
+
+
 def test_a_save_killed_before_it_was_renamed_is_completed_at_the_resume(run: RunDirectory) -> None:
     """Everything is written, or one file of it is not: the digests tell when it is looked at."""
     policy = saved(run, 1, 2, 3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import pytest
 
 from rlctl.backends.messages import GroupRequest, GroupResult
 from rlctl.config.schema import RlctlConfig
-from rlctl.errors import ConfigError, InputError, WorkerError
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.errors import ConfigError, InputError, WaitTimeoutError, WorkerError
 from rlctl.rollouts import asynchronous, scored_groups
 from rlctl.rollouts.asynchronous import GROUPS_FILE, AsynchronousSource
 from rlctl.rollouts.source import RolloutBatch, refuse_async, sample_seed
@@ -114,14 +117,25 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
     monkeypatch.setattr(scored_groups, "put", lambda value: value)
     made: list[AsynchronousSource] = []
 
-    def build(in_flight: str = "keep", **rollouts: Any) -> tuple[AsynchronousSource, Engines, Sync]:
+    def build(
+        in_flight: str = "keep",
+        *,
+        steps: int = 100,
+        trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
+        sections: dict[str, Any] | None = None,
+        **rollouts: Any,
+    ) -> tuple[AsynchronousSource, Engines, Sync]:
+        told: list[str] = []
         config = RlctlConfig.model_validate({
-            "batch": {"prompts": 2, "generations": 2}, "run": {"seed": 5}, "refit": {"in_flight": in_flight},
-            "rollouts": {"mode": "async", **rollouts},
+            "batch": {"prompts": 2, "generations": 2}, "run": {"seed": 5, "steps": steps},
+            "refit": {"in_flight": in_flight}, "rollouts": {"mode": "async", **rollouts}, **(sections or {}),
         })  # fmt: skip
-        engines, prompts, workers = Engines(), Prompts(), Scorer()
+        engines, workers = Engines(), Scorer()
         sync = Sync(engines)
-        source = AsynchronousSource(config, prompts, engines, workers, sync, StepTimer())  # type: ignore[arg-type]
+        source: Any = AsynchronousSource(
+            config, Prompts(), engines, workers, sync, StepTimer(), trains_on, told.append  # type: ignore[arg-type]
+        )  # fmt: skip
+        source.told = told
         made.append(source)
         return source, engines, sync
 
@@ -241,7 +255,7 @@ def test_however_often_a_run_is_cut_off_each_position_is_trained_once(
 ) -> None:
     """The run goes on from its newest checkpoint; what came after it is forgotten."""
     chance = random.Random(7)
-    source, _, _ = make(in_flight, order=order, max_staleness=2)
+    source, _, _ = make(in_flight, order=order, max_staleness=2, steps=40)
     trained: list[list[int]] = []
     kept: tuple[int, dict[str, Any]] | None = None
     while len(trained) < 40:
@@ -251,15 +265,166 @@ def test_however_often_a_run_is_cut_off_each_position_is_trained_once(
             source.write(tmp_path)
         if kept and chance.random() < 0.3:
             source.close()
-            source, _, _ = make(in_flight, order=order, max_staleness=2)
+            source, _, _ = make(in_flight, order=order, max_staleness=2, steps=40)
             trained = trained[: kept[0]]
             source.restore(kept[1], tmp_path)
-    flat = sorted(position for batch in trained for position in batch)
+    flat = [position for batch in trained for position in batch]
+    assert (flat if order == "position" else sorted(flat)) == list(range(80))
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_no_group_is_trained_on_later_than_its_age_allows_whatever_finishes_first(
+    make: Any, in_flight: str, limit: int
+) -> None:
+    source, engines, _ = make(in_flight, order="arrival", max_staleness=limit, steps=30)
+    batches = [source.next(version) for version in range(30)]
+    ages = [batch.metrics["versions_since_admission"] for batch in batches]
+    assert max(ages) == limit
+    assert sorted(position for batch in batches for position in positions(batch)) == list(range(60))
+    assert len(engines.begun) == 60  # nothing is sampled that no step trains on
+
+
+def replacing(max_rounds: int = 5) -> dict[str, Any]:
+    return {"filter": {"groups": "replace", "max_rounds": max_rounds}}
+
+
+def without_thirds(group: RolloutGroup) -> bool:
+    return group.position % 3 != 0
+
+
+@pytest.mark.parametrize("order", ["position", "arrival"])
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_groups_that_are_not_trained_on_are_replaced_and_handed_over_too(make: Any, in_flight: str, order: str) -> None:
+    source, _, _ = make(
+        in_flight, order=order, max_staleness=2, steps=20, trains_on=without_thirds, sections=replacing()
+    )
+    trained: list[int] = []
+    for version in range(20):
+        batch = source.next(version)
+        assert sum(map(without_thirds, batch.groups)) == 2
+        assert batch.metrics["missing_groups"] == 0
+        assert batch.metrics["sampling_rounds"] == -(-len(batch.groups) // 2)
+        ages = batch.metrics["versions_since_admission"]
+        assert ages <= 2
+        trained += positions(batch)
+    assert len(set(trained)) == len(trained)
     if order == "position":
-        assert flat == list(range(80))
-    else:
-        assert len(set(flat)) == 80
-        assert set(range(60)) <= set(flat)  # the newest may be in flight, those that were begun again too
+        assert trained == list(range(len(trained)))
+
+
+def test_a_batch_that_does_not_fill_is_returned_after_its_rounds(make: Any) -> None:
+    source, _, _ = make("wait", trains_on=lambda group: False, sections=replacing(2), steps=5)
+    for version in range(5):
+        batch = source.next(version)
+        assert positions(batch) == list(range(4 * version, 4 * version + 4))
+        assert (batch.metrics["sampling_rounds"], batch.metrics["missing_groups"]) == (2, 2)
+        assert batch.metrics["versions_since_admission"] <= 1
+
+
+@pytest.mark.parametrize("cut", [(), (3, 4, 8)])
+def test_replaced_groups_and_prompts_that_follow_from_them_are_the_same_in_every_run(
+    make: Any, tmp_path: Path, cut: tuple[int, ...]
+) -> None:
+    """Nothing depends on what finishes first, nor on where a run was killed. The numbers of prompts follow from how
+    many groups were observed, as an order by pass rates does from their rewards."""
+
+    def sources(seed: int) -> tuple[AsynchronousSource, Engines]:
+        source, engines, _ = make("wait", max_staleness=2, trains_on=without_thirds, sections=replacing(), steps=12)
+        engines.chance = random.Random(seed)
+        return source, engines
+
+    def told(batch: RolloutBatch, engines: Engines) -> Any:
+        asked = {request.group: request.prompt_tokens for request in engines.begun}
+        return positions(batch), batch.metrics["versions_since_admission"], [asked.get(p) for p in positions(batch)]
+
+    def taken(source: AsynchronousSource, version: int) -> RolloutBatch:
+        batch = source.next(version)
+        source.settle()  # the refit
+        return batch
+
+    whole, engines = sources(0)
+    expected = [told(taken(whole, version), engines) for version in range(12)]
+    assert expected[0][2] == [(0, 0), (1, 0), (2, 0)]
+    source, engines = sources(1)
+    for version in range(12):
+        if version in cut:
+            state = json.loads(json.dumps(source.state()))
+            source.write(tmp_path)
+            source.close()
+            source, engines = sources(version)
+            source.restore(state, tmp_path)
+        found = told(taken(source, version), engines)
+        assert found[:2] == expected[version][:2]
+        assert all(one in (None, other) for one, other in zip(found[2], expected[version][2], strict=True))
+
+
+def test_who_waits_for_whom_is_said_after_a_quiet_minute(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "QUIET_S", 0.02)
+    monkeypatch.setattr(asynchronous, "LOOK_S", 0.005)
+    source, engines, sync = make("wait")
+    engines.all_allowed = False
+    thread, _ = later(source, 0)
+    wait(lambda: len(source.told) > 1)
+    assert "the policy has waited" in source.told[0]
+    assert source.told[0].endswith("engine 0 samples 2 group(s), engine 1 samples 2 group(s), the scorer has 0")
+    engines.allow(0, 2)  # those of engine a
+    settling = threading.Thread(target=sync.before_refit, daemon=True)
+    settling.start()
+    wait(lambda: source.told[-1].startswith("the refit has waited") and "engine 0 samples 0" in source.told[-1])
+    engines.all_allowed = True
+    settling.join(30)
+    thread.join(30)
+
+
+def test_a_wait_in_which_nothing_ever_finishes_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "LOOK_S", 0.005)
+    monkeypatch.setattr(asynchronous, "MARGIN_S", 0.0)
+    sections = {"cluster": {"step_timeout_s": 0.05}, "reward": {"timeout_s": 0.05}}
+    source, engines, _ = make(sections=sections)
+    engines.all_allowed = False
+    with pytest.raises(WaitTimeoutError, match=r"No group .* engine 0 samples 2 group\(s\)"):
+        source.next(0)
+
+
+@pytest.mark.parametrize("wanted", ["next", "settle", "state"])
+def test_nobody_waits_for_rollouts_whose_producer_is_gone(
+    make: Any, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    def gone(*_: Any) -> list[Call]:
+        raise RuntimeError("the thread is gone")
+
+    source, _, _ = make("wait", max_staleness=0)
+    source.next(0)
+    monkeypatch.setattr(asynchronous, "first_done", gone)
+    asked = [lambda: source.next(1)] + [getattr(source, wanted)] * (wanted != "next")
+    for ask in asked:
+        with pytest.raises(RuntimeError, match="the thread is gone"):
+            ask()
+
+
+def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
+    source, engines, _ = make(order="arrival", max_staleness=2, steps=200)
+
+    def held() -> int:
+        progress, ledger = source._progress, source._ledger
+        parts = [progress.admitted, progress.calls, progress.sampled, progress.finished, progress.in_vain]
+        parts += [progress.lost, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
+        return sum(map(len, [*parts, *progress.asked.values()]))
+
+    most, sizes = 0, []
+    tracemalloc.start()
+    for version in range(150):
+        source.next(version)
+        engines.begun.clear()
+        with source._changed:
+            most = max(most, held())
+        if version in (49, 149):
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert most < 40
+    assert sizes[1] - sizes[0] < 100 * 100  # bytes; the scalars of a batch alone are more
 
 
 def test_finished_groups_come_back_with_their_columns(make: Any, tmp_path: Path) -> None:
@@ -286,7 +451,7 @@ def test_a_damaged_file_of_finished_groups_is_named(make: Any, tmp_path: Path) -
     source.next(0)
     source.write(tmp_path)
     content = bytearray((tmp_path / GROUPS_FILE).read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(b'"position"') + 1] ^= 1
     (tmp_path / GROUPS_FILE).write_bytes(content)
     again, _, _ = make("wait")
     with pytest.raises(InputError, match=GROUPS_FILE):

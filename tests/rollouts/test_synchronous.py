@@ -67,7 +67,7 @@ def test_a_batch_holds_the_scalars_of_its_rollouts(asked: list[GroupRequest]) ->
     first, second = batch.groups[1].rollouts
     assert (first.position, first.sample, first.seed) == (1, 0, sample_seed(5, 1, 0))
     assert (first.prompt_tokens, first.tokens, first.response_tokens) == (2, 5, 2)
-    assert (first.first_version, first.last_version) == (VERSION, VERSION)
+    assert (first.first_version, first.versions) == (VERSION, ((VERSION, 2),))
     assert (second.reward, second.terms, second.accuracy, second.truncated) == (1.0, {"half": 0.5}, None, True)
     assert batch.groups[2].prompt.prompt == "question 2"
     assert batch.metrics == {"scorer_failures": 3, "offloaded_bytes": 17}

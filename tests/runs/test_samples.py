@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.commands.output import JsonMode
+from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import chosen, one_line, sample_text
 from support.groups import group
 
@@ -82,6 +85,22 @@ def test_rollouts_names_what_is_not_there(run_directory: Path, tmp_path: Path, c
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_a_completion_may_hold_any_end_of_a_line(run_directory: Path, capsys: Any) -> None:
+    r"""JSON escapes \n and \r alone; Unicode knows more, and a model may write each of them."""
+    RunDirectory(run_directory).write_rollouts(11, [row(11, 1.0, completion="a\u2028b\u0085c\x0bd\re\nf")])
+    assert shown(capsys, str(run_directory)) == [(11, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(os.mkfifo, "it is a pipe, not a file"), (lambda path: path.write_text('{"reward": "high"}'), "is no number")],
+)
+def test_rollouts_that_no_run_wrote_are_named(run_directory: Path, capsys: Any, make: Any, said: str) -> None:
+    make(run_directory / "rollouts" / "step_11.jsonl")
+    assert cli.run(["rollouts", str(run_directory)]) == 2
+    assert f"step_11.jsonl cannot be read: {said}" in capsys.readouterr().err.replace("a reward ", "")
+
+
 def test_a_sample_of_messages_is_read_too() -> None:
     messages = [{"role": "user", "content": "3 + 4?"}]
     assert "    user: 3 + 4?" in sample_text(row(1, 1.0, prompt=messages, rendered=None))
@@ -89,3 +108,12 @@ def test_a_sample_of_messages_is_read_too() -> None:
     assert line.startswith("   best 1.000  3 + 4? -> word")
     assert line.endswith("...")
     assert len(line) <= 60
+
+
+def test_samples_of_a_run_without_rewards_say_so() -> None:
+    none = row(1, 0.0) | {"reward": None, "terms": {}}
+    assert "no reward" in sample_text(none)
+    assert one_line(none, "best", 80).startswith("sample  3 + 4?")
+    unscored = [replace(one, reward=None) for one in group(1, [0.0, 0.0], [3, 3]).rollouts]
+    groups = [replace(group(1, [0.0, 0.0], [3, 3]), rollouts=tuple(unscored))]
+    assert len(chosen(groups, 2)) == 2

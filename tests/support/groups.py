@@ -17,7 +17,7 @@ def group(
     lengths = tokens or [PROMPT_TOKENS + count for count in response_tokens]
     rollouts = tuple(
         Rollout(
-            position=position, sample=sample, seed=sample, first_version=0, last_version=0, stop_reason="stop",
+            position=position, sample=sample, seed=sample, versions=((0, count),), stop_reason="stop",
             prompt_tokens=PROMPT_TOKENS, tokens=length, response_tokens=count, reward=reward, terms={}, accuracy=None,
         )
         for sample, (reward, count, length) in enumerate(zip(rewards, response_tokens, lengths, strict=True))

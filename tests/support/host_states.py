@@ -111,7 +111,8 @@ def run_resumed(
         worker = make_worker(rank, dataclasses.replace(before, optimizer_offload=offload), weights)
         worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
         worker.train_minibatch(0, Loss(), Optim().lr)
-        worker.save(directory)
+        worker.save_begin(directory)
+        worker.save_finish()
         worker.train_minibatch(0, Loss(), Optim().lr)  # what was saved stays
     found = []
     for directory in directories:

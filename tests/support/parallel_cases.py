@@ -23,6 +23,7 @@ from rlctl.backends.batch import (
     TokenBatch,
     WeightedRollout,
 )
+from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
@@ -211,7 +212,8 @@ def run_checkpoint(
     worker = make_worker(rank, before, weights)
     worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
     worker.train_minibatch(0, Loss(), Optim().lr)
-    worker.save(directory)
+    worker.save_begin(directory)
+    worker.save_finish()
     straight = worker.train_minibatch(0, Loss(), Optim().lr)
     kept = list(pieces(worker, "data"))
     worker = make_worker(rank, after, None)
@@ -261,9 +263,7 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
 
     worker._gather_parameters()
     for chunk in worker.chunks:
-        model = chunk.module
-        while hasattr(model, "module"):  # in bfloat16 there is one more wrapper
-            model = model.module
+        model = core_of(chunk)
         named = list(model.named_parameters())
         if what != "grad":
             named += [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias")]
@@ -280,7 +280,7 @@ def pieces(worker: MegatronWorker, what: str) -> Iterator[tuple[str, Tensor, int
             # The second copy of tied embeddings on the last pipeline stage
             name = (
                 name
-                if not (name == "output_layer.weight" and worker.spec.facts.tied_embeddings)
+                if not (name == "output_layer.weight" and model.share_embeddings_and_output_weights)
                 else "embedding.word_embeddings.weight"
             )
             yield (

@@ -156,7 +156,7 @@ def run_cell(rank: int, cell: Cell, facts: ModelFacts, shards: Path, batch: dict
     places = iter(
         [_places(micro, row, cell.parallel) for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True)]
     )
-    found = worker._run(worker._rows[0], lambda row, out: _product(out, next(places), batch), forward_only=False)
+    found = worker.run_rows(worker._rows[0], lambda row, out: _product(out, next(places), batch), forward_only=False)
     logits = [entry for part in found for entry in part["logits"]]
     return Outcome(logits, list(pieces(worker, "grad")))
 

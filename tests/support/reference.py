@@ -57,6 +57,8 @@ class Reference:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)  # after two steps
+    module_grads: dict[str, Tensor] = field(default_factory=dict)  # as `grads`, by transformers' names
+    module_params: dict[str, Tensor] = field(default_factory=dict)  # as `params`, by transformers' names
 
 
 def facts(kind: str) -> ModelFacts:
@@ -287,11 +289,13 @@ def run_reference(kind: str, batch: dict[int, RolloutColumns], weight: float, te
                 loss.backward()
                 total += float(loss)
         if step == 0:
-            out.grads = megatron_weights(kind, {n: p.grad.clone() for n, p in model.named_parameters()} | _tied(model))
+            out.module_grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+            out.grads = megatron_weights(kind, out.module_grads | _tied(model))
         out.losses.append(total)
         out.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)))
         adam.step()
     out.params = megatron_weights(kind, model.state_dict())
+    out.module_params = dict(model.state_dict())
     return out
 
 

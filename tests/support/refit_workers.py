@@ -11,6 +11,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.records import Sent
 from rlctl.refit.synthetic import SyntheticEngine, SyntheticSender
+from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.vllm import VllmParallel
 
@@ -80,9 +81,11 @@ class Slot:
         dtype: str,
         node: str | None,
         device: str = "cpu",
+        fsdp: bool = False,
     ) -> None:
         self._leave(node)
-        self.inner = FaultySource(rank, MegatronWorld(facts, parallel, "local", dtype), 1, device)
+        world = DTensorWorld(facts, parallel, dtype) if fsdp else MegatronWorld(facts, parallel, "local", dtype)
+        self.inner = FaultySource(rank, world, 1, device)
         self.inner.setup()
 
     def become_engine(

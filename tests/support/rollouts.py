@@ -27,7 +27,7 @@ class Prompts:
     def observe(self, groups: Sequence[RolloutGroup]) -> None:
         self.observed += len(groups)
 
-    def state(self) -> dict[str, int]:
+    def state(self, since: int = 0) -> dict[str, int]:
         return {"": self.observed}
 
     def restore(self, state: Mapping[str, int]) -> None:

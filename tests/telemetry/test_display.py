@@ -158,6 +158,12 @@ def test_columns_fit_the_width_and_the_less_important_go_first() -> None:
     assert "phases" in heading_line(declared, 200)
 
 
+def test_a_run_without_rewards_has_no_column_for_them() -> None:
+    without = ("reward_mean", "accuracy")
+    assert {"reward", "acc"}.isdisjoint(heading_line([], 200, without).split())
+    assert "reward" not in step_line(0, 3, STEP, plain=True, without=without).partition("|")[0]
+
+
 def test_a_terminal_is_drawn_in_and_left_clean(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream, Display(steps=3, stream=stream) as display:

@@ -14,10 +14,10 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist
+from rlctl.weights.dtensor import DTensorWorld, module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.vllm import VllmParallel, VllmWorld
-from support.dtensor_layouts import DTensorParallel, DTensorWorld, module_layout
 from support.layout_families import FAMILIES, gather, numbered, published, run, scatter
 
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -60,8 +60,10 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
     if kind == "vllm":
         return VllmWorld(facts, VllmParallel(draw(size), draw(st.sampled_from([1, 2])), draw(st.booleans())), "float64")
     if kind == "dtensor":
-        parallel = DTensorParallel(draw(size), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2])))
-        return DTensorWorld(facts, parallel, "float64", modules=draw(st.booleans()))
+        copies = draw(st.sampled_from([1, 2]))
+        sizes = {"tp": draw(size), "cp": draw(st.sampled_from([1, 1, 2])), "dp": copies * draw(st.integers(1, 3))}
+        ep = draw(st.sampled_from([1, 2])) if facts.moe and sizes["cp"] * sizes["dp"] // copies % 2 == 0 else 1
+        return DTensorWorld(facts, ParallelSpec(**sizes, ep=ep, replicate=copies), "float64")
     if kind == "modules":
         return SingleWorld(module_layout(facts, "float64"))
     style = torch_dist.KeyStyle(torch_dist.default_style(facts).stacked and draw(st.booleans()))
@@ -105,7 +107,8 @@ def every_world(facts: ModelFacts) -> Iterator[World]:
     experts = {"ep": 2, "etp": 1 if facts.family == "gpt_oss" else 2} if facts.moe else {}
     yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, dp=2, **experts), "te")
     yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, vpp=2, etp=1), "local")
-    yield DTensorWorld(facts, DTensorParallel(2, 3, 2))
+    yield DTensorWorld(facts, ParallelSpec(tp=2, dp=6, replicate=2))
+    yield DTensorWorld(facts, ParallelSpec(dp=4, ep=2 if facts.moe else 1))
     yield VllmWorld(facts, VllmParallel(4))
     yield VllmWorld(facts, VllmParallel(2, 2, ep=True))
 

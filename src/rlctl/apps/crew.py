@@ -49,8 +49,7 @@ class EnginesSpec:
 class CrewSpec:
     """The processes to start. Policy rank r is on device r, and engines are on the same devices or on others."""
 
-    backend: PolicyBackend | None
-    """None: the plan is of a backend that is not there yet, and can only be shown."""
+    backend: PolicyBackend
     policy: PolicySpec
     training: TrainingConfig
     micro_batch_tokens: int
@@ -62,6 +61,8 @@ class CrewSpec:
     """How long processes may take."""
     validation: Rewards | None = None
     """The scorer of validation; None: there is none."""
+    teacher: PolicySpec | None = None
+    """The teacher, on the policy's devices; None: there is none."""
     colocated: bool = True
     """False: the engines have devices of their own."""
     own_nodes: bool = False
@@ -70,6 +71,11 @@ class CrewSpec:
     @property
     def engine(self) -> EngineSpec:
         return self.engines.engine
+
+    @property
+    def policy_devices(self) -> int:
+        """Devices of the policy, which its teacher shares."""
+        return max(one.parallel.world_size for one in (self.policy, self.teacher) if one is not None)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Crew:
     reward: WorkerGroup[RewardWorker] | None
     validation: WorkerGroup[RewardWorker] | None = None
     """The scorer of validation."""
+    teacher: PolicyClient[PolicyWorker] | None = None
 
     def weight_sync(
         self,
@@ -119,6 +126,7 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
     hears what is waited for: the two engines start side by side, and the second takes what is left of it."""
     with _placed(_places(spec), spec.limits, log_dir) as start:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
+        taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None
         engines = start.engines(spec.engines)
         reward = start.reward(spec.reward) if spec.reward is not None else None
         validation = start.reward(spec.validation, "validation") if spec.validation is not None else None
@@ -139,11 +147,17 @@ def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lam
             setup.results()
             doing("starting engines")
             loading.results()
+        if taught is not None:
+            doing("starting teacher")
+            taught.within(start_s).call(PolicyWorker.setup, _meeting_port(taught))
         for scorer in filter(None, (reward, validation)):
             doing("starting scorer")
             scorer.within(start_s).call(RewardWorker.setup)
         policy = PolicyClient(ranks, spec.policy, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
-        yield Crew(spec, policy, EngineClient(engines, keeps=spec.own_nodes), reward, validation)
+        teacher = None
+        if taught is not None and spec.teacher is not None:
+            teacher = PolicyClient(taught, spec.teacher, spec.training, micro_batch_tokens=spec.micro_batch_tokens)
+        yield Crew(spec, policy, EngineClient(engines, keeps=spec.own_nodes), reward, validation, teacher)
 
 
 @contextlib.contextmanager
@@ -156,7 +170,7 @@ def start_engines(spec: EnginesSpec, limits: ClusterConfig, log_dir: Path) -> It
         yield EngineClient(engines)
 
 
-def _meeting_port(ranks: WorkerGroup[SendingPolicy]) -> int:
+def _meeting_port(ranks: WorkerGroup[Any]) -> int:
     return ranks.part([0]).call(PolicyWorker.open_store)[0]
 
 
@@ -173,7 +187,7 @@ def _one_place(devices: int, device: Device, limits: ClusterConfig) -> Iterator[
 @contextlib.contextmanager
 def _places(spec: CrewSpec) -> Iterator[tuple[Placement, Placement]]:
     """Reserve the devices of policy and engines, and give them back at the end."""
-    ranks, device = spec.policy.parallel.world_size, spec.policy.device
+    ranks, device = spec.policy_devices, spec.policy.device
     if spec.colocated:
         with _one_place(max(ranks, spec.engines.devices), device, spec.limits) as both:
             yield both
@@ -220,13 +234,19 @@ class _Start:
             group.ready()
 
     def policy(self, spec: CrewSpec) -> WorkerGroup[SendingPolicy]:
-        assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
+        return self._group(
+            "policy", POLICY_WORKER, self._ranks(spec, spec.policy, {"worker": _worker_of(spec)}), self.of_policy
+        )
+
+    def teacher(self, spec: CrewSpec, teacher: PolicySpec) -> WorkerGroup[PolicyWorker]:
+        return self._group("teacher", _worker_of(spec), self._ranks(spec, teacher, {}), self.of_policy)
+
+    def _ranks(self, spec: CrewSpec, policy: PolicySpec, more: dict[str, Any]) -> list[WorkerSpec]:
         places = self.of_policy.bundles
-        size, address = spec.policy.parallel.world_size, places[0].node
-        env = policy_environment(spec.policy.threads, spec.policy.device, spec.training)
-        shared = {"worker": spec.backend.worker, "world_size": size, "master_addr": address, "spec": spec.policy}
-        ranks = [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
-        return self._group("policy", POLICY_WORKER, ranks, self.of_policy)
+        size, address = policy.parallel.world_size, places[0].node
+        env = policy_environment(policy.threads, policy.device, spec.training)
+        shared = {"world_size": size, "master_addr": address, "spec": policy, **more}
+        return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
     def engines(self, spec: EnginesSpec) -> WorkerGroup[EngineWorker]:
         engines = [
@@ -251,6 +271,11 @@ class _Start:
         )  # fmt: skip
         self.groups.append(group)
         return group
+
+
+def _worker_of(spec: CrewSpec) -> str:
+    assert spec.backend is not None  # a plan of another backend was refused (`refuse_unrunnable`)
+    return spec.backend.worker
 
 
 def policy_environment(threads: int | None, device: Device, training: TrainingConfig) -> dict[str, str]:

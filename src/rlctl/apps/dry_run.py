@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlctl.apps.prepare import (
     check_names,
     check_plan,
     planned_crew,
+    planned_teacher,
     prepare_job,
     published_facts,
     runnable_plan,
@@ -49,9 +51,9 @@ class DryRun:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, job: Job) -> DryRun:
-        """The dry run of a prepared job."""
-        return cls(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), tuple(about(job)))
+    def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
+        """The dry run of a prepared job; `told` is what was said while it was prepared."""
+        return cls(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), (*about(job), *told))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -104,21 +106,27 @@ def dry_train(resolved: Resolved) -> DryRun:
     facts = lookup(model.name) if model.name else None
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
-    check_names(resolved)
+    told: list[str] = []
+    check_names(resolved, told.append)
     try:
         job = prepare_job(resolved)
     except (InputError, MachineError) as error:
         # A model that is not on this machine, or a GPU that is not, can still be planned for.
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):
             raise
-        check_plan(resolved, facts, ASSUMED_GPU)
-        resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
-        notes = [error.message]
+        taught = resolved.config.teacher
+        named = ModelConfig(name=taught.model, revision=taught.revision)
+        teacher = published_facts(named) if taught.model else None
+        check_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+        resolved, plan = runnable_plan(resolved, facts, ASSUMED_GPU, teacher=teacher)
+        notes = [*told, error.message]
         if not isinstance(error, MachineError):
             notes.append("Tokenizer, data and rewards were not checked: the plan is made from the catalog.")
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
+        if teacher is not None:
+            crew = replace(crew, teacher=planned_teacher(resolved.config, facts, teacher, plan))
         return DryRun(resolved, plan, EngineArguments.of(crew), (*notes, *_assumed(resolved, plan)))
-    return DryRun.of(job)
+    return DryRun.of(job, told)
 
 
 def dry_refit_test(resolved: Resolved) -> DryRun:
@@ -167,7 +175,8 @@ def about(job: Job) -> list[str]:
     return [
         f"model: {job.source.label}",
         *job.prompts.describe(),
-        *job.rewards.describe(),
+        *(job.rewards.describe() if job.rewards is not None else ["reward: none"]),
+        *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),

@@ -31,9 +31,8 @@ class EngineArguments:
 
     @classmethod
     def of(cls, spec: CrewSpec) -> EngineArguments:
-        """The arguments of a policy (none for a backend that is not there yet) and its engines."""
-        policy = spec.backend.arguments(spec.policy) if spec.backend is not None else ()
-        return cls((*policy, *cls.of_engines(spec.engines).classes))
+        """The arguments of a policy and its engines."""
+        return cls((*spec.backend.arguments(spec.policy), *cls.of_engines(spec.engines).classes))
 
     def pinned(self, resolved: Resolved) -> list[str]:
         """A line for each value that the user passes through, with the value that it would have otherwise."""

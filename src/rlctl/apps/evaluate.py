@@ -92,6 +92,11 @@ class Result:
     samples: int
     metrics: dict[str, Estimate]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as --json and the Python API have it."""
+        metrics = {name: {"value": one.value, "stderr": one.stderr} for name, one in self.metrics.items()}
+        return {"task": self.task, "model": self.model, "samples": self.samples, "metrics": metrics}
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -109,8 +114,10 @@ def contenders(
     """Return the models and checkpoints to evaluate: the newest of each run or those of `steps`, then the models.
     `resolve` returns the configuration of the command line with a model.
 
-    Raises InputError where there is none, or one is there twice.
+    Raises InputError where there is none, or one is there twice, and for a step without a run.
     """
+    if steps and not runs:
+        raise InputError(f"--step {steps[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
     asked = resolve(None)
     found = [_of_run(run, step, asked) for run in runs for step in (steps or [None])]
     if not found and (models or asked.config.model.name):
@@ -209,7 +216,12 @@ def evaluation(
 ) -> Evaluation:
     """Return the evaluation of these models on these tasks, which are opened.
 
-    Raises InputError for a task that is wrong or there twice, and for more samples than can be kept."""
+    Raises InputError for a task that is wrong or there twice, and for more samples than can be kept or fewer than
+    pass@k needs."""
+    if ks and max(ks) > samples:
+        raise InputError(
+            f"--k {max(ks)}: pass@{max(ks)} needs at least {max(ks)} samples.", f"Raise --n from {samples}."
+        )
     if not names:
         raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k.")
     if twice := [name for name in names if names.count(name) > 1]:

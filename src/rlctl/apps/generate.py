@@ -152,7 +152,7 @@ def read_prompts(texts: Sequence[str], file: str | None, field: str) -> list[Pro
 
 def _file_prompts(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     text = _stdin() if str(path) == "-" else read_text(path, "--prompts-file")
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other ends of lines may be in a prompt
         where = f"{'stdin' if str(path) == '-' else path.name}, line {number}"
         if not line.strip():
             continue
@@ -238,7 +238,8 @@ def _completions(result: GroupResult) -> list[dict[str, Any]]:
 def started_engines(job: CompletionJob, plan: Plan, tell: Tell) -> Iterator[EngineClient]:
     """Engines with the weights asked for."""
     spec = job.engines(plan)
-    with temporary_folder("generate") as logs, ray_session(job.config.cluster.ray_address, tell=tell):
+    address = job.config.cluster.ray_address
+    with temporary_folder("generate", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the engine" if spec.count == 1 else f"starting {spec.count} engines")
         if job.megatron is None:
             started = start_engines(spec, job.config.cluster, logs)

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl import __version__
 from rlctl.apps.crew import CrewSpec, EnginesSpec
 from rlctl.apps.first_choice import what_there_is
 from rlctl.apps.laptop_model import find_model
-from rlctl.backends.base import Device, Dtype, PolicySpec, resolve_dtype
-from rlctl.backends.lookup import POLICIES, engine_backend, policy_backend, require_backend
+from rlctl.backends.base import CriticSpec, Device, Dtype, PolicySpec, Teaching, resolve_dtype
+from rlctl.backends.lookup import engine_backend, policy_backend, require_backend
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import ModelSource
@@ -25,10 +25,10 @@ from rlctl.config.installed import installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.paths import user_path
-from rlctl.config.schema import ModelConfig, RlctlConfig
-from rlctl.data.chat import read_template, require_directory
+from rlctl.config.schema import LoggerName, LoraConfig, ModelConfig, RlctlConfig
+from rlctl.data.chat import load_tokenizer, read_template, require_directory
 from rlctl.data.mixing import source_settings
-from rlctl.envs.rewards import mixed_rewards, require_known
+from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.catalog import lookup, near
@@ -41,10 +41,16 @@ from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
 from rlctl.rl.algorithms.available import algorithm_from_config, require_algorithm
+from rlctl.rl.critic import METRICS as CRITIC_METRICS
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import refuse_async
 from rlctl.rollouts.validation import ValidationSet
 from rlctl.telemetry.loggers import wanted_loggers
+from rlctl.telemetry.metrics import Metric
+from rlctl.telemetry.phases import Phase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
@@ -66,10 +72,13 @@ class Job:
     facts: ModelFacts
     plan: Plan
     prompts: PromptStream
-    rewards: Rewards
+    rewards: Rewards | None
+    """None: nothing is scored."""
     algorithm: Algorithm
     validation: ValidationSet | None = None
     """None: the run does not validate."""
+    teacher: NamedModel | None = None
+    """None: nothing is learned from another model."""
 
     @property
     def config(self) -> RlctlConfig:
@@ -84,15 +93,29 @@ class Job:
         return resolve_dtype(self.config.model.dtype, self.device)
 
     @property
+    def converts(self) -> bool:
+        """Whether the run starts from a conversion of the model."""
+        return converts(self.config, self.plan)
+
+    @property
     def offload(self) -> bool:
         """Whether the policy waits in host memory during generation."""
         wanted = self.config.training.offload
         return (self.device == "cuda" and self.plan.colocated) if wanted is None else wanted
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics that are computed while the run trains."""
+        return (*declared(self.algorithm), *(CRITIC_METRICS if self.config.has_critic else ()))
+
     def crew_spec(self) -> CrewSpec:
         """The processes to start. The engines read no weights: the first refit fills them."""
         crew = planned_crew(self.config, self.facts, self.plan, self.source.directory, self.rewards, dummy_weights=True)
-        return replace(crew, validation=self.validation.rewards) if self.validation else crew
+        teacher = None
+        if self.teacher is not None:
+            top = self.algorithm.teacher_top
+            teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
+        return replace(crew, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
         """Digest of the files of a directory, or of the vocabulary of a tokenizer that came from the hub."""
@@ -118,10 +141,13 @@ class Job:
                 "label": self.source.label,
                 "note": self.source.note,
             },
+            "teacher": model_fingerprint(self.teacher.source.directory, self.teacher.source.weights)
+            if self.teacher
+            else None,
             "data": self.prompts.fingerprint(),
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
-            "curves": {metric.name: metric.curve for metric in declared(self.algorithm) if metric.curve},
+            "curves": {metric.name: metric.curve for metric in self.metrics if metric.curve},
             "plan": plan_json(self.plan),
         }
 
@@ -165,6 +191,45 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
     return facts_from_hf_config(read_config(directory))
 
 
+def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:
+    """Find or fetch the teacher as `open_model` does the model; None: the run has none. Raises InputError where it
+    takes fewer tokens than the run's rollouts have."""
+    if not config.teacher.model:
+        return None
+    wanted = ModelConfig(
+        name=config.teacher.model,
+        revision=config.teacher.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    try:
+        found = open_model(wanted, tell, weights=weights)
+    except InputError as error:
+        raise InputError(f"teacher.model: {error.message}", error.hint) from error
+    if (length := config.model.max_length) and length > found.facts.max_length:
+        raise InputError(
+            f"--max-length {length} is more than the {found.facts.max_length} tokens that the teacher "
+            f"{config.teacher.model} takes.",
+            "Lower it.",
+        )
+    return found
+
+
+def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
+    """Raise InputError unless a number stands for the same token in the policy and in its teacher. Which tokens end a
+    completion may differ, as they do between a base model and one that was trained on it."""
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
+    different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
+    special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
+    if different or special:
+        what = (f"{different:,} tokens of their vocabularies differ" if different else
+                f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
+        raise InputError(
+            f"The teacher {config.teacher.model} does not read the tokens of {config.model.name}: {what}.",
+            "A teacher needs the policy's tokenizer: choose one of the same family.",
+        )
+
+
 def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
     """Keys of the `megatron` section that do nothing in this model, and why."""
     parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
@@ -180,11 +245,13 @@ def refuse_without_effect(resolved: Resolved, facts: ModelFacts) -> None:
             raise ConfigError(f"`{key}` = {value!r} ({resolved.origin[key]}) has no effect: {why}.", "Remove it.")
 
 
-def runnable_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None) -> tuple[Resolved, Plan]:
+def runnable_plan(
+    resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
+) -> tuple[Resolved, Plan]:
     """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
     refuse_without_effect(resolved, facts)
     require_backend(resolved.config.training.backend)
-    plan = plan_from_config(resolved.config, facts, assume=assume)
+    plan = plan_from_config(resolved.config, facts, assume=assume, teacher=teacher)
     refuse_unrunnable(plan)
     return resolved.with_values(plan.config_values()), plan
 
@@ -205,6 +272,11 @@ def require_devices(plan: Plan, config: RlctlConfig) -> None:
 def device_of(plan: Plan) -> Device:
     """The kind of device that both engines compute on."""
     return "cpu" if plan.cluster.is_cpu else "cuda"
+
+
+def converts(config: RlctlConfig, plan: Plan) -> bool:
+    """Whether the policy of a plan starts from a conversion of the model."""
+    return config.model.convert and policy_backend(plan.backend).takes_conversion
 
 
 def training_of(plan: Plan) -> TrainingChoice:
@@ -232,12 +304,54 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
         freeze_router=config.training.freeze_router,
         router_replay=config.training.router_replay,
         lora=config.training.lora,
+        critic=planned_critic(config, plan) if trains else None,
         megatron=config.megatron.passed,
         ddp=config.ddp.passed,
     )
-    if plan.backend in POLICIES:
-        policy_backend(plan.backend).refuse(policy)
+    policy_backend(plan.backend).refuse(policy)
     return policy
+
+
+def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
+    """The critic next to the policy. Raises ConfigError where the backend has none."""
+    if not config.has_critic:
+        return None
+    if not policy_backend(plan.backend).has_critic:
+        raise ConfigError(
+            f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
+            "Train with --backend megatron, or with an algorithm without a critic.",
+        )
+    critic = config.critic
+    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
+    turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
+    return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
+
+
+def planned_teacher(
+    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
+) -> PolicySpec:
+    """The teacher that a plan starts; `config` holds the plan's values, and the algorithm needs the `top` most likely
+    tokens of each position. It computes as the policy does, without what is the policy's own: adapters, a critic,
+    routers that follow the engines, and fields that are passed through."""
+    assert plan.teacher is not None  # it was planned with the policy
+    choice, vocab = plan.teacher.choice, min(student.vocab, teacher.vocab)
+    spec = replace(
+        planned_policy(config, student, plan),
+        facts=teacher,
+        parallel=choice.parallel,
+        threads=choice.threads,
+        recompute="none",
+        optimizer_offload=False,
+        freeze_router=False,
+        router_replay=False,
+        lora=LoraConfig(),
+        critic=None,
+        megatron={},
+        ddp={},
+        teaches=Teaching(vocab, min(top, vocab)),
+    )
+    policy_backend(plan.backend).refuse(spec)
+    return spec
 
 
 def planned_crew(
@@ -256,10 +370,10 @@ def planned_crew(
 
     Raises ConfigError for what a backend refuses.
     """
-    policy = planned_policy(config, facts, plan, trains=trains)
+    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
     max_length = max_length or config.model.max_length or plan.workload.max_length
     return CrewSpec(
-        backend=policy_backend(plan.backend) if plan.backend in POLICIES else None,
+        backend=policy_backend(plan.backend),
         policy=policy,
         training=config.training,
         micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),
@@ -310,14 +424,18 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
     algorithm, config = check_names(resolved, tell), resolved.config
-    early = check_plan(resolved, open_model(config.model, weights=False).facts)
+    named = open_teacher(config, weights=False)
+    early = check_plan(resolved, open_model(config.model, weights=False).facts, teacher=named.facts if named else None)
     if starts:
         require_devices(early, config)
         _require_refit_directory(config.refit.directory)
-    model = open_model(config.model, tell)
+    model, teacher = open_model(config.model, tell), open_teacher(config, tell)
     source, facts = model.source, model.facts
     prompts = PromptStream.open(config, source.directory)
-    rewards = mixed_rewards((source.label, source.reward, source.prompts) for source in prompts.sources)
+    if teacher:
+        require_same_tokens(config, prompts.encoder.tokenizer, teacher)
+    listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
+    rewards = mixed_rewards(listed) if config.learns_from_rewards or any_reward(listed) else None
     validation = ValidationSet.open(config, prompts, source.directory)
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
@@ -330,11 +448,18 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     if tight := sum(tokens + new > length for tokens in prompt_tokens):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
-    plan = plan_from_config(resolved.config, facts, prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)))
+    plan = plan_from_config(
+        resolved.config,
+        facts,
+        prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)),
+        teacher=teacher.facts if teacher else None,
+    )
     refuse_unrunnable(plan)
+    if rewards is None:
+        plan = replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
-    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation)
+    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher)
 
 
 def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
@@ -347,17 +472,24 @@ def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
     if not config.model.name:
         missing = "No model: give --model" if config.data.name else "No model and no data: give --model and --data"
         raise InputError(f"{missing}.", what_there_is(config))
-    wanted_loggers(config.run, tell)
+    loggers_of(resolved, tell)
     return algorithm_from_config(config)
 
 
-def check_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None) -> Plan:
+def loggers_of(resolved: Resolved, tell: Tell = lambda _: None) -> tuple[LoggerName, ...]:
+    """Return the loggers of a run. A NeMo-RL recipe's own are left out where they are not installed."""
+    return wanted_loggers(resolved.config.run, tell, optional="run.loggers" in resolved.optional)
+
+
+def check_plan(
+    resolved: Resolved, facts: ModelFacts, assume: str | None = None, *, teacher: ModelFacts | None = None
+) -> Plan:
     """The plan for short prompts, which refuses what needs neither weights nor data nor tokenizer to be known. Whatever
     is refused with short prompts is refused with the data's own too."""
     _check_lengths(resolved.config, facts)
     _check_stop_tokens(resolved.config, facts)
     refuse_cut_sampling(resolved.config)
-    planned, plan = runnable_plan(resolved, facts, assume)
+    planned, plan = runnable_plan(resolved, facts, assume, teacher=teacher)
     config = planned.config
     refuse_async(config)
     if config.training.offload and not plan.colocated:
@@ -367,6 +499,8 @@ def check_plan(resolved: Resolved, facts: ModelFacts, assume: str | None = None)
             "Leave it out.",
         )
     planned_policy(config, facts, plan)
+    if teacher is not None:
+        planned_teacher(config, facts, teacher, plan)
     engine_backend().refuse(config, facts, device_of(plan))
     return plan
 
@@ -379,7 +513,9 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     require_algorithm(config)
     facts = published_facts(config.model, tell)
     refuse_without_effect(resolved, facts)
-    plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top)
+    named = config.teacher
+    teacher = published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
+    plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top, teacher=teacher)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
     length, limit = config.model.max_length, facts.max_length
@@ -454,6 +590,8 @@ def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
         found.append(f"{job.source.weights} does not hold the model that the run began with")
     if begun_with.get("tokenizer") != model["tokenizer"]:
         found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
+    if stored.get("teacher") != job.manifest()["teacher"]:
+        found.append(f"{job.config.teacher.model} is not the teacher that the run began with")
     return found
 
 

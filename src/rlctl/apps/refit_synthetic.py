@@ -55,7 +55,7 @@ class SyntheticJob:
 
 
 @contextmanager
-def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
+def synthetic_session(job: SyntheticJob, tell: Callable[[str], None]) -> Iterator[RefitSession]:
     """An open session between processes that hold parameters in the layouts of the policy's backend and of vLLM."""
     config, facts = job.config, job.facts
     policy_spec = PolicySpec(facts, pinned_parallel(facts, config.training), job.dtype)
@@ -63,7 +63,7 @@ def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
     target = VllmParallel(tp=config.generation.tp or 1)
     replicas = config.generation.engines or 1
     limits = config.cluster
-    with temporary_folder("synthetic") as logs, ray_session(limits.ray_address):
+    with temporary_folder("synthetic", tell) as logs, ray_session(limits.ray_address, logs=logs, tell=tell):
         placement = Placement(1, gpus=False, timeout_s=limits.start_timeout_s)
 
         def start(name: str, kind: str, specs: list[dict]) -> WorkerGroup:
@@ -98,7 +98,7 @@ def synthetic_session(job: SyntheticJob) -> Iterator[RefitSession]:
 def run_synthetic(job: SyntheticJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
     """Start the processes, refit between them, compare every tensor, and stop them."""
     tell(f"starting processes with the tensors of {job.name}, {job.hidden} wide; no engine, nothing is generated")
-    with synthetic_session(job) as session:
+    with synthetic_session(job, tell) as session:
         return refit_report.run_without_engine(
             session, model=job.name, repeat=job.repeat, timeout_s=job.config.refit.timeout_s, tell=tell
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.apps import refit_report
 from rlctl.apps.crew import CrewSpec, start_crew
-from rlctl.apps.prepare import device_of, open_model, planned_crew, require_devices, runnable_plan
+from rlctl.apps.prepare import converts, device_of, open_model, planned_crew, require_devices, runnable_plan
 from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
@@ -79,9 +79,10 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
     """Start both engines, test, and stop them."""
-    if job.config.model.convert:
+    if converts(job.config, job.plan):
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
-    with temporary_folder("refit-test") as logs, ray_session(job.config.cluster.ray_address, tell=tell):
+    address = job.config.cluster.ray_address
+    with temporary_folder("refit-test", tell) as logs, ray_session(address, logs=logs, tell=tell):
         tell("starting the policy and the engine")
         with start_crew(job.crew(), logs) as crew:
             crew.policy.load_model(job.source.weights)

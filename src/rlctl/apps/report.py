@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import problem_with, written_text
 from rlctl.config.load import DEFAULT, PLANNER
 from rlctl.errors import InputError
 from rlctl.planner.views.run_comparison import compare_memory, compare_run
@@ -64,6 +65,8 @@ def compare_runs(directories: Sequence[Path], output: Path | None) -> Path:
         output = runs[0].report if len(runs) == 1 else Path("report.html").absolute()
     if not output.parent.is_dir():
         raise InputError(f"--output {output}: there is no directory {output.parent}.", "Name another place.")
+    if output.exists() and (problem := problem_with(output)):  # the page would replace /dev/null
+        raise InputError(f"--output {output} cannot be written: {problem}.", "Name another place.")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):  # several runs in directories of one name
         found = [replace(one, name=str(directory)) for one, directory in zip(found, directories, strict=True)]
@@ -96,6 +99,7 @@ def reported(run: RunDirectory, state: str, lines: Sequence[Mapping[str, Any]] =
         settings=_settings(manifest),
         forecasts=_forecasts(run.path),
         samples=_samples(run.path / "rollouts", [int(line["step"]) for line in lines]),
+        validated=_samples(run.path / "validation", _validations(lines)),
         messages=_messages(run.log),
     )
 
@@ -154,7 +158,7 @@ def _settings(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _forecasts(run: Path) -> list[Forecast]:
     """Return the plan against what was measured; nothing where the run has no measurement."""
-    with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(InputError, OSError, KeyError, TypeError, ValueError, RecursionError):
         times = [Forecast(row.phase, "s", row.predicted, row.measured) for row in compare_run(run)]
         shown = [row for row in times if row.predicted >= 0.005 or row.measured >= 0.005]
         memory = [
@@ -165,14 +169,22 @@ def _forecasts(run: Path) -> list[Forecast]:
     return []
 
 
+def _validations(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the numbers of finished steps after which the run was validated."""
+    begun = [0] if lines[0].get("validation_at_start") else []
+    return begun + [int(line["step"]) for line in lines if line.get("validation")]
+
+
 def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return the rollouts that were kept of the first, the middle and the last step."""
+    """Return the samples that were kept of the first, the middle and the last of `steps`."""
+    if not steps:
+        return []
     chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
     found = []
     for step in chosen:
-        with contextlib.suppress(OSError, ValueError):
-            lines = (directory / f"step_{step}.jsonl").read_text().splitlines()
-            rows = [row for row in map(json.loads, lines) if isinstance(row, dict)]
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            lines = written_text(directory / f"step_{step}.jsonl").split("\n")  # others may be in a completion
+            rows = [row for row in map(json.loads, filter(None, lines)) if isinstance(row, dict)]
             if rows:
                 found.append((step, _telling(rows)))
     return found
@@ -188,5 +200,5 @@ def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _messages(log: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return log.read_text(errors="replace").splitlines()[-2000:]
+        return written_text(log, errors="replace").splitlines()[-2000:]
     return []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlctl.apps.crew import Crew, start_crew
-from rlctl.apps.prepare import Job
+from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
-from rlctl.backends.clients import PolicyClient
+from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
@@ -22,7 +23,7 @@ from rlctl.errors import RlctlError, WorkerError
 from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement, error_limit, precision_of
-from rlctl.rl.algorithms.algorithm import declared
+from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.loop import Loop, Parts, filtered
 from rlctl.rl.saving import Saver, newest_intact
@@ -34,9 +35,10 @@ from rlctl.runs.directory import Checkpoint, RunDirectory, write_json
 from rlctl.runs.interrupt import StopRequest
 from rlctl.runs.samples import Sample, chosen, one_line
 from rlctl.telemetry.display import Display
-from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers, wanted_loggers
+from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
+from rlctl.telemetry.verbosity import coloured
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of validation that a line of the terminal has."""
@@ -59,7 +61,10 @@ class RunSummary:
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
-        lines = [f"{'stopped after' if self.interrupted else 'finished'} step {self.steps} in {self.seconds:.0f} s"]
+        ended = coloured(
+            "stopped after" if self.interrupted else "finished", "warn" if self.interrupted else "ok", sys.stdout
+        )
+        lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s"]
         if self.reward_first is not None and self.reward_last is not None:
             lines.append(f"mean reward {self.reward_first:.3f} -> {self.reward_last:.3f}")
         if self.steps:
@@ -81,7 +86,8 @@ def run_training(
     Raises the error of whatever failed, with how to resume as its hint once a step is finished.
     """
     started = time.perf_counter()
-    display.metrics = (*declared(job.algorithm), *filtered(job.config.filter))
+    display.metrics = (*job.metrics, *filtered(job.config.filter))
+    display.without = SHOWN_METRICS if job.rewards is None else ()
     try:
         with run.writing():
             steps, interrupted = _train(job, run, display, stop, resume, loop)
@@ -112,16 +118,20 @@ def _train(
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.config.model.convert and job.source.megatron is None:
+        if job.converts and job.source.megatron is None:
             display.doing("preparing the converted model", own_bar=True)
             job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
+        if job.config.model.convert and job.teacher is not None:
+            display.doing("preparing the converted teacher", own_bar=True)
+            source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
+            job = replace(job, teacher=replace(job.teacher, source=source))
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
-        policy = _policy(job, crew, display)
+        policy = _load_policy(job, crew, display)
         resume_from = _load_newest(run, policy, display) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
@@ -152,9 +162,10 @@ def _train(
             saver=saver,
             journal=RunJournal(job, run, display, loggers, Machine(crew)),
             agreement=Agreement.from_config(job.config, precision_of(job.config, job.dtype)),
-            health=Health(job.config.checks),
+            health=Health(job.config.checks, compares=job.config.learns_from_rewards),
             timer=timer,
             validation=validation,
+            critic=Critic(job.config, CriticClient(policy)) if job.config.has_critic else None,
         )
         steps = loop(job.config, parts, step=begun["step"], version=begun["version"])
         interrupted = steps.run(stop)
@@ -172,7 +183,7 @@ def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int,
         if phase is Phase.GENERATION:
             told = crew.engines.group.progress()
             return (sum(done for done, _ in told.values()), batch.prompts * batch.generations) if told else None
-        if phase in (Phase.TRAINING, Phase.LOGPROBS):
+        if phase in (Phase.TRAINING, Phase.LOGPROBS, Phase.CRITIC):
             return crew.policy.group.part([0]).progress().get(0)
         return None
 
@@ -183,17 +194,18 @@ def _rollouts(
     job: Job, crew: Crew, sync: WeightSync, timer: StepTimer, display: Display
 ) -> contextlib.AbstractContextManager[RolloutSource]:
     """Return the source that `rollouts.mode` asks for."""
-    assert crew.reward is not None  # a run is started with its rewards
     parts = (job.config, job.prompts, crew.engines, crew.reward, sync, timer)
     if job.config.rollouts.mode == "async":
-        return contextlib.closing(AsynchronousSource(*parts, display.say))
+        return contextlib.closing(AsynchronousSource(*parts, job.algorithm.trains_on, display.say))
     return contextlib.nullcontext(SynchronousSource(*parts, job.algorithm.trains_on))
 
 
 def _keep_memory(run: RunDirectory, crew: Crew, display: Display) -> None:
     """Write what the processes held at most, for `rlctl plan --run`. Without them a run does not fail."""
     try:
-        write_json(run.memory, {"policy": crew.policy.group.peak_memory(), "engine": crew.engines.group.peak_memory()})
+        groups = {"policy": crew.policy.group, "engine": crew.engines.group}
+        groups |= {"teacher": crew.teacher.group} if crew.teacher is not None else {}
+        write_json(run.memory, {name: group.peak_memory() for name, group in groups.items()})
     except (WorkerError, OSError) as error:
         display.say(f"The processes' memory was not recorded: {error}")
 
@@ -207,7 +219,7 @@ def _report(run: RunDirectory, display: Display, state: str) -> list[dict[str, A
     return []
 
 
-def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
+def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     """Return the policy on running processes, with the weights that the run begins with."""
     policy = crew.policy
     display.doing("loading weights")
@@ -215,6 +227,10 @@ def _policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     if "reference_logprobs" in job.algorithm.needs:
         # The reference is the model the run began with, also when it goes on from a checkpoint.
         policy.hold_reference()
+    if crew.teacher is not None and job.teacher is not None:
+        display.doing("loading the teacher")
+        policy.teacher = Teacher(crew.teacher, job.offload)
+        policy.teacher.load_model(job.teacher.source.weights)
     return policy
 
 
@@ -310,6 +326,7 @@ class RunJournal:
             "right": None if rollout.accuracy is None else rollout.accuracy == 1,
             "tokens": rollout.response_tokens,
             "truncated": rollout.truncated,
+            "stop_reason": rollout.stop_reason,
             "position": rollout.position,
             "sample": rollout.sample,
             "seed": rollout.seed,
@@ -345,7 +362,7 @@ def _loggers(
         file.log(finished, resume_from.state()["metrics"])
     config, options = job.config.model_dump(mode="json"), job.config.run
     logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
-    for logger in start_loggers(wanted_loggers(options), logged, display.say):
+    for logger in start_loggers(loggers_of(job.resolved), logged, display.say):
         loggers.append(logger)
         stack.callback(logger.close)
     return loggers

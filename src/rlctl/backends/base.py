@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
+from rlctl.backends.batch import (
+    BatchShard,
+    Estimate,
+    Fetch,
+    GroupLogprobs,
+    LogprobColumn,
+    LogprobStats,
+    MicroBatchLoss,
+    MinibatchResult,
+    ValueLoss,
+)
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
@@ -43,6 +53,25 @@ def resolve_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Device)
 
 
 @dataclass(frozen=True)
+class CriticSpec:
+    """The value model next to a policy: the same model under the same layout, with a value in place of logits."""
+
+    optimizer: OptimizerConfig
+    offload: bool = False
+    """Policy and critic take turns on the device; each waits in host memory while the other computes."""
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """The task of a policy that is not trained: it computes log-probs of the rollouts of another, the student."""
+
+    vocab: int
+    """Tokens of the student's vocabulary. Vocabularies of one tokenizer may be padded differently."""
+    top: int = 0
+    """Number of its most likely tokens at each position whose log-probs are computed too."""
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """Everything a policy worker is built from; the same on every rank."""
 
@@ -67,8 +96,14 @@ class PolicySpec:
     """Routers of experts keep their weights."""
     router_replay: bool = False
     """Routers choose the experts that the engine chose (column `ROUTED_EXPERTS` of the rollouts)."""
+    model_dir: Path | None = None
+    """The directory with the published config.json, where a backend builds the model from it."""
     lora: LoraConfig = field(default_factory=lambda: LoraConfig.model_validate({}))
     """Rank 0: all weights are trained."""
+    critic: CriticSpec | None = None
+    """The critic on the same ranks, which are then `CriticWorker`s too; None: there is none."""
+    teaches: Teaching | None = None
+    """Not None: nothing is trained, and there are neither gradients nor an optimizer."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
@@ -173,6 +208,15 @@ class PolicyWorker(Protocol):
         """Compare a column that `logprobs` added with the log-probs of the engine."""
         ...
 
+    def teach(self) -> tuple[None, list[GroupLogprobs]]:
+        """Compute the log-probs of the loaded batch as a teacher. On the ranks for which `ParallelSpec.reports` is true
+        return them for each group of the shard, in its order, and nothing elsewhere."""
+        ...
+
+    def learn_from(self, taught: Mapping[int, Sequence[object]], fetch: Fetch) -> None:
+        """Add a teacher's log-probs to the loaded batch; not collective. `taught` has the handles of the
+        `GroupLogprobs` of each group of the shard."""
+
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
@@ -194,15 +238,13 @@ class PolicyWorker(Protocol):
         collective (an all-gather that overlaps is completed): to be called on all ranks."""
         ...
 
-    def save(self, directory: Path | str) -> None:
-        """Write model, optimizer and random state into an existing directory; not atomic."""
-
     def parameters_not_finite(self) -> list[str]:
         """List the trained parameters of this rank with a value that is not finite; not collective."""
         ...
 
     def save_begin(self, directory: Path | str) -> None:
-        """Take a snapshot and start writing it into an existing directory; one save at a time."""
+        """Take a snapshot of model, optimizer and random state, and start writing it into an existing directory; one
+        save at a time. Not atomic."""
 
     def save_written(self) -> bool:
         """Whether `save_finish` would not have to wait for this rank; not collective. This and `save_finish` may be
@@ -218,10 +260,30 @@ class PolicyWorker(Protocol):
         ...
 
     def load(self, directory: Path | str) -> None:
-        """Read what `save` wrote, under any parallelism."""
+        """Read what a save wrote, under any parallelism."""
 
     def close(self) -> None:
         """Leave the process group."""
+
+
+class CriticWorker(Protocol):
+    """One process of a policy that has a critic next to it (`PolicySpec.critic`). Its `load_model`, `save` and `load`
+    are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+
+    def critic_begin(self) -> None:
+        """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""
+
+    def critic_end(self) -> None:
+        """Let the policy compute again."""
+
+    def estimate(self, estimate: Estimate) -> None:
+        """Add values and returns to the loaded batch, and put the advantages of tokens in place of the rewards."""
+
+    def train_critic(
+        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        """As `PolicyWorker.train_minibatch`."""
+        ...
 
 
 class WeightReceiver(Protocol):
@@ -243,8 +305,8 @@ class WeightReceiver(Protocol):
     def refit_receive(self, update_info: dict[str, Any]) -> None:
         """Load the weights that the policy sends at the same time."""
 
-    def refit_finish(self, version: int) -> dict[str, float]:
-        """Complete the refit and take on `version`; return the seconds of its parts."""
+    def refit_finish(self, version: int) -> float:
+        """Complete the refit and take on `version`; return the seconds in which caches were emptied."""
         ...
 
     def refit_reject(self, version: int) -> None:

@@ -7,16 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.schema import LogprobColumn as LogprobColumn
-from rlctl.data.rollouts import RolloutColumns
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-Fetch = Callable[[list[object]], list[RolloutColumns]]
+Fetch = Callable[[list[object]], list[Any]]
 """Turns handles of columns into the columns (by `fetch` of `cluster/objects.py`, in a run)."""
+
+
+@dataclass(frozen=True)
+class RolloutLogprobs:
+    """The log-probs of one rollout's response tokens under a policy that is not the one trained. Suffix K: the most
+    likely tokens of each position; there may be none."""
+
+    logprobs_R: np.ndarray  # float32
+    top_ids_RK: np.ndarray  # int32: the most likely tokens under that policy, the first of them first
+    top_logprobs_RK: np.ndarray  # float32
+
+
+GroupLogprobs = dict[int, RolloutLogprobs]
+"""Those of the rollouts of one group, or of some of them, by the number of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +94,30 @@ class TokenBatch:
     rollout_R: torch.Tensor  # int64: index of the token's rollout in this micro-batch, rising from 0
     old_logprobs_R: torch.Tensor | None = None  # float32; None: not recomputed, use logprobs_R.detach()
     reference_logprobs_R: torch.Tensor | None = None  # float32; None: no reference policy
+    teacher_logprobs_R: torch.Tensor | None = None  # float32; None: no teacher
+    teacher_top_RK: torch.Tensor | None = None  # float32, a teacher's log-probs of its most likely tokens
+    top_logprobs_RK: torch.Tensor | None = None  # float32 with gradient, the policy's log-probs of these
+
+
+@dataclass(frozen=True)
+class ValueBatch:
+    """The columns of one micro-batch that advantages and the loss of a critic are computed from, one element for each
+    response token."""
+
+    values_R: torch.Tensor  # float32, of the critic's current weights; with gradient where it is trained
+    rewards_R: torch.Tensor  # float32, the reward of the token's rollout, which it has as a whole
+    token_weights_R: torch.Tensor
+    counted_R: torch.Tensor
+    rollout_R: torch.Tensor  # these three as in TokenBatch
+    old_values_R: torch.Tensor | None = None  # float32, before the step
+    returns_R: torch.Tensor | None = None  # float32, what the values are to become
+    old_logprobs_R: torch.Tensor | None = None
+    reference_logprobs_R: torch.Tensor | None = None  # these two as in TokenBatch
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The answer of a `MicroBatchLoss` for one micro-batch. All tensors are scalars."""
+    """The answer of a `MicroBatchLoss` or `ValueLoss` for one micro-batch. All tensors are scalars."""
 
     loss: torch.Tensor
     """Sum over the tokens, weights applied; the gradient of its sum over micro-batches and ranks is what trains."""
@@ -104,6 +137,25 @@ class MicroBatchLoss(Protocol):
     def __call__(self, batch: TokenBatch) -> LossOutput: ...
 
 
+class ValueLoss(Protocol):
+    """The same for a critic."""
+
+    def __call__(self, batch: ValueBatch) -> LossOutput: ...
+
+
+class Estimate(Protocol):
+    """Makes returns and advantages of a critic's values; pickled to the workers."""
+
+    @property
+    def whitens(self) -> bool:
+        """Whether the advantages of all tokens of the batch are given the mean 0 and the standard deviation 1."""
+        ...
+
+    def __call__(self, batch: ValueBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the return and the advantage of each token of a micro-batch [R]."""
+        ...
+
+
 @dataclass(frozen=True)
 class MinibatchResult:
     """One optimizer step, summed over all ranks."""
@@ -113,12 +165,8 @@ class MinibatchResult:
     maxima: dict[str, float]
     grad_norm: float
     """Before clipping; not finite where `skipped`."""
-    lr: float
     skipped: bool
     """The gradient was not finite and the step was not taken."""
-    tokens: int
-    """Tokens that went through the model on all data-parallel ranks, shared prompts counted once, padding not
-    counted."""
 
 
 @dataclass(frozen=True)

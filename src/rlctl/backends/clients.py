@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from rlctl.backends.base import EngineWorker, PolicySpec, PolicyWorker
-from rlctl.backends.batch import LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult, TrainBatch
+from rlctl.backends.base import CriticWorker, EngineWorker, PolicySpec, PolicyWorker
+from rlctl.backends.batch import (
+    BatchShard,
+    Estimate,
+    LogprobColumn,
+    LogprobStats,
+    MicroBatchLoss,
+    MinibatchResult,
+    TrainBatch,
+    ValueLoss,
+)
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, joined
 from rlctl.backends.packing import PackingStats, plan_batch
 from rlctl.cluster.objects import fetch, keep_here
@@ -33,6 +43,9 @@ class PolicyClient(Generic[W_co]):
         """`micro_batch_tokens`: most tokens of a row, at least those of the longest rollout."""
         self.group, self.parallel, self._row_multiple = group, spec.parallel, spec.row_multiple
         self._micro_batch_tokens = micro_batch_tokens
+        self.teacher: Teacher | None = None
+        self._loaded: TrainBatch | None = None
+        self._shards: tuple[BatchShard, ...] = ()
         self._batching = {
             "packing": training.packing,
             "dynamic": training.dynamic_batching,
@@ -56,12 +69,33 @@ class PolicyClient(Generic[W_co]):
             multiple=self._row_multiple,
             micro_batch_multiple=self.parallel.micro_batch_multiple,
         )
-        shards = [plan.shards[self.parallel.data_rank(rank)] for rank in range(len(self.group))]
-        self.group.call_each(PolicyWorker.load_batch, [(shard, fetch) for shard in shards])
+        self._loaded = batch
+        self._shards = tuple(plan.shards[self.parallel.data_rank(rank)] for rank in range(len(self.group)))
+        self.group.call_each(PolicyWorker.load_batch, [(shard, fetch) for shard in self._shards])
         return plan.stats
 
     def logprobs(self, column: LogprobColumn) -> None:
-        self.group.call(PolicyWorker.logprobs, column)
+        """Add log-probs to the loaded batch. Those of a teacher go from its ranks to the policy's."""
+        if column != "teacher_logprobs":
+            self.group.call(PolicyWorker.logprobs, column)
+            return
+        assert self.teacher is not None  # a run that needs one has one
+        assert self._loaded is not None
+        taught = self.teacher.taught(self._loaded)
+        own = [({position: taught[position] for position in shard.columns}, fetch) for shard in self._shards]
+        self.group.call_each(PolicyWorker.learn_from, own)
+
+    def teach(self) -> dict[int, list[object]]:
+        """Return the handles of the log-probs of each group of the loaded batch, as a teacher's ranks compute them."""
+        reporting = [self.parallel.reports(rank) for rank in range(len(self.group))]
+        counts = [len(shard.columns) * reports for shard, reports in zip(self._shards, reporting, strict=True)]
+        asked, handles = self.group.submit_apart(PolicyWorker.teach, [() for _ in counts], counts)
+        asked.results()
+        found: dict[int, list[object]] = {}
+        for shard, own in zip(self._shards, handles, strict=True):
+            for position, handle in zip(shard.columns, own, strict=False):  # ranks that do not report have none
+                found.setdefault(position, []).append(handle)
+        return found
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats:
         return only_result(self.group.call(PolicyWorker.logprob_difference, column))
@@ -100,6 +134,54 @@ class PolicyClient(Generic[W_co]):
 
     def load(self, directory: Path) -> None:
         self.group.call(PolicyWorker.load, directory)
+
+
+class CriticClient:
+    """Asks the ranks of a policy that has a critic, as `CriticWorker` says."""
+
+    def __init__(self, policy: PolicyClient[Any]) -> None:
+        self._group: WorkerGroup[CriticWorker] = policy.group
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The critic's turn for the block. After an error nobody is asked: the run ends."""
+        self._group.call(CriticWorker.critic_begin)
+        yield
+        self._group.call(CriticWorker.critic_end)
+
+    def estimate(self, estimate: Estimate) -> None:
+        self._group.call(CriticWorker.estimate, estimate)
+
+    def train(self, minibatches: int, loss: ValueLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:
+        """Take one optimizer step of the critic on each mini-batch of the loaded batch, in order."""
+        return [
+            only_result(self._group.call(CriticWorker.train_critic, index, loss, lr, weight_decay))
+            for index in range(minibatches)
+        ]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A second policy, never trained, on the devices of the first. It has them while it computes, and where it is to
+    wait in host memory it waits there else."""
+
+    policy: PolicyClient[PolicyWorker]
+    offload: bool
+
+    def load_model(self, directory: Path) -> None:
+        self.policy.load_model(directory)
+        if self.offload:
+            self.policy.sleep()
+
+    def taught(self, batch: TrainBatch) -> dict[int, list[object]]:
+        """Return the handles of its log-probs of each group of a batch."""
+        if self.offload:
+            self.policy.wake()
+        self.policy.load_batch(batch)
+        found = self.policy.teach()
+        if self.offload:
+            self.policy.sleep()
+        return found
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,14 @@ class GatherContext(torch.autograd.Function):
 
 
 class JoinContext(torch.autograd.Function):
-    """Log-probs of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each rank
-    computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
+    """Log-probs (or values) of the whole row on every context-parallel rank, so that a loss sees whole rollouts. Each
+    rank computes the same loss and keeps the gradient of its own tokens: together they are the gradient once."""
 
     @staticmethod
-    def forward(ctx: Any, part_2R: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:
+    def forward(ctx: Any, part_nR: Tensor, index_R: Tensor, total: int, group: Any) -> Tensor:
         ctx.save_for_backward(index_R)
-        whole = part_2R.new_zeros(2, total)
-        whole[:, index_R] = part_2R
+        whole = part_nR.new_zeros(part_nR.shape[0], total)
+        whole[:, index_R] = part_nR
         torch.distributed.all_reduce(whole, group=group)
         return whole
 
@@ -77,4 +77,5 @@ def context_part(row: PackedRow, cp_size: int, cp_rank: int) -> PackedRow:
         inverse_R=kept_R[index_R],
         targets_R=row.targets_R[index_R],
         columns_R={"index": index_R},
+        further_RK=None if row.further_RK is None else row.further_RK[index_R],
     )

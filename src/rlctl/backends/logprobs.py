@@ -23,6 +23,14 @@ class VocabPart:
     start: int = 0
 
 
+@dataclass(frozen=True)
+class Top:
+    """The most likely tokens: how many of each position, among those below `limit`."""
+
+    count: int
+    limit: int
+
+
 def chunked_logprobs(
     hidden_U: Tensor,
     inverse_R: Tensor,
@@ -31,6 +39,8 @@ def chunked_logprobs(
     vocab: VocabPart,
     temperature: float,
     chunk: int,
+    further_RK: Tensor | None = None,
+    top: Top | None = None,
 ) -> Tensor:
     """float32 [2, R]: log-prob of each chosen token and entropy of its distribution, both with gradient.
 
@@ -39,23 +49,59 @@ def chunked_logprobs(
     Args:
         hidden_U: hidden states [U, H].
         output_layer: [n, H] -> logits [n, V] of this rank's part of the vocabulary.
+        further_RK: further tokens, whose log-probs follow as [K, R], with gradient.
+        top: the most likely tokens instead; their log-probs follow as [K, R], and then they themselves, as numbers
+            that float32 has exactly.
     """
+    if top is None and further_RK is None:
+        further_RK = targets_R[:, None][:, :0]
+
+    def part(hidden: Tensor, inverse: Tensor, targets: Tensor, further: Tensor | None) -> Tensor:
+        logits_UV = output_layer(hidden)
+        if further is None:
+            assert top is not None
+            further = top_tokens(logits_UV, vocab, top)[inverse]
+        response, count = further.shape
+        everything = torch.cat([targets, further.flatten()])
+        places = torch.cat([inverse, inverse.repeat_interleave(count)])
+        out = token_logprobs(logits_UV, places, everything, vocab, temperature)
+        rows = [out[:, :response], out[0, response:].view(response, count).T]
+        return torch.cat(rows if top is None else [*rows, further.T.float()])
+
     positions = hidden_U.shape[0]
     if positions <= chunk:
-        return token_logprobs(output_layer(hidden_U), inverse_R, targets_R, vocab, temperature)
+        return part(hidden_U, inverse_R, targets_R, further_RK)
     order_R = torch.argsort(inverse_R, stable=True)
     bounds = torch.arange(0, positions, chunk, device=inverse_R.device)
     splits = [*torch.searchsorted(inverse_R[order_R], bounds).tolist(), len(order_R)]
-
-    def part(hidden: Tensor, inverse: Tensor, targets: Tensor) -> Tensor:
-        return token_logprobs(output_layer(hidden), inverse, targets, vocab, temperature)
 
     parts = []
     for number, start in enumerate(range(0, positions, chunk)):
         own_R = order_R[splits[number] : splits[number + 1]]
         hidden = hidden_U[start : start + chunk]
-        parts.append(checkpoint(part, hidden, inverse_R[own_R] - start, targets_R[own_R], use_reentrant=False))
+        further = None if further_RK is None else further_RK[own_R]
+        own = (hidden, inverse_R[own_R] - start, targets_R[own_R], further)
+        parts.append(checkpoint(part, *own, use_reentrant=False))
     return torch.cat(parts, 1)[:, torch.argsort(order_R)]
+
+
+def top_tokens(logits_UV: Tensor, vocab: VocabPart, top: Top) -> Tensor:
+    """int64 [U, K]: the most likely tokens of each position, the first of them first."""
+    width = max(0, min(logits_UV.shape[1], top.limit - vocab.start))
+    own_UV = logits_UV.detach()[:, :width]
+    values_UK, ids_UK = own_UV.topk(min(top.count, width))
+    ids_UK = ids_UK + vocab.start
+    if (ranks := vocab.group.size()) > 1:
+        # The last ranks may hold fewer tokens than are asked for, or none below the limit.
+        missing = top.count - values_UK.shape[1]
+        values_UK = torch.nn.functional.pad(values_UK.float(), (0, missing), value=-torch.inf)
+        ids_UK = torch.nn.functional.pad(ids_UK, (0, missing))
+        values, ids = ([torch.empty_like(own) for _ in range(ranks)] for own in (values_UK, ids_UK))
+        torch.distributed.all_gather(values, values_UK.contiguous(), group=vocab.group)
+        torch.distributed.all_gather(ids, ids_UK.contiguous(), group=vocab.group)
+        best_UK = torch.cat(values, 1).topk(top.count).indices
+        ids_UK = torch.cat(ids, 1).gather(1, best_UK)
+    return ids_UK
 
 
 def token_logprobs(

@@ -50,6 +50,10 @@ class PolicyBackend:
     """The arguments of its own classes, for a dry run to show."""
     refuse: Callable[[PolicySpec], None]
     """Raises ConfigError for what it would compute wrongly or not at all."""
+    has_critic: bool = False
+    """Whether its worker is a `CriticWorker` too, which can train a value model next to the policy."""
+    takes_conversion: bool = False
+    """Whether runs start from a Megatron checkpoint that the model was converted into (`model.convert`)."""
 
 
 class MakeEngineSpec(Protocol):
@@ -84,10 +88,11 @@ class EngineBackend:
     """Raises ConfigError for a combination that the engine cannot run; `spec` does too."""
 
 
-POLICIES: dict[str, PolicyBackend | str] = {"megatron": "rlctl.backends.megatron.backend"}
+POLICIES: dict[str, PolicyBackend | str] = {
+    "megatron": "rlctl.backends.megatron.backend",
+    "dtensor": "rlctl.backends.dtensor.backend",
+}
 ENGINES: dict[str, EngineBackend | str] = {"vllm": "rlctl.backends.vllm.backend"}
-PLANNED_ONLY = ("dtensor",)
-"""Training engines that have a plan and no record yet."""
 
 
 def register_backend(backend: PolicyBackend | EngineBackend) -> None:
@@ -106,7 +111,7 @@ def policy_backend(name: str) -> PolicyBackend:
 def require_backend(name: str) -> None:
     """Raise ConfigError, with the nearest known name, where `training.backend` names nothing that can be planned. The
     backend of an installed package is imported and registered here."""
-    known = ("auto", *POLICIES, *PLANNED_ONLY)
+    known = ("auto", *POLICIES)
     if name not in known and (entry := find_plugin("rlctl.backends", name)):
         record = load_plugin(entry)
         if not (isinstance(record, PolicyBackend) and record.name == name):

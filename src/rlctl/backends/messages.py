@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rlctl.config.schema import GenerationConfig
-from rlctl.data.rollouts import RolloutColumns
+from rlctl.data.rollouts import RolloutColumns, TokensByVersion
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Sampling:
     """Texts that end a completion; the text returned ends before them, the tokens include them."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion in addition to the model's own end tokens; they belong to it."""
+    timeout_s: float | None = None
+    """Longest time from the first token of a sample to its last; it then ends with what it has. None: no limit."""
 
     @classmethod
     def from_config(
@@ -69,11 +73,9 @@ class GroupResult:
     response_tokens: tuple[int, ...]
     """Tokens of each sample that the policy chose, counted by the loss mask."""
     finish_reasons: tuple[str, ...]
-    """`stop`, `length`, or `abort` where a refit ended the sample."""
-    first_versions: tuple[int, ...]
-    """Oldest weights that chose a token of the sample."""
-    last_versions: tuple[int, ...]
-    """Newest weights that chose a token of the sample."""
+    """As `Rollout.stop_reason`."""
+    versions: tuple[TokensByVersion, ...]
+    """The weights that chose the tokens of each sample."""
 
     @classmethod
     def of(
@@ -96,9 +98,13 @@ class GroupResult:
             tokens=tuple(span.stop - span.start for span in spans),
             response_tokens=tuple(int(mask.sum()) for mask in chosen),
             finish_reasons=tuple(finish_reasons),
-            first_versions=tuple(int(part.min()) if len(part) else version for part in versions),
-            last_versions=tuple(int(part.max()) if len(part) else version for part in versions),
+            versions=tuple(_counted(part) or ((version, 0),) for part in versions),
         )
+
+
+def _counted(versions: np.ndarray) -> TokensByVersion:
+    found, counts = np.unique(versions, return_counts=True)
+    return tuple(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 VALUES_A_GROUP = 2

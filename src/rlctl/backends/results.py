@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult, TokenBatch
+from rlctl.backends.batch import (
+    Estimate,
+    LogprobColumn,
+    LogprobStats,
+    LossOutput,
+    MinibatchResult,
+    TokenBatch,
+    ValueBatch,
+)
 from rlctl.backends.rows import PackedRow
 
 
@@ -22,22 +31,30 @@ class StepOutcome:
     """The gradient was not finite, and nothing was changed."""
 
 
-def micro_batch_loss(loss: MicroBatchLoss, row: PackedRow, out_2R: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss of one row, and its detached loss, sums and maxima."""
-    if out_2R.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
-        return out_2R.sum() * 0.0, {"loss": out_2R.detach().sum(), "sums": {}, "maxima": {}}
-    found = loss(_token_batch(row, out_2R))
+WHITENING_EPSILON = 1e-6
+"""Added to the standard deviation of advantages, as in `rl/advantages.py`."""
+
+
+def micro_batch_loss(
+    loss: Callable[[Any], LossOutput], batch_of: Callable[[PackedRow, Tensor], Any], row: PackedRow, out: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the loss of one row, and its detached loss, sums and maxima. `batch_of`: `token_batch` or `value_batch`,
+    for the output of a policy (`chunked_logprobs`) or of a critic [1, R]."""
+    if out.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
+        return out.sum() * 0.0, {"loss": out.detach().sum(), "sums": {}, "maxima": {}}
+    found = loss(batch_of(row, out))
     detached: dict[str, Any] = {"loss": found.loss.detach().clone()}  # the schedule may scale the loss in place
     for kind in ("sums", "maxima"):
         detached[kind] = {name: value.detach() for name, value in getattr(found, kind).items()}
     return found.loss, detached
 
 
-def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
+def token_batch(row: PackedRow, out: Tensor) -> TokenBatch:
+    """Return what a policy's loss is computed from."""
     columns = row.columns_R
     return TokenBatch(
-        logprobs_R=out_2R[0],
-        entropy_R=out_2R[1],
+        logprobs_R=out[0],
+        entropy_R=out[1],
         rollout_logprobs_R=columns["rollout_logprobs"],
         advantages_R=columns["advantages"],
         token_weights_R=columns["token_weights"],
@@ -45,14 +62,69 @@ def _token_batch(row: PackedRow, out_2R: Tensor) -> TokenBatch:
         rollout_R=columns["rollout"],
         old_logprobs_R=columns.get("old_logprobs"),
         reference_logprobs_R=columns.get("reference_logprobs"),
+        teacher_logprobs_R=columns.get("teacher_logprobs"),
+        teacher_top_RK=columns.get("teacher_top"),
+        top_logprobs_RK=None if row.further_RK is None else out[2:].T,
     )
 
 
-def minibatch_result(
-    rows: list[PackedRow], found: list[dict], outcome: StepOutcome, lr: float, group: Any
-) -> MinibatchResult:
+def value_batch(row: PackedRow, out_1R: Tensor) -> ValueBatch:
+    """Return what advantages and a critic's loss are computed from."""
+    columns = row.columns_R
+    return ValueBatch(
+        values_R=out_1R[0],
+        rewards_R=columns.get("rewards", columns["advantages"]),
+        token_weights_R=columns["token_weights"],
+        counted_R=columns["token_weights"] != 0,
+        rollout_R=columns["rollout"],
+        old_values_R=columns.get("values"),
+        returns_R=columns.get("returns"),
+        old_logprobs_R=columns.get("old_logprobs"),
+        reference_logprobs_R=columns.get("reference_logprobs"),
+    )
+
+
+def add_advantages(rows: list[PackedRow], estimate: Estimate, group: Any) -> None:
+    """Add the returns to rows that have values, and put the advantages of tokens where the rewards of rollouts were;
+    these become a column of their own. Collective over the data-parallel ranks (`group`)."""
+    for row in rows:
+        columns = row.columns_R
+        found = value_batch(row, columns["values"][None])
+        columns["rewards"] = found.rewards_R
+        columns["returns"], columns["advantages"] = estimate(found)
+    if estimate.whitens:
+        _whiten(rows, group)
+
+
+def _whiten(rows: list[PackedRow], group: Any) -> None:
+    """Give the advantages of all tokens that count, of all ranks, the mean 0 and the standard deviation 1; equal ones
+    are 0."""
+    counted = [row.columns_R["advantages"][row.columns_R["token_weights"] != 0].double() for row in rows]
+    own = torch.cat(counted) if counted else torch.zeros(0)
+    parts = [part for part in _all_ranks(_moments(own), group) if part[0]]
+    if not parts:
+        return
+    tokens = sum(count for count, *_ in parts)
+    mean = sum(count * average for count, average, *_ in parts) / tokens
+    variance = sum(square + count * (average - mean) ** 2 for count, average, square, *_ in parts) / tokens
+    equal = max(top for *_, top in parts) == min(low for *_, low, _ in parts)
+    scale = 0.0 if equal else 1 / (variance**0.5 + WHITENING_EPSILON)
+    for row in rows:
+        row.columns_R["advantages"] = (row.columns_R["advantages"] - mean) * scale
+
+
+def _moments(values: Tensor) -> tuple[int, float, float, float, float]:
+    """Number, mean, sum of squares around it, smallest and largest value."""
+    if not len(values):
+        return 0, 0.0, 0.0, 0.0, 0.0
+    mean = values.mean()
+    square = (values - mean).square().sum()
+    return len(values), float(mean), float(square), float(values.min()), float(values.max())
+
+
+def minibatch_result(found: list[dict], outcome: StepOutcome, group: Any) -> MinibatchResult:
     """Return sums and maxima over the micro-batches of all data-parallel ranks. Collective over them (`group`)."""
-    local: dict[str, Any] = {"loss": 0.0, "tokens": sum(row.tokens for row in rows), "sums": {}, "maxima": {}}
+    local: dict[str, Any] = {"loss": 0.0, "sums": {}, "maxima": {}}
     for micro in found:
         local["loss"] += float(micro["loss"])
         for name, value in micro["sums"].items():
@@ -66,9 +138,7 @@ def minibatch_result(
         sums={name: sum(rank["sums"].get(name, 0.0) for rank in ranks) for name in names["sums"]},
         maxima={name: max(rank["maxima"].get(name, 0.0) for rank in ranks) for name in names["maxima"]},
         grad_norm=outcome.grad_norm,
-        lr=lr,
         skipped=outcome.skipped,
-        tokens=sum(rank["tokens"] for rank in ranks),
     )
 
 

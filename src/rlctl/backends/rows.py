@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlctl.backends.batch import BatchShard, Fetch, MicroBatch, WeightedRollout
+from rlctl.backends.batch import BatchShard, Fetch, GroupLogprobs, MicroBatch, RolloutLogprobs, WeightedRollout
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import InputError
 
@@ -48,9 +48,12 @@ class PackedRow:
     inverse_R: torch.Tensor  # int64: index into U of the position that predicts the token
     targets_R: torch.Tensor  # int64: the chosen tokens
     columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
-    """rollout, rollout_logprobs, advantages, token_weights, and old_logprobs and reference_logprobs once computed."""
+    """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs, and with
+    a critic values, rewards and returns."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
+    further_RK: torch.Tensor | None = None
+    """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
 
 
 def fetch_rows(
@@ -115,6 +118,45 @@ def build_row(
         units.append(RowUnit(start, len(prompt), lengths) if share else RowUnit(start, offset - start))
         start = offset
     return _to_device(tokens, positions, units, sources, chosen, (start, start - padding), multiple, device)
+
+
+def taught_by_group(
+    shard: BatchShard, rows: Sequence[Sequence[PackedRow]], outputs: Sequence[torch.Tensor]
+) -> list[GroupLogprobs]:
+    """Return a teacher's log-probs of each group of the shard, in its order, from the float32 [2 + 2 K, R] that its
+    model has put out for each row (`chunked_logprobs`)."""
+    found: dict[int, GroupLogprobs] = {position: {} for position in shard.columns}
+    pairs = [pair for own in zip(shard.minibatches, rows, strict=True) for pair in zip(*own, strict=True)]
+    for (micro, row), output in zip(pairs, outputs, strict=True):
+        top = (len(output) - 2) // 2
+        logprobs_R, tops_RK, ids_RK = output[0], output[2 : 2 + top].T, output[2 + top :].T.int()
+        for index, rollout in enumerate(micro):
+            own_R = row.columns_R["rollout"] == index
+            parts = (part[own_R].cpu().numpy() for part in (logprobs_R, ids_RK, tops_RK))
+            found[rollout.position][rollout.sample] = RolloutLogprobs(*parts)
+    return list(found.values())
+
+
+def add_taught(
+    shard: BatchShard, rows: Sequence[Sequence[PackedRow]], taught: Mapping[int, Sequence[object]], fetch: Fetch
+) -> None:
+    """Add to each row the log-probs that a teacher has computed; `taught` has the handles of each group."""
+    groups: dict[int, GroupLogprobs] = {}
+    for position in shard.columns:
+        groups[position] = {sample: one for part in fetch(list(taught[position])) for sample, one in part.items()}
+    for micros, own in zip(shard.minibatches, rows, strict=True):
+        for micro, row in zip(micros, own, strict=True):
+            parts = [groups[rollout.position][rollout.sample] for rollout in micro]
+            if not parts:
+                continue
+            row.columns_R["teacher_logprobs"] = _joined(row, [part.logprobs_R for part in parts])
+            if parts[0].top_ids_RK.shape[1]:
+                row.columns_R["teacher_top"] = _joined(row, [part.top_logprobs_RK for part in parts])
+                row.further_RK = _joined(row, [part.top_ids_RK for part in parts]).long()
+
+
+def _joined(row: PackedRow, parts: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(row.tokens_T.device)
 
 
 def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[WeightedRollout]]]:

@@ -14,7 +14,7 @@ from rlctl.checkpoints.hf.hf_model import SCALE, open_hf_model
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.megatron.adapters import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
-from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, open_megatron_model
+from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, MODULE_PREFIXES, open_megatron_model
 from rlctl.errors import InputError
 from rlctl.models.families import facts_from_hf_config, family_of_config, weights_of
 
@@ -82,6 +82,8 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     reader = _noting(result, lambda: TorchDistReader.open(found.shards))
     if reader is None:
         return result
+    if any(key.startswith(MODULE_PREFIXES) for key in reader.shapes):
+        result.format = "dtensor torch_dist"
     made = record.read(found.root) if found.shards == found.root / RELEASE else None
     if made and (problem := record.damage(found.root, made, f"{RELEASE}/")):
         result.problems.append(f"changed since its conversion: {problem}")

@@ -9,8 +9,9 @@ from math import prod
 from pathlib import Path
 
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.safetensors_files import read_header, shard_files
+from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
+from rlctl.config.nemo_rl.mapping_rules import OTHER_INPUTS
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError
 
@@ -82,6 +83,12 @@ def _resolved(
     if directory is None:
         if (supplied := otherwise(name, revision, tell)) is not None:
             return supplied
+        if OTHER_INPUTS.search(name):
+            raise InputError(
+                f"model {name}: the hub cannot be reached, and by its name this model takes images, sound or video. "
+                "rlctl trains models of text.",
+                "Name a text model, perhaps the one that it was made from.",
+            )
         raise InputError(
             f"model {name}: no directory here, not in the Hugging Face cache, "
             "and the hub cannot be reached (or HF_HUB_OFFLINE is set).",
@@ -139,10 +146,11 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
 
 
 def check_directory(directory: Path, *, weights: bool = True) -> None:
-    """Raise InputError unless `directory` has a readable config.json and (with `weights`) every safetensors shard."""
+    """Raise InputError unless `directory` has a readable config.json and (with `weights`) every safetensors shard, none
+    of them damaged as far as its header and its size tell."""
     read_config(directory)
     if weights:
-        shard_files(directory)
+        require_whole(directory)
 
 
 def stored_parameters(directory: Path) -> int:

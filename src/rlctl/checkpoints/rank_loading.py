@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights.layout import Layout
-from rlctl.weights.transfer_plan import World, receive_plan
+from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,44 @@ def load_rank(
         opened.drop(copy.source_param)
         read += copy.elements * params[copy.destination_param].element_size()
     return read
+
+
+def require_policy(directory: Path) -> Path:
+    """Return a directory that holds a policy checkpoint; raise InputError where it holds none."""
+    if not (directory / ".metadata").is_file():
+        raise InputError(
+            f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
+        )
+    return directory
+
+
+def load_moments(
+    directory: Path, world: World, rank: int, moments: Mapping[str, dict[str, torch.Tensor]], facts: ModelFacts
+) -> float:
+    """Stream Adam's moments of a policy checkpoint, whichever backend saved it, into the tensors of one rank; returns
+    the optimizer steps that were taken.
+
+    `moments` are, for `exp_avg` and `exp_avg_sq`, contiguous float32 tensors of the trained params under the names of
+    `world.layout(rank)`. Raises as `load_rank` does, and VerificationError where the checkpoint has no moments of one.
+    """
+    from rlctl.checkpoints.megatron.megatron_model import open_megatron_model
+    from rlctl.checkpoints.plan_execution import execute, fill
+
+    found = find(require_policy(directory))
+    assert found is not None
+    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers)
+    own = world.layout(rank)
+    for name, tensors in moments.items():
+        params = {param: replace(own.params[param], dtype="float32") for param in tensors}
+        pieces = tuple(replace(piece, transforms=()) for piece in own.pieces if piece.param in tensors)
+        fills = tuple(one for one in own.fills if one.param in tensors)
+        stored, blocks = checkpoint.moments(name)
+        wanted = SingleWorld(Layout(0, params, pieces, fills))
+        plan = receive_plan(SingleWorld(stored), wanted, 0).prove()
+        fill(plan.fills, tensors, params)
+        for copy in plan.copies:
+            execute(copy, blocks.read(copy.source_param), tensors[copy.destination_param], blocks.read)
+    return checkpoint.steps
 
 
 def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, ParamReader, dict[str, int]]:

@@ -48,7 +48,6 @@ def ray_session(
     address: str | None = None,
     *,
     gpus: int | None = None,
-    namespace: str = "rlctl",
     logs: Path | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
@@ -76,12 +75,12 @@ def ray_session(
     # At its end Ray would set SIGTERM back to what kills at once, and nothing would be cleared up or told any more.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
-    with _started(gpus, namespace, logs) if address is None else _joined(address, namespace, tell):
+    with _started(gpus, logs) if address is None else _joined(address, tell):
         yield
 
 
 @contextlib.contextmanager
-def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) -> Iterator[None]:
+def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
     import ray
     from ray.exceptions import RayError
 
@@ -94,7 +93,6 @@ def _joined(address: str, namespace: str, tell: Callable[[str], None] | None) ->
                 job_config=_job(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                namespace=namespace,
             )
     except MachineError:
         raise
@@ -118,7 +116,7 @@ def asks_for_token(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _started(gpus: int | None, namespace: str, logs: Path | None) -> Iterator[None]:
+def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
     with contextlib.ExitStack() as stack:
@@ -127,7 +125,7 @@ def _started(gpus: int | None, namespace: str, logs: Path | None) -> Iterator[No
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
             stack.enter_context(_ending_descendants())
             with _children_survive_the_terminal():
-                _start(gpus, namespace, own / "r", temporary)  # Ray opens the directory itself to everybody
+                _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody
         except RAY_FAILURES as error:
             raise MachineError(
                 f"Ray on {socket.gethostname()} did not start: {error}.", "Run `rlctl doctor` to see why."
@@ -153,7 +151,10 @@ def require_processes(*kinds: str) -> None:
     """Raise ClusterError where a process of Ray has died. Ray's own calls would wait for it without end, or end this
     process without a word."""
     if dead := dead_process(*kinds):
-        raise ClusterError(f"{dead} died.", "Look for a lack of memory (`dmesg`), and at Ray's logs in logs/ray.")
+        raise ClusterError(
+            f"{dead} died.",
+            "Look for a lack of memory (`dmesg`), and at Ray's own logs, in `ray` next to the logs of the workers.",
+        )
 
 
 def _copy_logs(session: Path, logs: Path) -> None:
@@ -201,7 +202,7 @@ def _joining_hint() -> str:
     return "`ray status --address` shows whether it runs. If it asks for a token, set RAY_AUTH_MODE=token."
 
 
-def _start(gpus: int | None, namespace: str, directory: Path, temporary: Path) -> None:
+def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
     """Start Ray on this machine; again where a busy machine was too slow for the half minute that Ray waits."""
     import ray
 
@@ -222,7 +223,6 @@ def _start(gpus: int | None, namespace: str, directory: Path, temporary: Path) -
                     configure_logging=False,
                     logging_level=logging.ERROR,
                     object_store_memory=_object_store_bytes(),
-                    namespace=namespace,
                     _temp_dir=str(directory),
                     _system_config={
                         # Ray would start an idle process for each CPU slot, on a machine that has work for every core.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
+from rlctl.telemetry.verbosity import Severity, coloured
 
 if TYPE_CHECKING:
     from rlctl.config.nemo_rl.mapping_rules import Import, Status
@@ -32,7 +34,7 @@ def config_group() -> None:
     "schema", epilog=examples("rlctl config schema", "rlctl config schema batch", "rlctl config schema --json")
 )
 def schema(
-    section: Annotated[str | None, typer.Argument(metavar="[SECTION]", help="Only this section.")] = None,
+    section: Annotated[str | None, typer.Argument(metavar="SECTION", help="Only this section.")] = None,
     json_: options.Json = False,
 ) -> None:
     """List every key with its type, default and meaning; --json prints a JSON Schema."""
@@ -105,9 +107,11 @@ def validate(
 
     resolved = options.resolve_config(**context.params)
     for line in not_checked(list(resolved.origin)):
-        message(f"note: {line}")
+        message(f"{coloured('note:', 'warn', sys.stderr)} {line}")
     decided = sum(origin != DEFAULT for origin in resolved.origin.values())
-    message(f"The configuration is valid: {decided} keys set, the others at their defaults.")
+    message(
+        f"The configuration is {coloured('valid', 'ok', sys.stderr)}: {decided} keys set, the others at their defaults."
+    )
     if json_:
         print_json({"valid": True, "keys_set": decided})
 
@@ -166,14 +170,14 @@ def import_(
         )
         return
     if report or all_:
-        typer.echo("\n".join(report_lines(recipe, everything=all_)))
+        typer.echo("\n".join(report_lines(recipe, sys.stdout, everything=all_)), color=True)
         return
     idle = _without_effect(resolved.config)
     chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default" and key not in idle}
     typer.echo(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}), nl=False)
     for key, why in idle.items():
         typer.echo(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
-    for line in report_lines(recipe):
+    for line in report_lines(recipe, sys.stderr):
         message(line)
 
 
@@ -186,6 +190,8 @@ HEADINGS: dict[Status, str] = {
     "not applicable": "These keys become nothing, for the reason given:",
 }
 """The heading of each outcome of a key in a report, in the order of the report."""
+LOOK: dict[Status, Severity] = {"not yet": "fail", "not known": "warn", "changed": "warn"}
+"""The colour of the headings that somebody should look at."""
 REST = ("mapped", "not applicable")
 """Outcomes that only --all shows."""
 
@@ -195,8 +201,8 @@ def counts(recipe: Import) -> dict[Status, int]:
     return {status: len(recipe.of(status)) for status in HEADINGS}
 
 
-def report_lines(recipe: Import, *, everything: bool = False) -> Iterator[str]:
-    """Yield the report on a recipe: counts, then what differs by section, then, if asked for, the rest."""
+def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = False) -> Iterator[str]:
+    """Yield the report on a recipe for `stream`: counts, then what differs by section, then, if asked for, the rest."""
     from rlctl.config.nemo_rl.mapping_rules import grouped
     from rlctl.errors import MOST_LINES
 
@@ -205,14 +211,14 @@ def report_lines(recipe: Import, *, everything: bool = False) -> Iterator[str]:
         f"{recipe.path.name}: {len(recipe.entries)} keys: " + ", ".join(f"{n} {s}" for s, n in found.items() if n) + "."
     )
     if recipe.foreign is not None:
-        yield recipe.foreign
+        yield coloured(recipe.foreign, "fail", stream)
     for status, heading in HEADINGS.items():
         if not found[status] or (status in REST and not everything):
             continue
         # The sentence on the whole recipe says it all.
         if recipe.foreign is not None and status != "not known" and not everything:
             continue
-        yield heading
+        yield coloured(heading, LOOK[status], stream) if status in LOOK else heading
         lines = grouped(sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0]))
         shown = lines if everything else lines[:MOST_LINES]
         yield from (f"  {line}" for line, _ in shown)

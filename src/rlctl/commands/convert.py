@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
@@ -15,6 +16,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
+from rlctl.telemetry.verbosity import coloured
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.conversion.hf_megatron import Options, Report
@@ -51,7 +53,7 @@ def hf_to_megatron(
     destination: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DST]",
+            metavar="DST",
             help="Directory to write; by default the one where runs look for the converted model.",
             show_default=False,
         ),
@@ -79,7 +81,7 @@ def hf_to_megatron(
         raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
     from rlctl.apps.laptop_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
-    from rlctl.checkpoints.conversion.prepared_model import place_of
+    from rlctl.checkpoints.conversion.prepared_model import conversion_directory
     from rlctl.checkpoints.conversion.stream import progress_bar
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 
@@ -89,7 +91,7 @@ def hf_to_megatron(
     if destination is None:
         precision: str = dtype or open_hf_model(found.directory).dtype
         dtype = cast(Any, precision)
-        destination, reuse = place_of(found.directory, precision), not force
+        destination, reuse = conversion_directory(found.directory, precision), not force
         message(f"writing to {destination}, where runs that compute in {precision} look for it")
     with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
         settings = replace(_settings(dtype, no_verify, force, show), reuse=reuse)
@@ -203,13 +205,18 @@ def _settings(dtype: str | None, no_verify: bool, force: bool, show: Progress, s
 def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
         named = ", ".join(report.nans[:8])
-        message(f"{len(report.nans)} tensors hold NaNs, which were kept: {named}")
+        found = coloured(f"{len(report.nans)} tensors hold NaNs", "warn", sys.stderr)
+        message(f"{found}, which were kept: {named}")
     if json_:
         from dataclasses import asdict
 
         print_json(asdict(report) | ({"hub": address} if address else {}))
         return
-    checked = "every tensor read back and equal" if report.verified else "not verified"
+    checked = (
+        coloured("every tensor read back and equal", "ok", sys.stdout)
+        if report.verified
+        else coloured("not verified", "warn", sys.stdout)
+    )
     typer.echo(
         f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlctl.commands import options
 from rlctl.commands.generate import refuse_training_keys
 from rlctl.commands.output import command_app, examples, message, print_json, show
-from rlctl.errors import InputError
 
 if TYPE_CHECKING:
     from rlctl.apps.evaluate import Evaluation, Result
@@ -115,10 +114,6 @@ def evaluate(
     and seeds, and the table says whether they differ from the first one by more than noise. Prompts and sampling are
     those of the first model's run, where the command line does not set them.
     """
-    if step and not run_dir:
-        raise InputError(f"--step {step[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    if k and max(k) > n:
-        raise InputError(f"--k {max(k)}: pass@{max(k)} needs at least {max(k)} samples.", f"Raise --n from {n}.")
     options.require_dry_run(explain, dry_run)
     from rlctl.apps.evaluate import contenders, evaluation
     from rlctl.envs.statistics import default_ks
@@ -163,13 +158,7 @@ def measure(job: Evaluation, output: Path | None, json_: bool) -> None:
             if output is not None:
                 message(f"The samples so far are in {output}; the same command goes on with them.")
             raise
-    print_json({"tasks": [as_json(result) for result in results]}) if json_ else show(table(results))
-
-
-def as_json(result: Result) -> dict[str, Any]:
-    """Return one result as --json has it."""
-    metrics = {name: {"value": one.value, "stderr": one.stderr} for name, one in result.metrics.items()}
-    return {"task": result.task, "model": result.model, "samples": result.samples, "metrics": metrics}
+    print_json({"tasks": [result.to_json() for result in results]}) if json_ else show(table(results))
 
 
 def table(results: list[Result]) -> str:

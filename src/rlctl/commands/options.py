@@ -59,7 +59,7 @@ Backend: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="Training engine: megatron or auto. A plan for dtensor (FSDP2) can be shown, but not run.",
+        help="Training engine: megatron, dtensor (transformers' modules with FSDP2), or auto.",
     ),
 ]
 MaxLength: TypeAlias = Annotated[
@@ -112,7 +112,7 @@ Set: TypeAlias = Annotated[
 ]
 Overrides: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
+    typer.Argument(metavar="KEY=VALUE", help="Keys to set: rlctl's own, or NeMo-RL's (policy.model_name=NAME)."),
 ]
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", callback=want_json, is_eager=True, help="Print one JSON object on stdout.")
@@ -131,7 +131,17 @@ Algorithm: TypeAlias = Annotated[
     typer.Option(
         "--algorithm",
         metavar="NAME|FILE:CLASS",
-        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, dppo, sapo, or your own.",
+        help="grpo, dr-grpo, dapo, rloo, reinforce++, reinforce++-baseline, ppo, gspo, cispo, dppo, sapo, "
+        "distillation, or your own.",
+    ),
+]
+Teacher: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--teacher",
+        metavar="NAME|DIR",
+        help="Model to learn from, with --algorithm distillation.",
+        autocompletion=completion.models,
     ),
 ]
 Steps: TypeAlias = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
@@ -167,6 +177,7 @@ KEYS = {
     "seed": "run.seed", "run_dir": "run.dir", "temperature": "generation.temperature", "goal": "run.goal",
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
     "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
+    "teacher": "teacher.model",
     "show_samples": "run.show_samples", "async_": "rollouts.mode", "max_staleness": "rollouts.max_staleness",
 }  # fmt: skip
 

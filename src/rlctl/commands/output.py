@@ -11,7 +11,7 @@ from rlctl.commands.parsing import App
 from rlctl.errors import RlctlError
 from rlctl.telemetry.metrics import finite
 from rlctl.telemetry.streams import discard
-from rlctl.telemetry.verbosity import Verbosity
+from rlctl.telemetry.verbosity import Verbosity, coloured
 
 if TYPE_CHECKING:
     from rlctl.apps.dry_run import DryRun
@@ -80,7 +80,7 @@ def complain(text: str) -> None:
 
 def report_error(error: RlctlError) -> None:
     """Say what went wrong and what to do next; a reader of --json gets an object, unless it already got one."""
-    complain(f"rlctl: {error.message}")
+    complain(f"{coloured('rlctl:', 'fail', sys.stderr)} {error.message}")
     if error.hint:
         complain(f"  {error.hint}")
     if JsonMode.wanted:

@@ -124,6 +124,10 @@ class Command(TyperCommand):
         super().__init__(*args, **settings)
         self.params = [*self.params, *everywhere()]
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line; Typer would show a required argument as {SRC}."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)
         options = parser._long_opt  # the help lists parameters, so that an alias is in no help
@@ -192,10 +196,10 @@ def _meant(option: str, path: str, command: Any) -> str | None:
         return SIMILAR[option]
     names = {name: name for name in own if name.startswith("--")}
     names |= {alias: ours for alias, ours in ALIASES.items() if ours in names}
-    near = difflib.get_close_matches(option, [*names, *SIMILAR], 1, 0.75)
-    if not near:
-        return None
-    return f"Did you mean {names[near[0]]}?" if near[0] in names else SIMILAR[near[0]]
+    if near := difflib.get_close_matches(option, names, 1, 0.75):
+        return f"Did you mean {names[near[0]]}?"
+    near = difflib.get_close_matches(option, SIMILAR, 1, 0.85)
+    return SIMILAR[near[0]] if near else None
 
 
 def _flags(command: Any) -> Iterator[str]:

@@ -67,6 +67,7 @@ def plan(
     prompts: options.Prompts = None,
     generations: options.Generations = None,
     algorithm: options.Algorithm = None,
+    teacher: options.Teacher = None,
     backend: options.Backend = None,
     colocated: options.Colocated = None,
     async_: options.Async = None,

@@ -43,7 +43,7 @@ def rollouts(
 
     last = max(kept_steps(run), default=None)
     found = read_samples(run, last if step is None and not (best or worst) else step)
-    ranked = sorted(found, key=lambda sample: -sample.get("reward", 0.0))
+    ranked = sorted(found, key=lambda sample: -(sample.get("reward") or 0.0))
     shown: list[dict[str, Any]] = [*(ranked[:n] if best else ()), *(ranked[-n:] if worst else ())]
     shown = shown if best or worst else found[:n]
     if json_:

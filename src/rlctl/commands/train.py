@@ -40,6 +40,7 @@ def train(context: typer.Context) -> None:
         "rlctl train grpo --preset laptop",
         "rlctl train grpo --model ./my-model --data questions.jsonl --reward exact-match --preset 1gpu",
         "rlctl train grpo --preset laptop --algorithm dapo",
+        "rlctl train grpo --model Qwen/Qwen3-1.7B --algorithm distillation --teacher Qwen/Qwen3-8B --data q.jsonl",
         "rlctl train grpo --model meta-llama/Llama-3.1-8B --preset 1node --dry-run",
         "rlctl train grpo --config recipe.yaml policy.model_name=Qwen/Qwen3-1.7B ++grpo.num_prompts_per_step=8",
         "rlctl train grpo --resume --run-dir runs/my-run",
@@ -53,6 +54,7 @@ def grpo(
     data: options.Data = None,
     reward: options.Reward = None,
     algorithm: options.Algorithm = None,
+    teacher: options.Teacher = None,
     steps: options.Steps = None,
     prompts: options.Prompts = None,
     generations: options.Generations = None,
@@ -82,7 +84,7 @@ def grpo(
     explain: options.Explain = False,
     json_: options.Json = False,
 ) -> None:
-    """Group relative policy optimization: sample answers, score them, learn from the difference.
+    """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
 
     Everything that is not given is decided by preset and planner; --dry-run shows each value and where it came from.
     """

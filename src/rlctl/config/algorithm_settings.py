@@ -39,6 +39,13 @@ ALGORITHM_SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "loss.kl_in": "loss",
         "loss.kl_estimator": "k2",
     },
+    "ppo": {
+        "advantage.baseline": "critic",
+        "advantage.normalize_std": False,
+        "advantage.whiten": True,
+        "loss.kl_in": "reward",
+        "loss.kl_estimator": "k1",
+    },
     "gspo": {"loss.clip_low": 3e-4, "loss.clip_high": 4e-4, "loss.level": "sequence"},
     "cispo": {"loss.clip_low": 1.0, "loss.clip_high": 4.0},
     "dppo": {

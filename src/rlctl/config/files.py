@@ -9,7 +9,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlctl.errors import ConfigError
@@ -19,6 +19,9 @@ TEXT_LIMIT_BYTES = 16 << 20
 
 ABANDONED_S = 60.0
 """A temporary folder is locked within this time after it was made."""
+
+KEPT, KEPT_S = "kept", 86400.0
+"""The file that marks a folder whose logs somebody may want to read, and how long it stays at least."""
 
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -57,28 +60,49 @@ def read_text(path: Path, what: str, most_bytes: int = TEXT_LIMIT_BYTES) -> str:
     raise ConfigError(f"{what} {path} cannot be read: {problem}.")
 
 
+def written_text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file that rlctl itself wrote. Raises OSError, also where a pipe or a device is in its place:
+    these may have no end."""
+    if path.exists() and (problem := problem_with(path)):
+        raise OSError(problem)
+    return path.read_text(encoding="utf-8", errors=errors)
+
+
 @contextlib.contextmanager
-def temporary_folder(name: str) -> Iterator[Path]:
-    """Make a folder `rlctl-name-...` that is removed at the end, and remove those that killed processes have left."""
+def temporary_folder(name: str, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
+    """Make a folder `rlctl-name-...` that is removed at the end, and remove those that killed processes have left.
+
+    With `tell` the folder is for logs, which errors name: where the block fails it is kept for a day and longer, until
+    the next folder of the name is made, and `tell` hears so.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"rlctl-{name}-*"):
         _remove_abandoned(folder)
-    with tempfile.TemporaryDirectory(prefix=f"rlctl-{name}-") as made:
-        lock = os.open(made, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
-            yield Path(made)
-        finally:
-            os.close(lock)
+    made, kept = Path(tempfile.mkdtemp(prefix=f"rlctl-{name}-")), False
+    lock = os.open(made, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends, in whatever way
+        yield made
+    except Exception:
+        if tell is not None and any(path.is_file() and path.stat().st_size for path in made.rglob("*")):
+            with contextlib.suppress(OSError):  # the failure itself is what matters
+                (made / KEPT).touch()
+                kept = True
+                tell(f"the logs of the processes are kept in {made}")
+        raise
+    finally:
+        os.close(lock)
+        if not kept:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder of this user that no process holds."""
+    """Remove a folder of this user that no process holds, and that is not kept."""
     with contextlib.suppress(OSError):  # it is held, or another process removes it
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            found = os.fstat(lock)
+            found, most_s = os.fstat(lock), KEPT_S if (folder / KEPT).exists() else ABANDONED_S
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > ABANDONED_S:
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > most_s:
                 shutil.rmtree(folder)
         finally:
             os.close(lock)

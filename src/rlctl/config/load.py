@@ -37,7 +37,7 @@ class Resolved:
     config: RlctlConfig
     origin: dict[str, str]
     optional: frozenset[str] = frozenset()
-    """Keys that are accepted even where the model lacks what they are for."""
+    """Keys that are accepted even where the model, or this machine, lacks what they are for."""
     notes: tuple[str, ...] = ()
     """Lines on what runs differently from how a source has it."""
     refusals: tuple[str, ...] = ()

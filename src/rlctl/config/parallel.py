@@ -22,6 +22,9 @@ class ParallelSpec:
     etp: int = 0
     """Tensor parallel size of the experts; 0, or left out, stands for `tp`, and reads as that."""
     dp: int = 1
+    replicate: int = 1
+    """Copies of the weights, gradients and states that FSDP2 shards: each copy is sharded over dp / replicate ranks
+    (times cp)."""
     sequence_parallel: bool | None = None
     """None, or left out, stands for `tp > 1`, and reads as that."""
     first_stage_layers: int | None = None
@@ -58,6 +61,11 @@ class ParallelSpec:
         return max(1, self.stage_size // self.expert_size)
 
     @property
+    def fsdp_shards(self) -> int:
+        """Ranks over which FSDP2 shards each copy of the weights."""
+        return self.dp // self.replicate * self.cp
+
+    @property
     def row_multiple(self) -> int:
         """Rows of tokens must divide by this: even parts for sequence parallelism, 2 chunks for each context-parallel
         rank."""
@@ -77,6 +85,11 @@ class ParallelSpec:
     def result_rank(self) -> int:
         """The world rank whose results are returned: the first of the last pipeline stage."""
         return self.stage_size * (self.pp - 1)
+
+    def reports(self, rank: int) -> bool:
+        """Return whether a world rank is the one that returns the columns of its data-parallel rank: the first of those
+        that hold the last pipeline stage for it."""
+        return rank >= self.result_rank and rank % (self.tp * self.cp) == 0
 
     def stage_layers(self, layers: int) -> list[int] | None:
         """Return the layers of each pipeline stage; None: `layers` do not come out, or leave a stage empty.

@@ -69,8 +69,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of training and generation; auto is float32 on a CPU and bfloat16 on a GPU."""
     convert: bool = True
-    """Convert the model once into the checkpoint directory, from which every run starts; false: start from its own
-    files."""
+    """Convert the model once into the checkpoint directory, from which every run with Megatron starts; false: start
+    from its own files, as dtensor always does."""
     max_length: Positive | None = None
     """Largest number of tokens of prompt and completion together."""
     trust_remote_code: bool = False
@@ -254,8 +254,8 @@ class BatchConfig(Section):
 
     prompts: Positive = 8
     """Prompts in each step."""
-    generations: Annotated[int, Field(ge=2)] = 8
-    """Rollouts of each prompt (the group)."""
+    generations: Positive = 8
+    """Rollouts of each prompt (the group); one alone where they are not compared with each other."""
     optimizer_steps: Positive = 1
     """Optimizer steps on each batch (PPO mini-batches)."""
 
@@ -285,9 +285,9 @@ class BatchConfig(Section):
 class AdvantageConfig(Section):
     """From rewards to the advantages of rollouts."""
 
-    baseline: Literal["mean", "leave-one-out", "none"] = "mean"
-    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, or
-    none."""
+    baseline: Literal["mean", "leave-one-out", "none", "critic"] = "mean"
+    """Baseline that is subtracted from a reward: the mean of its group, the mean of the group's other rollouts, none,
+    or at each token the value that a critic gives it (see the section `critic`)."""
     normalize_std: bool = True
     """Divide advantages by the standard deviation of their group."""
     per_term: bool = False
@@ -296,8 +296,8 @@ class AdvantageConfig(Section):
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
 
 
-LogprobColumn = Literal["old_logprobs", "reference_logprobs"]
-"""Log-probs of response tokens that the policy's ranks compute before they train."""
+LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
+"""Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
 
 
 class LossConfig(Section):
@@ -307,8 +307,8 @@ class LossConfig(Section):
     """Loss of your own, `path/to/file.py:function`, instead of the algorithm's: it takes a TokenBatch and returns the
     loss of each response token."""
     needs: tuple[LogprobColumn, ...] | None = None
-    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch,
-    `reference_logprobs` with a KL penalty."""
+    """Log-probs that are computed before training; unset: `old_logprobs` with several optimizer steps a batch (seldom
+    with `importance_correction=ratio`), `reference_logprobs` with a KL penalty, `teacher_logprobs` with a teacher."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Lower bound: the ratio of the policies is clipped at 1 - clip_low. For dppo the largest divergence of tokens that
     become less likely."""
@@ -336,9 +336,10 @@ class LossConfig(Section):
     with the sum of its tokens divided by `length_divisor`."""
     length_divisor: Positive | None = None
     """Divisor of every sequence's sum with `level=constant`; unset: generation.max_new_tokens."""
-    importance_correction: Literal["off", "untruncated", "truncated", "masked"] = "truncated"
+    importance_correction: Literal["off", "untruncated", "truncated", "masked", "ratio"] = "truncated"
     """Correction for the difference between the engine's and the trainer's log-probs: tokens weigh by the ratio of the
-    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]."""
+    two probabilities, as it is, truncated at `importance_cap`, or 0 outside of [importance_floor, importance_cap]. With
+    `ratio` they have no weight, and the clipped ratio is that of the policy to the engine's log-probs."""
     importance_level: Literal["token", "sequence"] = "token"
     """Unit of that ratio: each token, or the product over the tokens of a rollout, which all of them then have."""
     importance_cap: Annotated[float, Field(gt=1)] = 2.0
@@ -365,6 +366,48 @@ class LossConfig(Section):
         return self
 
 
+class TeacherConfig(Section):
+    """A second model, whose log-probs of the policy's rollouts are learned from. It has the policy's tokenizer, and is
+    computed by the policy's training engine on the policy's devices."""
+
+    model: PathText | None = None
+    """Local Hugging Face directory, or name on the hub; unset: there is no teacher."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    tp: Positive | None = None
+    """Tensor parallel size of the teacher."""
+    pp: Positive | None = None
+    """Pipeline parallel size of the teacher."""
+    cp: Positive | None = None
+    """Context parallel size of the teacher."""
+    ep: Positive | None = None
+    """Expert parallel size of the teacher."""
+    etp: Positive | None = None
+    """Tensor parallel size of the teacher's experts."""
+    dp: Positive | None = None
+    """Data parallel size of the teacher."""
+
+
+class DistillationConfig(Section):
+    """What is learned from a teacher, with `--algorithm distillation`."""
+
+    loss: Literal["sampled", "top-k"] = "sampled"
+    """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
+    KL), and `top-k` compares the distributions over the teacher's `top_k` most likely tokens."""
+    weight: PositiveNumber = 1.0
+    """Weight of what is learned from the teacher."""
+    reward_weight: NonNegativeNumber = 0.0
+    """Weight of the advantages of the rewards, which are added; with 0 rewards are shown, if there are any, and not
+    learned from."""
+    top_k: Annotated[int, Field(gt=0, le=4096)] = 64
+    """With `top-k`, the number of the teacher's most likely tokens at each position."""
+    forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
+    outside: Literal["renormalize", "tail"] = "renormalize"
+    """With `top-k`, what becomes of all other tokens: leave them out and let the others add up to 1, or count them as
+    one further event."""
+
+
 class FilterConfig(Section):
     """Groups and rollouts that are not learned from."""
 
@@ -372,7 +415,8 @@ class FilterConfig(Section):
     """Groups whose rollouts all have the same reward: keep them in the batch, drop them, or sample other prompts in
     their place until the batch is full (dynamic sampling)."""
     max_rounds: Annotated[int, Field(gt=0, le=1000)] = 10
-    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there."""
+    """Largest number of rounds of sampling in a step with `groups=replace`; the step then trains on what is there. With
+    async, a round is `batch.prompts` groups."""
     truncated: Literal["keep", "mask"] = "keep"
     """Rollouts that a limit of length ended: learn from them, or only count their rewards in their group."""
     skip: bool = True
@@ -381,7 +425,7 @@ class FilterConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """When rollouts are made: before each step, or while the policy trains."""
+    """When rollouts are made: before each step, or while the policy trains; and how long one may take."""
 
     mode: Literal["sync", "async"] = "sync"
     """Make the rollouts of a step while the policy waits (sync), or while it trains on earlier ones (async)."""
@@ -391,6 +435,9 @@ class RolloutsConfig(Section):
     order: Literal["position", "arrival"] = "position"
     """With async, the contents of a batch: the next prompts in their order (position), or the groups that finished
     first, where one that was begun `max_staleness` versions ago is waited for (arrival)."""
+    timeout_s: Seconds | None = None
+    """Longest time from the first token of a rollout to its last, in both modes and in validation. One that takes
+    longer ends with the tokens that it has and the stop reason `timeout`. Unset: half of cluster.step_timeout_s."""
 
 
 class ChecksConfig(Section):
@@ -422,8 +469,8 @@ class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
     backend: str = "auto"
-    """Training engine, by the name of its record; auto is megatron. dtensor (FSDP2: weights, gradients and states are
-    sharded over the data parallel ranks) can be planned and cannot be run yet."""
+    """Training engine, by the name of its record; auto is megatron. dtensor trains transformers' own modules with
+    FSDP2: weights, gradients and states are sharded over the data parallel ranks."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None
@@ -442,6 +489,8 @@ class TrainingConfig(Section):
     """Tensor parallel size of the experts."""
     dp: Positive | None = None
     """Data parallel size."""
+    replicate: Positive | None = None
+    """Number of copies of the weights that FSDP2 keeps (dtensor), each sharded over dp / replicate ranks; unset: 1."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor parallel ranks (sequence parallelism)."""
     recompute: Literal["none", "selective", "full"] | None = None
@@ -459,7 +508,8 @@ class TrainingConfig(Section):
     share_prompts: bool = True
     """Compute the prompt of a group once for all its rollouts in a row (needs packing); gradients are the same."""
     offload: bool | None = None
-    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use."""
+    """Move weights and optimizer to host memory while the engines generate; unset: on GPUs that both use. With a
+    critic, true also moves policy and critic while the other computes; unset: where both together do not fit."""
     router_replay: bool = False
     """Send each token to the experts that the engine chose for it during generation; the weights of the experts are
     still the policy's."""
@@ -603,6 +653,28 @@ class SchedulerConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """The value model of `advantage.baseline=critic`, which ppo sets: how it learns, and how advantages are made of its
+    values. Betas and epsilon of its Adam, and what passes through to Megatron's, are those of `optimizer`."""
+
+    lr: PositiveNumber = 1e-5
+    """Learning rate of the critic; with a schedule its highest value."""
+    weight_decay: NonNegativeNumber = 0.0
+    """Weight decay of the critic."""
+    clip_grad: NonNegativeNumber = 1.0
+    """Largest norm of the critic's gradient; 0 turns clipping off."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate and weight decay of the critic over the steps, with the keys of the section `scheduler`."""
+    warmup_steps: NonNegative = 0
+    """Number of steps at the start of a run in which the critic alone is trained."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward for each token that lies between."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation: 1 learns from whole rollouts, 0 from the value of the next token."""
+    value_clip: PositiveNumber | None = 0.2
+    """Largest distance from its value before the step at which the value of a token is still moved; unset: no limit."""
+
+
 class DdpConfig(PassThrough):
     """Fields of Megatron's DistributedDataParallelConfig: how gradients are stored and reduced."""
 
@@ -692,9 +764,12 @@ class RlctlConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
     loss: LossConfig = LossConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     filter: FilterConfig = FilterConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    distillation: DistillationConfig = DistillationConfig()
     training: TrainingConfig = TrainingConfig()
     generation: GenerationConfig = GenerationConfig()
     refit: RefitConfig = RefitConfig()
@@ -723,12 +798,96 @@ class RlctlConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def validate_rollouts_end_before_the_run(self) -> RlctlConfig:
+        if self.rollout_timeout_s >= self.cluster.step_timeout_s:
+            raise ValueError(
+                f"rollouts.timeout_s = {self.rollout_timeout_s:g} is not below cluster.step_timeout_s = "
+                f"{self.cluster.step_timeout_s:g}, after which a step fails"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def validate_groups_that_are_compared(self) -> RlctlConfig:
+        compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
+        compared = compared and self.learns_from_rewards
+        if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
+            return self
+        key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"
+        if self.advantage.baseline in ("mean", "leave-one-out"):
+            key = f"advantage.baseline = {self.advantage.baseline}"
+        raise ValueError(
+            f"batch.generations = 1, but {key} compares the rollouts of a prompt: set at least 2, or --algorithm ppo, "
+            "which compares none"
+        )
+
+    @model_validator(mode="after")
+    def validate_critic(self) -> RlctlConfig:
+        if not self.has_critic:
+            if self.critic != CriticConfig():
+                plain = CriticConfig()
+                key = next(key for key in CriticConfig.model_fields if getattr(self.critic, key) != getattr(plain, key))
+                raise ValueError(
+                    f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
+                    "(--algorithm ppo does)"
+                )
+            return self
+        for wrong, why in (
+            (self.advantage.normalize_std, "advantage.normalize_std = true compares the rollouts of a prompt; "
+             "advantage.baseline = critic compares tokens with their values: set it to false"),
+            (self.advantage.per_term, "advantage.per_term = true compares reward terms within a group, and "
+             "advantage.baseline = critic learns from their sum: set it to false"),
+            (self.training.lora.rank > 0, "training.lora.rank > 0 trains adapters, and advantage.baseline = critic "
+             "trains all weights of both models: set it to 0, or use an algorithm without a critic"),
+            (self.penalty_in_reward and self.loss.needs is not None and "old_logprobs" not in self.loss.needs,
+             "loss.kl_in = reward needs old_logprobs where a critic makes the advantages: add it to loss.needs"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(why)
+        return self
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained next to the policy. The planner, the crew and the loop all read this."""
+        return self.advantage.baseline == "critic"
+
+    @property
+    def penalty_in_reward(self) -> bool:
+        """Whether the KL penalty is a part of each token's reward."""
+        return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards are compared; if not, a run need not have any."""
+        return self.run.algorithm != "distillation" or self.distillation.reward_weight > 0
+
+    @model_validator(mode="after")
+    def validate_filter_has_rewards(self) -> RlctlConfig:
+        if self.has_critic and self.run.algorithm == "distillation":
+            raise ValueError("advantage.baseline = critic is for rewards, and distillation has the teacher's word")
+        if self.filter.groups != "keep" and not self.learns_from_rewards:
+            raise ValueError(
+                f"filter.groups = {self.filter.groups} chooses by rewards, and with distillation.reward_weight = 0 "
+                "none are learned from"
+            )
+        return self
+
+    @property
+    def rollout_timeout_s(self) -> float:
+        """Longest time from the first token of a rollout to its last."""
+        return self.rollouts.timeout_s or self.cluster.step_timeout_s / 2
+
     @property
     def logprobs_needed(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training. The planner and the training loop both read this. With one
-        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway."""
+        optimizer step a batch the old policy is the current one, whose log-probs the training pass computes anyway;
+        a critic's returns hold penalties that must be known before."""
         if self.loss.needs is not None:
             return frozenset(self.loss.needs)
-        several_steps, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
-        columns: dict[LogprobColumn, bool] = {"old_logprobs": several_steps, "reference_logprobs": penalty}
+        old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
+        if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
+            old = old and (self.penalty_in_reward or self.loss.sequence_mask is not None)
+        old = old or (self.has_critic and self.penalty_in_reward)
+        columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
+                                              "teacher_logprobs": self.teacher.model is not None}  # fmt: skip
         return frozenset(column for column, needed in columns.items() if needed)

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
+from rlctl.config.nemo_rl.mapping_rules import LOGGERS
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
@@ -277,8 +278,9 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
     for key, value in recipe.values.items():
         source = recipe.source[key]
         origin = f"override {source}" if source in given else f"file {path}, {source}"
-        # Recipes of dense models carry fields of experts, too.
-        values[source in given].append(Value(key, value, origin, optional=key.startswith("megatron.")))
+        # Recipes of dense models carry fields of experts, and most name loggers that need not be installed here.
+        optional = key.startswith("megatron.") or (key == "run.loggers" and not given & LOGGERS.keys())
+        values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
         refusals[recipe.source.get(settled_by or "") in given].append(Refusal(line, settled_by))
     notes = [f"runs differently: {line}" for line in recipe.changed]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import signal
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
@@ -20,6 +24,13 @@ if TYPE_CHECKING:
 DEFAULT_SIZE = 10_000
 """Questions of a task whose size nobody gave. They are made when asked for; only their order is in memory."""
 MOST_QUESTIONS = 10_000_000
+QUESTION_LIMIT_S = 10.0
+"""Seconds of computing for one question. All tasks take a fraction of a second with parameters that a model can learn
+from; with `max_terms=1000000000` one would fill the memory first."""
+
+
+class _OverLimit(BaseException):
+    """A question takes too long. No task catches it, as some catch every Exception and try again."""
 
 
 class GymPrompts:
@@ -27,7 +38,8 @@ class GymPrompts:
 
     def __init__(self, label: str, task: GymTask, instructions: str = "") -> None:
         self.label, self.task, self.instructions = label, task, instructions
-        self._dataset = build_task(task)
+        with _limited(label):
+            self._dataset = build_task(task)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -35,8 +47,9 @@ class GymPrompts:
     def __getitem__(self, index: int) -> PromptRow:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        entry = self._dataset[index]
         where = f"{self.label}, question {index}"
+        with _limited(where):
+            entry = self._dataset[index]
         return PromptRow(index, where, entry["question"], entry["answer"], {"metadata": entry["metadata"]})
 
     def fingerprint(self) -> dict[str, Any]:
@@ -89,6 +102,33 @@ def build_task(task: GymTask) -> ProceduralDataset:
             f"reasoning-gym task {task.name!r} refuses its parameters ({listed}): {error}.",
             "Change them with --set data.params.<name>=<value>.",
         ) from error
+
+
+@contextlib.contextmanager
+def _limited(what: str) -> Iterator[None]:
+    """Raise InputError where the block computes for longer than `QUESTION_LIMIT_S`. Time in which other processes have
+    the processor does not count. Python delivers signals to the main thread alone: in others there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise _OverLimit
+
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, QUESTION_LIMIT_S)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except _OverLimit as error:
+        raise InputError(
+            f"--data {what} takes more than {QUESTION_LIMIT_S:g} s to make.",
+            "Lower what makes it large: in --data behind the name of the task, or --set data.params.<name>=<value>.",
+        ) from error
+    finally:
+        signal.signal(signal.SIGPROF, before)
 
 
 def _registry() -> dict[str, tuple[type, type]]:

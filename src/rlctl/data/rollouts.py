@@ -14,8 +14,13 @@ from rlctl.data.prompt_rows import PromptRow
 
 ROUTED_EXPERTS = "routed_experts"
 """Further column, int16 [T, layers, experts a token]: where the engine's routers sent the token; -1: not recorded."""
-LIMIT_REASONS = ("length", "abort")
+TIMEOUT = "timeout"
+LIMIT_REASONS = ("length", "abort", TIMEOUT)
 """Stop reasons of a rollout that did not end by itself."""
+
+
+TokensByVersion = tuple[tuple[int, int], ...]
+"""(version of the weights, response tokens that they chose), the oldest first. A rollout without tokens has a 0."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,28 @@ class Rollout:
     """Number of the rollout in its group, and its row in the group's columns."""
     seed: int
     """Seed of its random stream, which follows from the run's seed, the position and the sample."""
-    first_version: int
-    """Oldest weights that chose one of its tokens."""
-    last_version: int
-    """Newest weights that chose one of its tokens."""
+    versions: TokensByVersion
+    """The weights that chose its tokens."""
     stop_reason: str
-    """`stop` (an end token or a stop text), `length`, or `abort` where a refit ended it."""
+    """`stop` (an end token or a stop text), `length`, `timeout` (`rollouts.timeout_s`), or `abort` where a refit ended
+    it."""
     prompt_tokens: int
     """Tokens before the first response token."""
     tokens: int
     """All its tokens: the prompt, the response and whatever else stands between."""
     response_tokens: int
     """Tokens that the policy chose, counted by the loss mask."""
-    reward: float
+    reward: float | None
+    """None: the run has no rewards."""
     terms: Mapping[str, float | None]
     """Score of each reward term before its weight; None where it does not apply."""
     accuracy: float | None
     """1 where the reference scorer calls the answer right, else 0; None where there is no such scorer."""
+
+    @property
+    def first_version(self) -> int:
+        """Oldest weights that chose one of its tokens."""
+        return self.versions[0][0]
 
     @property
     def truncated(self) -> bool:
@@ -87,5 +97,5 @@ class RolloutGroup:
 
     @property
     def rewards_G(self) -> np.ndarray:
-        """The rewards in the order of the rollouts, float64 [G]."""
-        return np.array([rollout.reward for rollout in self.rollouts], dtype=np.float64)
+        """The rewards in the order of the rollouts, float64 [G]; 0 where there are none."""
+        return np.array([rollout.reward or 0.0 for rollout in self.rollouts], dtype=np.float64)

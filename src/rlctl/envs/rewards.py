@@ -37,6 +37,11 @@ def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> 
     return MixedRewards({label: dataclasses.replace(plan, notes=notes[label]) for label, plan in plans.items()})
 
 
+def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
+    """Return whether any of the sources has a scorer, named by the user or its own."""
+    return any(reward.terms or source.task for _, reward, source in sources)
+
+
 def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     terms = _checked_terms(reward, source)
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)

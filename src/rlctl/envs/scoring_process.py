@@ -32,6 +32,7 @@ PACKAGES = str(Path(__file__).parents[2])
 # Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
 CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
 DIED = "the scoring process died"
+SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,11 @@ class ScoringProcess:
                 ending = self._ending()
                 if name in BUILT_IN:
                     return f"{DIED} ({ending})"
+                memory = f" {SHORT_OF_MEMORY}" if ending == "signal 9" else ""
                 raise WorkerError(
-                    f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}.",
-                    "Its output is above, or in the log of the reward worker.",
+                    f"Reward function {name} ended its process ({ending}) while scoring {current.row.where}, with "
+                    f"{len(scores)} of {len(work)} scores done.",
+                    f"Its output is above, or in the log of the reward worker.{memory}",
                 ) from error
             if not isinstance(answer, Answer) or answer.number != self._answered:
                 self.close()

@@ -1,4 +1,5 @@
-"""The rules of Megatron-Core and vLLM for parallel sizes that follow from the model: heads, widths, layers, experts.
+"""The rules of Megatron-Core, FSDP2 and vLLM for parallel sizes that follow from the model: heads, widths, layers,
+experts.
 
 Planner, weight layouts and backends all ask here.
 """
@@ -46,6 +47,8 @@ def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     if parallel.stage_size % parallel.expert_size:
         why = f"EP {parallel.ep} x ETP {parallel.etp} does not divide TP x CP x DP = {parallel.stage_size}"
         found.append(Problem("training.ep", why))
+    if parallel.replicate > 1:
+        found.append(Problem("training.replicate", "copies of sharded weights need training.backend=dtensor"))
     return [*found, *lone_problems(facts, parallel)]
 
 
@@ -53,6 +56,33 @@ def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return the rules that relate single sizes to the model, whatever the number of ranks."""
     rules = (_tensor_problems, _pipeline_problems, _expert_problems)
     return [problem for rule in rules for problem in rule(facts, parallel)]
+
+
+def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
+    """Return the rules of FSDP2 around transformers' modules that these sizes break; empty: they are valid."""
+    found = []
+    if parallel.dp % parallel.replicate:
+        why = f"{parallel.dp} data-parallel ranks do not make {parallel.replicate} equal copies"
+        found.append(Problem("training.replicate", why))
+    for key, size, why in (
+        ("pp", parallel.pp, "FSDP2 has no pipeline stages"),
+        ("vpp", parallel.vpp, "FSDP2 has no pipeline stages"),
+    ):
+        if size > 1:
+            found.append(Problem(f"training.{key}", why))
+    tp = parallel.tp
+    found += [*_tensor_problems(facts, parallel), *_expert_problems(facts, parallel)]
+    if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
+        why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
+        found.append(Problem("training.ep", why))
+    if tp > 1 and facts.moe is not None:
+        found.append(Problem("training.tp", "the dtensor backend does not divide experts yet"))
+    if facts.vocab % tp:
+        found.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
+    if tp > 1 and not parallel.sequence_parallel:
+        why = "the dtensor backend divides matrices with sequence parallelism only"
+        found.append(Problem("training.sequence_parallel", why))
+    return found
 
 
 def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, ep: int = 1) -> list[Problem]:

@@ -46,6 +46,10 @@ class TrainingChoice:
     """None: all weights are trained."""
     reference: bool = False
     """A frozen copy of the weights is held next to them."""
+    critic: bool = False
+    """A value model of the same size is trained on the same devices."""
+    critic_offload: bool = False
+    """Policy and critic take turns on the devices; each waits in host memory while the other computes."""
     grouped_experts: bool = True
     """Experts of a rank run as one grouped matmul, not one after the other."""
     dispatcher: Literal["alltoall", "flex"] = "alltoall"

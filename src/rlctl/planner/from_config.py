@@ -126,6 +126,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         optimizer_steps=config.batch.optimizer_steps,
         old_logprobs="old_logprobs" in config.logprobs_needed,
         reference="reference_logprobs" in config.logprobs_needed,
+        critic=config.has_critic,
         packing=config.training.packing,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,
@@ -163,6 +164,7 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
         sequence_parallel=training.sequence_parallel,
         first_stage_layers=training.first_stage_layers,
         last_stage_layers=training.last_stage_layers,
+        replicate=training.replicate or 1,
     )
     require_policy_sizes(facts, parallel)
     return parallel
@@ -207,12 +209,21 @@ def plan_from_config(
     prompt_tokens: int | None = None,
     top: int = 5,
     workload: Workload | None = None,
+    teacher: ModelFacts | None = None,
 ) -> Plan:
     """The plan of a configuration; `workload` stands in for a training step's. Raises ConfigError, NoPlanError or
     MachineError as `make_plan` and `cluster_from_config` do."""
     cluster = cluster_from_config(config, assume)
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
+    if (
+        workload.trains
+        and config.teacher.model is None
+        and (idle := [key for key in pins if key.startswith("teacher.")])
+    ):
+        raise ConfigError(
+            f"{idle[0]} = {pins[idle[0]]} has no effect: there is no teacher.", "Name one: --teacher NAME."
+        )
     if pins.get("refit.mover") == "disk" and config.refit.directory is None and workload.trains:
         raise ConfigError(
             "refit.mover = disk needs refit.directory.",
@@ -224,7 +235,7 @@ def plan_from_config(
             "Remove it, or add --set refit.mover=disk.",
         )
     if not workload.trains:
-        pins = {key: value for key, value in pins.items() if not key.startswith("training.")}
+        pins = {key: value for key, value in pins.items() if not key.startswith(("training.", "teacher."))}
         apart = ("generation.colocated", "generation.devices", "refit.mover")
         pins = {key: value for key, value in pins.items() if key not in apart}
     precision = precision_from_config(config, cluster)
@@ -235,5 +246,5 @@ def plan_from_config(
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
         facts, cluster, workload, pins, precision=precision, adapters=adapters_from_config(config.training.lora),
-        gradient_bytes=gradient_bytes, top=top, constants=constants,
+        gradient_bytes=gradient_bytes, top=top, constants=constants, teacher=teacher,
     )  # fmt: skip

@@ -31,13 +31,14 @@ def make_plan(
     gradient_bytes: int = 4,
     top: int = 5,
     prefer_runnable: bool = True,
+    teacher: ModelFacts | None = None,
 ) -> Plan:
     """The best plan for a model on a cluster.
 
     `pins` are configuration keys (`training.tp`, `generation.engines`, `generation.colocated`, ...) whose values are
     given. `precision` is that of training: `bf16`, `float32` (default on a CPU), `fp8`, `fp4`. `adapters` are trained
-    instead of the weights. A plan that `train` can run comes before a faster one that it cannot, unless
-    `prefer_runnable` is off.
+    instead of the weights, and `teacher` computes log-probs next to the policy. A plan that `train` can run comes
+    before a faster one that it cannot, unless `prefer_runnable` is off.
 
     Raises ConfigError for a pin that a rule forbids, naming the nearest value that works, and NoPlanError where nothing
     fits, naming the smallest machine that would do and the cheapest change that would make this one do.
@@ -45,7 +46,7 @@ def make_plan(
     pins = {key: value for key, value in (pins or {}).items() if value is not None}
     precision = precision or ("float32" if cluster.is_cpu else "bf16")
     element = 4.0 if precision == "float32" else 2.0
-    request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes)
+    request = Request(facts, cluster, workload, pins, constants, precision, adapters, element, gradient_bytes, teacher)
     _check_mover(request)
     _check_devices(request)
     plans, rejected = feasible_plans(request)

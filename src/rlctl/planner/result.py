@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlctl.config.keys import TEACHER_SIZES
 from rlctl.models.constraints import family_problem
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
@@ -15,6 +16,7 @@ from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.search.rules import gives_way, not_runnable
+from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")
@@ -65,6 +67,8 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     alternatives: tuple[Plan, ...] = field(default=(), repr=False)
     pins: Mapping[str, Any] = field(default_factory=dict)
+    teacher: TeacherPlan | None = None
+    """None: there is no teacher."""
     blocked: tuple[str, ...] = ()
     """Further reasons why it cannot run: keys of an imported recipe."""
     engine_devices: int = 0
@@ -102,8 +106,8 @@ class Plan:
     @property
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
-        family = family_problem(self.facts.family)
-        layout = not_runnable(self.training, self.generation, self.backend)
+        family = family_problem(self.facts.family) or (self.teacher and family_problem(self.teacher.facts.family))
+        layout = not_runnable(self.training, self.generation)
         if self.training is not None and self.generation is not None:
             layout += gives_way(self.workload, self.cluster, self.colocated)
         return [*([family] if family else []), *self.blocked, *layout]
@@ -119,7 +123,13 @@ class Plan:
 
     def config_values(self) -> dict[str, Any]:
         """The configuration keys that the plan decides, with their values: what `train` fills in."""
-        return self._training_values() | self._generation_values()
+        return self._training_values() | self._teacher_values() | self._generation_values()
+
+    def _teacher_values(self) -> dict[str, Any]:
+        if self.teacher is None:
+            return {}
+        parallel = self.teacher.choice.parallel
+        return {f"teacher.{size}": getattr(parallel, size) for size in TEACHER_SIZES}
 
     def _training_values(self) -> dict[str, Any]:
         training = self.training

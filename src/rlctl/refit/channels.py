@@ -58,13 +58,15 @@ def plan_channels(
     so that few rounds cross between nodes when one passes them on to the next."""
     groups: dict[tuple, list[Need]] = {}
     for need in needs:
-        place = place_of(mover, need)
+        place = shared_place(mover, need)
         groups.setdefault((place, tuple(need.layout.params.items()), need.layout.pieces), []).append(need)
     channels = []
     for index, own in enumerate(groups.values()):
         near = {place.node for place in places}
         first, *more = sorted(own, key=lambda need: (need.node not in near, need.node))
-        senders = tuple(rank for rank, place in enumerate(places) if place_of(mover, place) == place_of(mover, first))
+        senders = tuple(
+            rank for rank, place in enumerate(places) if shared_place(mover, place) == shared_place(mover, first)
+        )
         connection = Connection(
             mover=mover,
             capacity=_capacity(first.layout, staging_bytes),
@@ -77,7 +79,7 @@ def plan_channels(
     return tuple(channels)
 
 
-def place_of(mover: str, party: Need | SenderPlace) -> str | None:
+def shared_place(mover: str, party: Need | SenderPlace) -> str | None:
     """The place that two parties must share to use the same staging memory; None: there is none to share."""
     return {"shared-memory": party.node, "cuda-ipc": party.device}.get(mover)
 

@@ -22,7 +22,15 @@ from rlctl.cluster.workers import PendingCall, WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
 from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
-from rlctl.refit.channels import choose_mover, meeting_host, place_of, plan_channels, shares_of, staging_bytes, ways_of
+from rlctl.refit.channels import (
+    choose_mover,
+    meeting_host,
+    plan_channels,
+    shared_place,
+    shares_of,
+    staging_bytes,
+    ways_of,
+)
 from rlctl.refit.records import RefitReport, SenderPlace, SenderSetup, Sent, Share, TableRow
 from rlctl.refit.verify import Comparison, compare, require_as_converted, require_equal, source_sums
 from rlctl.refit.weight_sender import WeightSender
@@ -62,19 +70,17 @@ class RefitSession:
         *,
         settings: RefitConfig,
         dtype: str,
-        shapes: dict[str, tuple[int, ...]] | None = None,
         receive: Receive = "auto",
         members: int = 1,
         converted: Mapping[str, int] | None = None,
         converted_at: Path | None = None,
     ) -> None:
-        """`shapes` are those of the published tensors (default: the family's); `converted` the fingerprints, in
-        `dtype`, of a policy that holds what the conversion at `converted_at` wrote, compared in the first refit;
-        `members` how many of `engines` hold one model together (more than 1 without an engine)."""
+        """`converted` are the fingerprints, in `dtype`, of a policy that holds what the conversion at `converted_at`
+        wrote, compared in the first refit; `members` is how many of `engines` hold one model together (more than 1
+        without an engine)."""
         self.members = members
         self.policy, self.engines, self.settings, self.receive = policy, engines, settings, receive
-        table = _published(facts, dtype) if shapes is None else tuple(TableRow(n, dtype, s) for n, s in shapes.items())
-        self.setup = SenderSetup(table)
+        self.setup = SenderSetup(_published(facts, dtype))
         self.mover = settings.mover
         self.refits = self.attempts = 0
         self._base: int | None = None
@@ -192,13 +198,13 @@ class RefitSession:
         sent, wrote_s = self._move(version) if lengths is None else self._move_changes(version, base, lengths)
         self.broken = False
         moved = time.perf_counter()
-        finished = self._wait("load", self.engines, WeightReceiver.refit_finish, version)
+        resets = self._wait("load", self.engines, WeightReceiver.refit_finish, version)
         ended = time.perf_counter()
         self.refits += 1
         told = self._wait("load", self.engines, WeightReceiver.received)
         received: list[Received] = [one for of_engine in told for one in of_engine]
         waited = min(max(one.waited_s for one in received) + wrote_s + compared_s, moved - moving)
-        reset = max(one["cache_reset"] for one in finished)
+        reset = max(resets)
         exchanged = min(max(one.exchange_s for one in sent), waited)
         seconds = {
             RefitPhase.WAKE: moving - begun,
@@ -230,7 +236,7 @@ class RefitSession:
         """The reason why this session can never send only changed elements; empty: it can."""
         if self.mover == "disk":
             return "the disk mover sends whole boxes"
-        if len({place_of(self.mover, place) for place in places}) > 1:
+        if len({shared_place(self.mover, place) for place in places}) > 1:
             return "boxes are exchanged between policy ranks, which sends them whole"
         return next((need.whole_only for need in needs if need.whole_only), "")
 

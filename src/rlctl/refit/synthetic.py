@@ -147,9 +147,9 @@ class SyntheticEngine:
         writer = SparseWriter(self._targets(), list(self.layout.params), len(link.senders), link.capacity)
         writer.write_rounds(rounds, receiver)
 
-    def refit_finish(self, version: int) -> dict[str, float]:
+    def refit_finish(self, version: int) -> float:
         self._version, self._updating = version, False
-        return {"load": 0.0, "cache_reset": 0.0}
+        return 0.0
 
     def refit_reject(self, version: int) -> None:
         self._updating = True

@@ -136,14 +136,12 @@ def assemble(shape: Sequence[int], boxes: Sequence[tuple[list[tuple[int, int, in
     return whole
 
 
-def guess(expected: np.ndarray, found: np.ndarray, before: np.ndarray | None = None) -> str:
-    """Guess in a few words why `found` is not `expected`; `before` is what the engine held before the refit."""
+def guess(expected: np.ndarray, found: np.ndarray) -> str:
+    """Guess in a few words why `found` is not `expected`."""
     if np.isnan(found).all():
         return "missing: never written"
     if not found.any() and expected.any():
         return "missing: all zeros"
-    if before is not None and np.array_equal(found, before):
-        return "stale: still the weights from before the refit"
     if np.isnan(found).any():
         return f"missing in part: {np.isnan(found).mean():.0%} of the elements never written"
     return _reordered(expected, found) or _scaled(expected, found) or _partial(expected, found)

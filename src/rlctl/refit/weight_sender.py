@@ -1,4 +1,4 @@
-"""The policy's side of a refit: what the driver may ask of a rank, and how any policy worker becomes one that sends."""
+"""The calls that a policy rank answers in a refit, and how any policy worker becomes one that answers them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ STD_EPSILON = 1e-6
 """Added to the standard deviation, so that a group of equal rewards has advantage 0 rather than 0/0."""
 
 
-Baseline = Literal["mean", "leave-one-out", "none"]
+Baseline = Literal["mean", "leave-one-out", "none", "critic"]
 Level = Literal["token", "sequence", "constant"]
 
 
@@ -24,15 +24,18 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
     - `leave-one-out` subtracts the mean of the *other* rollouts (RLOO: arXiv 2402.14740, equation 7), which equals the
       former times G / (G - 1). It is an unbiased baseline: independent of the rollout that it is subtracted from.
     - `none` subtracts nothing (REINFORCE++, arXiv 2501.03262, which compares over the batch: see `whitened`).
+    - `critic` subtracts nothing here: the ranks subtract the values of each rollout's tokens (`rl/critic.py`).
     - `normalize_std` divides by the group's sample standard deviation (G - 1 degrees of freedom, as published
       implementations of GRPO do). Without it each prompt weighs as its rewards do (Dr. GRPO, arXiv 2503.20783).
 
     Equal rewards have exactly the advantage 0 wherever there is a baseline, whatever the rounding of their mean.
 
-    Raises ValueError when a group has a single rollout, which has nothing to be compared with.
+    Raises ValueError when a group has a single rollout, and this has to be compared with others.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     size = len(rewards_G)
+    if baseline in ("none", "critic") and not normalize_std:
+        return rewards_G
     if size < 2:
         raise ValueError("a group needs at least two rollouts to have a baseline")
     deviation_G = rewards_G - rewards_G.sum() / size
@@ -43,7 +46,7 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
             advantages_G = deviation_G
         case "leave-one-out":
             advantages_G = deviation_G * size / (size - 1)
-        case "none":
+        case _:
             advantages_G = rewards_G
     if not normalize_std:
         return advantages_G

@@ -67,14 +67,17 @@ class Agreement:
     def from_config(cls, config: RlctlConfig, precision: str) -> Agreement:
         """Return the limits that are set, and those of the precision where none is.
 
-        Where top-p or top-k cut the distribution that is sampled, or rollouts may be of older weights, only limits that
-        are set hold: log-probs then differ by more than rounding.
+        Where top-p or top-k cut the distribution that is sampled, rollouts may be of older weights, or several
+        optimizer steps are taken without log-probs from before them, only limits that are set hold: log-probs then
+        differ by more than rounding.
         """
         checks, why = config.checks, ""
         if config.generation.top_p < 1 or config.generation.top_k > 0:
             why = "generation.top_p or top_k cut what is sampled"
         elif config.rollouts.mode == "async" and config.rollouts.max_staleness > 0:
             why = "rollouts may be of older weights than those that are trained"
+        elif config.batch.optimizer_steps > 1 and "old_logprobs" not in config.logprobs_needed:
+            why = "log-probs are of after a batch's earlier optimizer steps"
         warning, error = (math.inf, math.inf) if why else LIMITS[precision]
         error = checks.logprob_diff_error or error
         note = f"{why}: log-probs of engine and trainer differ by that, and have no limit but checks.logprob_diff_error"

@@ -40,20 +40,17 @@ def correction(batch: TokenBatch, options: LossConfig) -> Correction:
 def importance_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: LossConfig) -> Correction:
     """Return w of each token, or with `importance_level=sequence` the product of w over its rollout, bounded.
 
-    - `off`: 1.
+    - `off`: 1. With `ratio` too: the surrogate's own ratio is to mu then (`PolicyGradient.ratio_to_anchor`).
     - `untruncated`: w.
     - `truncated`: min(w, cap). Truncated importance sampling (Ionides 2008); for engines and trainers of RL:
       Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025).
     - `masked`: w inside [floor, cap], else 0, so that a token the two disagree on does not count at all (IcePop, in
       "Every step evolves", arXiv 2510.18855, with 0.5 and 5).
     """
-    log_ratio_R = _log_ratio(old_logprobs_R, batch.rollout_logprobs_R)
-    if options.importance_level == "sequence":
-        log_ratio_R = rollout_sums(log_ratio_R, batch.rollout_R)[batch.rollout_R]
-    weights_R = log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weights_R = unbounded_weights(old_logprobs_R, batch, options)
     cap = options.importance_cap
     match options.importance_correction:
-        case "off":
+        case "off" | "ratio":
             return Correction(torch.ones_like(weights_R), torch.zeros_like(batch.counted_R))
         case "untruncated":
             return Correction(weights_R, torch.zeros_like(batch.counted_R))
@@ -62,6 +59,14 @@ def importance_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options:
         case "masked":
             outside_R = (weights_R < (options.importance_floor or 1 / cap)) | (weights_R > cap)
             return Correction(torch.where(outside_R, 0.0, weights_R), outside_R)
+
+
+def unbounded_weights(old_logprobs_R: torch.Tensor, batch: TokenBatch, options: LossConfig) -> torch.Tensor:
+    """Return w of each token, or the product over its rollout, as it is [R]."""
+    log_ratio_R = _log_ratio(old_logprobs_R, batch.rollout_logprobs_R)
+    if options.importance_level == "sequence":
+        log_ratio_R = rollout_sums(log_ratio_R, batch.rollout_R)[batch.rollout_R]
+    return log_ratio_R.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def in_sequence_bounds(old_logprobs_R: torch.Tensor, batch: TokenBatch, bounds: tuple[float, float]) -> torch.Tensor:

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.config.schema import ChecksConfig
+from rlctl.data.rollouts import TIMEOUT
 from rlctl.errors import DivergenceError
 
 
 class Health:
     """Counts steps in a row in which nothing was learned."""
 
-    def __init__(self, checks: ChecksConfig) -> None:
-        self.checks = checks
+    def __init__(self, checks: ChecksConfig, *, compares: bool = True) -> None:
+        """`compares`: the rewards of a group are learned from."""
+        self.checks, self.compares = checks, compares
         self._skipped = self._without_signal = 0
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
@@ -23,7 +25,11 @@ class Health:
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
-        said = [*self._signal(step, metrics), *_not_full(step, metrics)]
+        said = [*self._signal(step, metrics), *_not_full(step, metrics), *_cut_off(step, metrics)]
+        if critic := metrics.get("critic", {}):
+            said += _critic(step, critic)
+        if "loss" not in metrics and critic:  # it warms up
+            return said
         if "loss" not in metrics:
             return [*said, f"step {step}: nothing was trained on, the algorithm dropped every group"]
         skipped, steps = metrics["skipped_steps"], metrics["optimizer_steps"]
@@ -44,7 +50,8 @@ class Health:
         return said
 
     def _signal(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        self._without_signal = self._without_signal + 1 if metrics["groups_without_signal"] == 1 else 0
+        equal = self.compares and metrics.get("groups_without_signal") == 1
+        self._without_signal = self._without_signal + 1 if equal else 0
         if self._without_signal != self.checks.max_steps_without_signal:
             return []
         return [
@@ -52,6 +59,19 @@ class Health:
             f"reward (mean {metrics['reward_mean']:.3g}), so that there is nothing to learn from. Choose easier or "
             "harder prompts, more --generations, a higher generation.temperature, or a --reward with partial credit."
         ]
+
+
+def _cut_off(step: int, metrics: Mapping[str, Any]) -> list[str]:
+    if not (ended := metrics["stop_reasons"].get(TIMEOUT)):
+        return []
+    return [f"step {step}: {ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had"]
+
+
+def _critic(step: int, metrics: Mapping[str, Any]) -> list[str]:
+    skipped = metrics["skipped_steps"]
+    return [f"step {step}: {skipped} optimizer step(s) of the critic skipped, the gradient was not finite"] * bool(
+        skipped
+    )
 
 
 def _not_full(step: int, metrics: Mapping[str, Any]) -> list[str]:

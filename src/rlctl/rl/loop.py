@@ -14,6 +14,7 @@ now or was sampled while the last one was trained on, nor where the engines are,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from rlctl.refit.records import RefitReport
 from rlctl.refit.sync import WeightSync
 from rlctl.rl.agreement import Agreement
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.critic import Critic
 from rlctl.rl.health import Health
 from rlctl.rl.saving import Saver
 from rlctl.rl.schedule import learning_rate, weight_decay
@@ -81,6 +83,8 @@ class Parts:
     """Shared with the source, which counts its own phases."""
     validation: Validation | None = None
     """None: the run does not validate."""
+    critic: Critic | None = None
+    """None: the algorithm makes its advantages of rewards alone."""
 
 
 class Loop:
@@ -156,8 +160,13 @@ class Loop:
         with timer(Phase.LOGPROBS):
             for column in sorted(algorithm.needs):
                 policy.logprobs(column)
-        with timer(Phase.TRAINING):
-            results = policy.train(len(train_batch.minibatches), self.loss, lr, decay)
+        critic, results = self.parts.critic, list[MinibatchResult]()
+        if critic is not None:
+            with timer(Phase.CRITIC):
+                metrics |= critic.train(self.step, len(train_batch.minibatches))
+        if critic is None or not critic.alone(self.step):
+            with timer(Phase.TRAINING):
+                results = policy.train(len(train_batch.minibatches), self.loss, lr, decay)
         return {
             **metrics,
             **self.loss.metrics(results),
@@ -272,26 +281,42 @@ def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any
 def batch_metrics(batch: RolloutBatch, version: int) -> dict[str, Any]:
     """Return what the scalars of a batch say that is trained on by the weights of `version`. Suffix N: its rollouts."""
     rollouts = batch.rollouts
-    rewards_N = np.array([rollout.reward for rollout in rollouts], dtype=np.float64)
+    rewards_N = np.array([rollout.reward for rollout in rollouts if rollout.reward is not None], dtype=np.float64)
+    rewards = {}
+    if len(rewards_N):
+        without_signal = [len(group.rollouts) > 1 and np.ptp(group.rewards_G) == 0 for group in batch.groups]
+        rewards = {
+            "reward_mean": float(rewards_N.mean()),
+            "reward_std": float(rewards_N.std()),
+            **reward_parts(batch),
+            "groups_without_signal": float(np.mean(without_signal)),
+        }
     accuracy_N = [rollout.accuracy for rollout in rollouts if rollout.accuracy is not None]
     accuracy = {"accuracy": float(np.mean(accuracy_N))} if len(accuracy_N) == len(rollouts) else {}
     staleness_N = [version - rollout.first_version for rollout in rollouts]
     return {
-        "reward_mean": float(rewards_N.mean()),
-        "reward_std": float(rewards_N.std()),
+        **rewards,
         **accuracy,
-        **reward_parts(batch),
-        "groups_without_signal": float(np.mean([np.ptp(group.rewards_G) == 0 for group in batch.groups])),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "response_tokens_max": max(rollout.response_tokens for rollout in rollouts),
         "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "prompt_tokens_mean": float(np.mean([rollout.prompt_tokens for rollout in rollouts])),
         "sampled_rollouts": len(rollouts),
         "rollout_tokens": sum(rollout.tokens for rollout in rollouts),
+        "stop_reasons": dict(sorted(Counter(rollout.stop_reason for rollout in rollouts).items())),
         "weight_version": min(rollout.first_version for rollout in rollouts),
         "positions": ranges(group.position for group in batch.groups),
         "staleness": {"mean": float(np.mean(staleness_N)), "max": max(staleness_N)},
+        "tokens_by_version": tokens_by_version(rollouts),
     }
+
+
+def tokens_by_version(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """Return [version, response tokens that its weights chose] of each version, the oldest first."""
+    found: Counter[int] = Counter()
+    for rollout in rollouts:
+        found.update(dict(rollout.versions))
+    return [[version, found[version]] for version in sorted(found)]
 
 
 def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
@@ -314,7 +339,10 @@ def reward_parts(batch: RolloutBatch) -> dict[str, dict[str, float]]:
 
 
 def optimizer_metrics(results: Sequence[MinibatchResult]) -> dict[str, Any]:
-    """Return the metrics of a batch's optimizer steps: mean loss of those taken, gradient norm of the last of them."""
+    """Return the metrics of a batch's optimizer steps, if any: mean loss of those taken, gradient norm of the last of
+    them."""
+    if not results:
+        return {}
     taken = [result for result in results if not result.skipped] or results[-1:]
     return {
         "loss": sum(result.loss for result in taken) / len(taken),

@@ -90,12 +90,48 @@ def rollout_means(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tens
     return rollout_sums(values_R, rollout_R) / rollout_sums(torch.ones_like(values_R), rollout_R).clamp(min=1)
 
 
-def sums_to_go(values_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
-    """Return for each token the sum over it and the tokens of its rollout that follow it [R]."""
-    exact_R = values_R.double()  # differences of sums over the micro-batch: what else is in it must not show
-    before_R = torch.cumsum(exact_R, 0) - exact_R
-    ends_N = torch.cumsum(rollout_sums(exact_R, rollout_R), 0)
-    return (ends_N[rollout_R] - before_R).to(values_R.dtype)
+def sums_to_go(values_R: torch.Tensor, rollout_R: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
+    """Return for each token the sum over it and the tokens of its rollout that follow it [R], each token further on
+    multiplied by `discount` once more.
+
+    Sums over 2 n tokens are made of those over n, so that a rollout of n tokens takes log2(n) passes over all of them.
+    """
+    total_R, reach = values_R.double(), 1
+    longest = int(torch.bincount(rollout_R).max()) if len(rollout_R) else 0
+    while reach < longest:
+        own_R = rollout_R[reach:] == rollout_R[:-reach]
+        further_R = torch.where(own_R, discount**reach * total_R[reach:], 0.0)
+        total_R = torch.cat([total_R[:-reach] + further_R, total_R[-reach:]])
+        reach *= 2
+    return total_R.to(values_R.dtype)
+
+
+def generalized_advantages(
+    rewards_R: torch.Tensor, values_R: torch.Tensor, rollout_R: torch.Tensor, gamma: float, gae_lambda: float
+) -> torch.Tensor:
+    """Return the advantage of each token [R]: generalized advantage estimation (arXiv 1506.02438, equation 16).
+
+    A_t = d_t + gamma lambda A_(t + 1) with d_t = r_t + gamma V_(t + 1) - V_t, over the response tokens of a rollout,
+    behind whose last one nothing follows. V_t is the value before the token was chosen.
+    """
+    inside_R = torch.cat([rollout_R[1:] == rollout_R[:-1], rollout_R.new_zeros(1, dtype=torch.bool)])[: len(rollout_R)]
+    following_R = torch.where(inside_R, values_R.roll(-1), 0.0)
+    return sums_to_go(rewards_R + gamma * following_R - values_R, rollout_R, gamma * gae_lambda)
+
+
+def value_loss(
+    values_R: torch.Tensor, old_values_R: torch.Tensor, returns_R: torch.Tensor, clip: float | None
+) -> torch.Tensor:
+    """Return half of the squared error of each value [R], of the worse one of value and clipped value.
+
+    The value is clipped to within `clip` of what it was before the step, as published implementations of PPO do (arXiv
+    2006.05990): one that has moved further than that towards its return has no gradient.
+    """
+    errors_R = (values_R - returns_R).square()
+    if clip is not None:
+        clipped_R = old_values_R + (values_R - old_values_R).clamp(-clip, clip)
+        errors_R = torch.maximum(errors_R, (clipped_R - returns_R).square())
+    return 0.5 * errors_R
 
 
 def sequence_ratio(logprobs_R: torch.Tensor, old_logprobs_R: torch.Tensor, rollout_R: torch.Tensor) -> torch.Tensor:
@@ -138,7 +174,8 @@ def binary_divergence(
 
 
 def old_logprobs(batch: TokenBatch) -> torch.Tensor:
-    """Return the log-probs of the policy that sampled [R], as the trainer computes them, without gradient.
+    """Return the log-probs of the policy before the batch's first optimizer step [R], as the trainer computes them,
+    without gradient. Without lag it is the policy that sampled.
 
     Where they were not recomputed the current policy is taken as the old one: a ratio to it is 1 and has the gradient
     of the log-prob, which is exact for the first optimizer step after sampling.
@@ -196,3 +233,34 @@ def _uncapped_penalty(
         case "k3":
             return k3(log_ratio_R)
     raise ValueError(f"unknown KL estimator {estimator!r}: k1, k2 or k3")
+
+
+def top_divergence(
+    teacher_RK: torch.Tensor, policy_RK: torch.Tensor, forward_share: float, *, tail: bool
+) -> torch.Tensor:
+    """Return the divergence of two distributions at each position [R], over K of its tokens; differentiable in
+    `policy_RK`, the policy's log-probs of these tokens, as `teacher_RK` are the teacher's.
+
+    It is forward_share * KL(teacher || policy) + (1 - forward_share) * KL(policy || teacher): the generalised
+    distillation of arXiv 2306.13649 with both divergences mixed. `tail`: all other tokens together are one further
+    event; else both distributions are made to add up to 1 over the K tokens.
+    """
+    made = _with_tail if tail else _renormalised
+    log_t_RK, log_p_RK = made(teacher_RK), made(policy_RK)
+    loss_R = torch.zeros_like(log_t_RK[:, 0])
+    if forward_share:
+        loss_R = loss_R + forward_share * (log_t_RK.exp() * (log_t_RK - log_p_RK)).sum(-1)
+    if forward_share < 1:
+        loss_R = loss_R + (1 - forward_share) * (log_p_RK.exp() * (log_p_RK - log_t_RK)).sum(-1)
+    return loss_R
+
+
+def _renormalised(logprobs_RK: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logprobs_RK, -1)
+
+
+def _with_tail(logprobs_RK: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs and that of all other tokens; where rounding leaves these nothing, the least that the
+    precision can tell from it."""
+    rest_R = (1 - logprobs_RK.exp().sum(-1)).clamp(min=torch.finfo(logprobs_RK.dtype).eps)
+    return torch.cat([logprobs_RK, rest_R.log()[:, None]], -1)

@@ -93,9 +93,10 @@ class Saver:
             return
         try:
             self.run.prune(self.config.keep_last, self.config.keep_best, self.config.keep_best_by)
-        except OSError as error:
+        except (OSError, RlctlError) as error:
             self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
-        done.set_result(None)
+        finally:  # whatever else it was: the run would wait for this without end
+            done.set_result(None)
 
     def finish_if_written(self) -> None:
         """Raise what went wrong with the save under way, if it has ended."""

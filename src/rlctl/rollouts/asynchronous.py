@@ -1,13 +1,17 @@
 """Rollouts that are made while the policy trains, from weights that may be some versions old.
 
-*Admission*: a group is begun while (max_staleness + version + 1) x groups of a batch exceeds the groups begun so far,
-so that no group is older than `rollouts.max_staleness` versions when it is trained on (arXiv 2505.24298, section 5.1).
+*Admission*: a group is begun while (max_staleness + version + 1) x groups of a batch exceeds the groups trained on,
+finished and running, which is while fewer than max_staleness + 1 batches are ahead (arXiv 2505.24298, section 5.1).
 *Consumption*: with `rollouts.order=position` each batch holds the next positions; with `arrival` those that finished
-first, but a group that was admitted `max_staleness` versions ago is waited for. No rollout is thrown away.
+first, as far as every other group can still be trained on within `max_staleness` versions of its admission: the oldest
+are waited for. No rollout is thrown away. With `filter.groups=replace` a group that the algorithm does not train on
+fills no place: another one is begun, and the batch holds both.
 
 With `refit.in_flight=wait` all groups admitted under one version are dealt to the engines in turn and sampled to their
-end under it, before the next refit: what is sampled then follows from the run's seed alone. With `keep` groups go to
-the engine with the least to do, one by one, and go on under the new weights.
+end under it, before the next refit: what is sampled then follows from the run's seed alone. Replacements must follow
+from it too: where groups are replaced, they are admitted only while none is under way. With `keep` groups go to the
+engine with the least to do, one by one, and go on under the new weights. An order of prompts by pass rates follows from
+the batches that were returned, not from what happens to be finished.
 
 Two threads work besides the loop: one takes finished groups from the engines, the other has them scored.
 """
@@ -19,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlctl.backends.clients import EngineClient, PendingGroups
 from rlctl.backends.messages import GroupRequest, GroupResult
@@ -31,14 +35,15 @@ from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import GroupMaker, load_groups, restored, save_groups
+from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, load_groups, restored_ledger, save_groups
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
+T = TypeVar("T")
 LOOK_S = 0.5
 """Longest time between two looks at what has changed."""
 QUIET_S = 60.0
-"""Time without any finished group after which it is said who waits for whom."""
+"""Time without any finished group after which it is said who waits for whom, again and again."""
 GROUPS_FILE = "finished_rollouts.npz"
 
 
@@ -58,6 +63,8 @@ class Progress:
     """Groups that are being scored."""
     finished: dict[int, RolloutGroup] = field(default_factory=dict)
     """Position -> scored group, in the order in which they finished."""
+    in_vain: set[int] = field(default_factory=set)
+    """Those of the finished that fill no place of a batch."""
     failures: int = 0
     """Completions on which a scorer failed, since the last batch."""
     lost: list[tuple[object, RlctlError]] = field(default_factory=list)
@@ -74,18 +81,24 @@ class AsynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
         timer: StepTimer,
+        trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`trains_on` says which groups fill the batch, where others are replaced; `tell` hears who waits for whom."""
         self._config, self._prompts, self._timer, self._tell = config, prompts, timer, tell
         self._engines, self._sync = engines, sync
         self._groups = GroupMaker(config, prompts, rewards)
         self._ledger = Ledger()
         self._whole_calls = config.refit.in_flight == "wait"
+        self._replaces = config.filter.groups == "replace"
+        self._fills: Callable[[RolloutGroup], bool] = trains_on if self._replaces else lambda group: True
         self._changed = threading.Condition()
         self._progress = Progress()
+        self._batches = 0
+        """Batches that were returned."""
         self._closed = False
         self._threads = [
             threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
@@ -106,24 +119,37 @@ class AsynchronousSource:
 
     def next(self, version: int) -> RolloutBatch:
         """Return the next batch, once all of it is there; begin what may be begun under `version`."""
-        self._begin(self._admit(version), version)
         with self._timer(Phase.WAITING):
-            positions = self._wait(lambda: self._batch(version), version, "rollouts of the next batch")
+            self._wait(lambda: self._may_admit() or None, "the policy", version)
+        self._admit(version)
+        with self._timer(Phase.WAITING):
+            positions = self._wait(lambda: self._batch(version), "the policy", version)
         with self._changed:
             groups = [self._progress.finished.pop(position) for position in positions]
+            filled = len(positions) - len(self._progress.in_vain.intersection(positions))
+            self._progress.in_vain.difference_update(positions)
             ages = [version - self._progress.admitted.pop(position) for position in positions]
+            self._batches += 1
             failures, self._progress.failures = self._progress.failures, 0
             self._ledger.hand_over(positions)
-        return RolloutBatch(
-            tuple(groups), {"scorer_failures": failures, "offloaded_bytes": 0, "versions_since_admission": max(ages)}
-        )
+        self._prompts.observe(groups)
+        measured = {"scorer_failures": failures, "offloaded_bytes": 0, "versions_since_admission": max(ages)}
+        if self._replaces:
+            size = self._config.batch.prompts
+            measured |= {"sampling_rounds": -(-len(groups) // size), "missing_groups": size - filled}
+        return RolloutBatch(tuple(groups), measured)
 
     def state(self) -> dict[str, Any]:
         """Return the ledger and what else `restore` needs; groups under way are begun again by it."""
-        self._scored_if_settled()
+        if self._whole_calls:
+            # Nothing is sampled between two steps. Leave nothing unscored either: a resumed run then has the same
+            # rollouts as this one.
+            self._wait(lambda: not self._unscored() or None, "the checkpoint")
         with self._changed:
+            orders = self._prompts.state(self._ledger.first_open)
             admitted = {str(position): self._progress.admitted[position] for position in self._progress.finished}
-            return {**self._ledger.state(), "admitted": admitted, "order": list(self._progress.finished)}
+            own = {"admitted": admitted, "batches": self._batches, **({"orders": orders} if orders else {})}
+            return {**self._ledger.state(), **own}
 
     def write(self, directory: Path) -> None:
         """Write the finished groups, with all their columns."""
@@ -136,27 +162,43 @@ class AsynchronousSource:
 
         Raises InputError where the ledger or the file cannot be read.
         """
-        self._ledger = restored(state, self._prompts)
+        self._ledger = restored_ledger(state, self._prompts)
         stored = load_groups(directory / GROUPS_FILE, self._groups.row_at) if self._ledger.finished else []
         groups = {group.position: group for group in stored if group.position in self._ledger.finished}
         if groups.keys() != self._ledger.finished:
             raise InputError(f"{directory / GROUPS_FILE} lacks groups of its ledger.", "Remove the checkpoint.")
         with self._changed:
             self._progress.finished = groups
+            self._progress.in_vain = {position for position, group in groups.items() if not self._fills(group)}
             self._progress.admitted = {int(position): version for position, version in state["admitted"].items()}
+            self._batches = state["batches"]
 
     # Admission
 
-    def _admit(self, version: int) -> list[GroupRequest]:
-        """Take the positions that may be begun under `version`."""
-        rollouts, groups = self._config.rollouts, self._config.batch.prompts
+    def _admit(self, version: int) -> None:
+        """Begin the groups that may be begun under `version`."""
         with self._changed:
-            begun = self._ledger.taken
-            positions = self._ledger.take(max(0, (rollouts.max_staleness + version + 1) * groups - begun))
+            positions = self._ledger.take(self._room())
             self._progress.admitted.update(dict.fromkeys(positions, version))
-        return [self._groups.request(position, self._groups.row_at(position)) for position in positions]
+        self._begin([self._groups.request(position, self._groups.row_at(position)) for position in positions])
 
-    def _begin(self, requests: Sequence[GroupRequest], version: int) -> None:
+    def _room(self) -> int:
+        """Return how many groups may be begun; `filter.max_rounds` bounds those that fill no place."""
+        size, left = self._config.batch.prompts, self._config.run.steps - self._batches - 1
+        ahead = max(0, min(self._config.rollouts.max_staleness, left))  # what no step trains on is not begun
+        begun = len(self._progress.finished) + len(self._ledger.under_way)
+        most = ahead * size + self._most
+        return max(0, min((ahead + 1) * size - (begun - len(self._progress.in_vain)), most - begun))
+
+    @property
+    def _most(self) -> int:
+        """Groups of a batch, at most."""
+        return self._config.batch.prompts * (self._config.filter.max_rounds if self._replaces else 1)
+
+    def _may_admit(self) -> bool:
+        return not (self._replaces and self._whole_calls and self._ledger.under_way)
+
+    def _begin(self, requests: Sequence[GroupRequest]) -> None:
         """Ask the engines for `requests`; an engine that fails is replaced."""
         engines = self._engines.engines
         shares: dict[object, list[GroupRequest]] = {engine: [] for engine in engines}
@@ -193,59 +235,94 @@ class AsynchronousSource:
 
     def _batch(self, version: int) -> list[int] | None:
         """Return the positions of the batch to train `version` on; None: not all of them are finished."""
-        finished, size = self._progress.finished, self._config.batch.prompts
-        if self._config.rollouts.order == "position":
-            chosen = self._ledger.next_to_hand_over(size)
-            return chosen if all(position in finished for position in chosen) else None
-        oldest = version - self._config.rollouts.max_staleness
-        due = [position for position, admitted in self._progress.admitted.items() if admitted <= oldest]
-        if len(finished) < size or not all(position in finished for position in due):
-            return None
-        early = [position for position in finished if position in due]
-        return [*early, *(position for position in finished if position not in due)][:size]
+        found = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
+        if found is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds`: no more is to come
+            in_vain = self._progress.in_vain
+            return sorted(self._progress.finished, key=lambda position: position in in_vain)[: self._most]
+        return found
+
+    def _by_position(self) -> list[int] | None:
+        """Return the next positions, as many as fill the batch."""
+        size, chosen = self._config.batch.prompts, list[int]()
+        for position in self._ledger.next_to_hand_over(len(self._progress.finished)):
+            if position not in self._progress.finished:
+                return None
+            chosen.append(position)
+            if len(chosen) - len(self._progress.in_vain.intersection(chosen)) == size or len(chosen) == self._most:
+                return chosen
+        return None
+
+    def _by_arrival(self, version: int) -> list[int] | None:
+        """Return a batch of those that finished first, and all that fill no place.
+
+        A group must be trained on within `max_staleness` versions of its admission. So many of the groups that are due
+        within some batches are in this one that the others fit into the batches that are left until then.
+        """
+        size, limit = self._config.batch.prompts, self._config.rollouts.max_staleness
+        versions = {p: v for p, v in self._progress.admitted.items() if p not in self._progress.in_vain}
+        finished = [position for position in self._progress.finished if position in versions]
+        chosen: list[int] = []
+        for admitted in sorted(set(versions.values())):
+            due = sum(one <= admitted for one in versions.values())
+            needed = due - max(0, admitted + limit - version) * size - len(chosen)
+            ready = [p for p in finished if versions[p] <= admitted and p not in chosen]
+            if needed > len(ready):
+                return None
+            chosen += ready[: max(0, needed)]
+        chosen += [position for position in finished if position not in chosen]
+        return [*chosen[:size], *self._progress.in_vain][: self._most] if len(chosen) >= size else None
 
     def settle(self) -> None:
         """Wait until no engine samples anything: the weights are about to change."""
-        limit_s = self._config.cluster.step_timeout_s
-        with self._timer(Phase.WAITING), self._changed:
+        with self._timer(Phase.WAITING):
             # An engine that is lost is missed by the refit, which replaces it; its groups are begun again by `next`.
-            self._changed.wait_for(lambda: not self._progress.calls or self._progress.trouble, limit_s)
-            self._raise_trouble()
-            if self._progress.calls:
-                raise WaitTimeoutError(
-                    f"The engines did not finish their groups in {limit_s:.0f} s.", "Raise cluster.step_timeout_s."
-                )
-
-    def _scored_if_settled(self) -> None:
-        """Where nothing is in flight at a checkpoint, leave nothing unscored either: a resumed run then has the same
-        rollouts as this one."""
-        if self._whole_calls:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._unscored() or self._progress.trouble)
-                self._raise_trouble()
+            self._wait(lambda: not self._progress.calls or None, "the refit")
 
     def _unscored(self) -> int:
         return len(self._progress.sampled) + self._progress.scoring
 
-    def _wait(self, find: Callable[[], list[int] | None], version: int, what: str) -> list[int]:
-        """Wait for what `find` returns, and replace engines that fail meanwhile."""
-        quiet_since, before = time.monotonic(), -1
+    def _wait(self, find: Callable[[], T | None], who: str, version: int | None = None) -> T:
+        """Wait until `find` returns something. With a `version` engines that fail are replaced, and groups begun where
+        others filled no place.
+
+        Raises what ended a thread, and WaitTimeoutError where nothing was finished for `cluster.step_timeout_s`.
+        """
+        quiet, before, told = time.monotonic(), -1, 0
         while True:
             with self._changed:
                 self._raise_trouble()
-                lost, self._progress.lost = self._progress.lost, []
-                if not lost:
-                    if (found := find()) is not None:
-                        return found
+                lost = self._take_lost() if version is not None else []
+                if not lost and (found := find()) is not None:
+                    return found
+                more = version is not None and not lost and self._replaces and self._may_admit() and self._room()
+                if not (lost or more):
                     self._changed.wait(LOOK_S)
                 finished = len(self._progress.finished)
-            for engine, error in lost:
-                self._replace(engine, error, version)
-            if finished != before:
-                quiet_since, before = time.monotonic(), finished
-            elif time.monotonic() - quiet_since > QUIET_S:
-                quiet_since = time.monotonic()
-                self._tell(f"the policy waits for {what}: {self._whereabouts()}")
+            if version is not None:
+                for engine, error in lost:
+                    self._replace(engine, error, version)
+                if more:
+                    self._admit(version)
+            if finished != before or lost:
+                quiet, before, told = time.monotonic(), finished, 0
+            quiet_s, limit_s = time.monotonic() - quiet, self._limit_s
+            if quiet_s > limit_s:
+                raise WaitTimeoutError(
+                    f"No group of rollouts was finished for {limit_s:.0f} s: {self._whereabouts()}.",
+                    "Raise cluster.step_timeout_s, or see the logs of the engines and of the scorer.",
+                )
+            if quiet_s > (told + 1) * QUIET_S:
+                told += 1
+                self._tell(f"{who} has waited {quiet_s:.0f} s: {self._whereabouts()}")
+
+    @property
+    def _limit_s(self) -> float:
+        """An engine and a scorer have their own limits, whose errors say more: let those come first."""
+        return self._config.cluster.step_timeout_s + self._config.reward.timeout_s + 2 * MARGIN_S
+
+    def _take_lost(self) -> list[tuple[object, RlctlError]]:
+        lost, self._progress.lost = self._progress.lost, []
+        return lost
 
     def _whereabouts(self) -> str:
         with self._changed:
@@ -253,7 +330,7 @@ class AsynchronousSource:
                 f"engine {index} samples {len(self._progress.asked.get(engine, ()))} group(s)"
                 for index, engine in enumerate(self._engines.engines)
             ]
-            return ", ".join([*parts, f"{self._unscored()} group(s) wait for their rewards"])
+            return ", ".join([*parts, f"the scorer has {self._unscored()}"])
 
     def _replace(self, engine: object, error: RlctlError, version: int) -> None:
         """Bring the engines back after `engine` failed, if a refit has not, and begin its groups again."""
@@ -261,7 +338,7 @@ class AsynchronousSource:
             self._sync.recover(error, version)
         with self._changed:
             again = list(self._progress.asked.pop(engine, {}).values())
-        self._begin(again, version)
+        self._begin(again)
 
     def _lose(self, engine: object, error: RlctlError) -> None:
         with self._changed:
@@ -334,6 +411,7 @@ class AsynchronousSource:
             self._progress.scoring = 0
             self._progress.failures += failures
             self._progress.finished.update({group.position: group for group in groups})
+            self._progress.in_vain.update(group.position for group in groups if not self._fills(group))
             self._ledger.finish(group.position for group in groups)
             self._changed.notify_all()
         return True

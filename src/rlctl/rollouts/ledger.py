@@ -32,9 +32,9 @@ class Ledger:
         return [[0, self._handed_over_below - 1]] * (self._handed_over_below > 0) + ranges(self._handed_over)
 
     @property
-    def taken(self) -> int:
-        """How many positions were taken and are not waiting to be taken again."""
-        return self._next - len(self._again)
+    def first_open(self) -> int:
+        """The first position that was not handed over."""
+        return self._handed_over_below
 
     def next_to_hand_over(self, count: int) -> list[int]:
         """Return the first `count` positions that were not handed over, taken or not."""

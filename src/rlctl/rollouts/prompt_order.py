@@ -23,7 +23,7 @@ SCANNED_PROMPTS = 2048
 # What a tokenizer puts around a text: no token of the text itself stands for less than a byte of it.
 TOKENS_AROUND = 2
 ORDERS_KEPT = 2
-"""Epochs whose order is kept, and saved where it follows from pass rates: the one under way and the one before it."""
+"""Epochs whose order is kept in memory: the one under way and the one before it."""
 ROWS_KEPT = 1_000_000
 """Rows of epochs by pass rates that are kept in memory, more than any batch has: it may span many short epochs."""
 
@@ -79,7 +79,8 @@ class PromptStream:
             for number, (one, prompts) in enumerate(zip(settings, opened, strict=True))
         ]
         rounds = config.filter.max_rounds if config.filter.groups == "replace" else 1
-        planned = config.batch.prompts * config.run.steps * rounds
+        ahead = config.rollouts.max_staleness if config.rollouts.mode == "async" else 0
+        planned = config.batch.prompts * (config.run.steps * rounds + ahead)
         return cls(sources, Mixing([one.weight for one in settings]), planned, held_out)
 
     @property
@@ -122,9 +123,11 @@ class PromptStream:
         for group in groups:
             self._named[group.prompt.source].order.observe(group)
 
-    def state(self) -> dict[str, Any]:
-        """Return what the orders of later epochs follow from, as JSON, by source; sources without such are left out."""
-        states = ((source.label, source.order.state()) for source in self.sources)
+    def state(self, since: int = 0) -> dict[str, Any]:
+        """Return what the prompts at `since` and later positions follow from, as JSON, by source; sources without such
+        are left out."""
+        places = self._mixing.turns(since)
+        states = ((one.label, one.order.state(place)) for one, place in zip(self.sources, places, strict=True))
         return {label: state for label, state in states if state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -189,8 +192,8 @@ class PromptOrder:
     def observe(self, group: RolloutGroup) -> None:
         """Take note of a finished group; this order follows from none."""
 
-    def state(self) -> dict[str, Any]:
-        """Return what the order of later epochs follows from: nothing."""
+    def state(self, since: int = 0) -> dict[str, Any]:
+        """Return what the rows at `since` and later follow from: nothing."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -226,15 +229,16 @@ class PassRateOrder(PromptOrder):
 
     def observe(self, group: RolloutGroup) -> None:
         right = [
-            min(max(rollout.reward, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
+            min(max(rollout.reward or 0.0, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
             for rollout in group.rollouts
         ]
         self._rates[group.prompt.index] = sum(right) / len(right)
 
-    def state(self) -> dict[str, Any]:
+    def state(self, since: int = 0) -> dict[str, Any]:
+        kept = [epoch for epoch in sorted(self._fixed) if epoch >= since // self.size]
         return {
             "rates": sorted(self._rates.items()),
-            "orders": {str(epoch): self._fixed[epoch].tolist() for epoch in sorted(self._fixed)[-ORDERS_KEPT:]},
+            "orders": {str(epoch): self._fixed[epoch].tolist() for epoch in kept},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,16 @@ SCALARS = "scalars"
 class GroupMaker:
     """Makes requests and scored groups of a run; every source of rollouts uses it."""
 
-    def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: WorkerGroup[RewardWorker]) -> None:
+    def __init__(self, config: RlctlConfig, prompts: PromptStream, rewards: WorkerGroup[RewardWorker] | None) -> None:
         self._config, self._prompts, self._rewards = config, prompts, rewards
-        self.sampling = Sampling.from_config(
-            config.generation, stop=prompts.encoder.stop, stop_token_ids=prompts.encoder.stop_token_ids
-        )
+        encoder = prompts.encoder
+        sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+        self.sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
+
+    @property
+    def scores(self) -> bool:
+        """Whether the run has rewards."""
+        return self._rewards is not None
 
     def row_at(self, position: int) -> PromptRow:
         """Return the row of the data at `position`."""
@@ -57,44 +63,46 @@ class GroupMaker:
 
 
 def scored(
-    workers: WorkerGroup[RewardWorker],
+    workers: WorkerGroup[RewardWorker] | None,
     results: Sequence[GroupResult],
     rows: Mapping[int, PromptRow],
     seeds: Mapping[int, Sequence[int]],
     timeout_s: float,
 ) -> tuple[list[RolloutGroup], int]:
     """Return the groups of `results` with their rewards, and the number of completions on which a scorer failed. A
-    group's number is its position; `rows` and `seeds` have the row and the samples' seeds of each."""
-    asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
-    (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
+    group's number is its position; `rows` and `seeds` have the row and the samples' seeds of each. Without `workers`
+    there are no rewards."""
+    answers: Sequence[GroupScores | None] = [None] * len(results)
+    if workers is not None:
+        asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
+        (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
     groups = []
     for result, answer in zip(results, answers, strict=True):
         rollouts = _rollouts(result, answer, seeds[result.group])
         groups.append(RolloutGroup(result.group, rows[result.group], rollouts, result.columns, result.texts))
-    return groups, sum(answer.failures for answer in answers)
+    return groups, sum(answer.failures for answer in answers if answer is not None)
 
 
-def _rollouts(result: GroupResult, scores: GroupScores, seeds: Sequence[int]) -> tuple[Rollout, ...]:
+def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[int]) -> tuple[Rollout, ...]:
     return tuple(
         Rollout(
             position=result.group,
             sample=sample,
             seed=seed,
-            first_version=result.first_versions[sample],
-            last_version=result.last_versions[sample],
+            versions=result.versions[sample],
             stop_reason=result.finish_reasons[sample],
             prompt_tokens=result.prompt_tokens,
             tokens=result.tokens[sample],
             response_tokens=result.response_tokens[sample],
-            reward=scores.rewards[sample],
-            terms={name: values[sample] for name, values in scores.terms.items()},
-            accuracy=None if scores.accuracies is None else scores.accuracies[sample],
+            reward=None if scores is None else scores.rewards[sample],
+            terms={} if scores is None else {name: values[sample] for name, values in scores.terms.items()},
+            accuracy=None if scores is None or scores.accuracies is None else scores.accuracies[sample],
         )
         for sample, seed in enumerate(seeds)
     )
 
 
-def restored(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
+def restored_ledger(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
     """Return the ledger of a source's state, and bring the orders of prompts to where they were. Raises InputError
     where the state cannot be read."""
     try:
@@ -143,5 +151,8 @@ def _loaded(one: dict[str, Any], arrays: dict[str, np.ndarray], row_at: Callable
     own: dict[str, Any] = {name: arrays[f"{position}/{name}"] for name in COLUMNS}
     further = {name.removeprefix(extra): array for name, array in arrays.items() if name.startswith(extra)}
     columns = RolloutColumns(**own, extra_T=further)
-    rollouts = tuple(Rollout(**rollout) for rollout in one["rollouts"])
+    rollouts = tuple(
+        Rollout(**{**rollout, "versions": tuple((version, tokens) for version, tokens in rollout["versions"])})
+        for rollout in one["rollouts"]
+    )
     return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]))

@@ -66,19 +66,6 @@ def refuse_async(config: RlctlConfig) -> None:
             "rollouts.mode = async: with training.offload = true the policy waits in host memory while engines sample.",
             "Set training.offload=false.",
         )
-    if config.filter.groups == "replace":
-        raise ConfigError(
-            "filter.groups = replace samples on until a batch is full, and rollouts.mode = async samples ahead of "
-            "batches.",
-            "Choose filter.groups=drop, or leave out --async.",
-        )
-    orders = {config.data.order, *(source.order for source in config.data.sources)}
-    if "pass-rate" in orders:
-        raise ConfigError(
-            "data.order = pass-rate follows from rollouts that are trained on, and rollouts.mode = async samples ahead "
-            "of them.",
-            "Choose another order, or leave out --async.",
-        )
     if config.refit.in_flight == "abort":
         raise ConfigError(
             "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "
@@ -95,7 +82,7 @@ def refuse_async(config: RlctlConfig) -> None:
         raise ConfigError(
             f"rollouts.max_staleness = {rollouts.max_staleness}: rollouts of older weights need a correction, and "
             "loss.importance_correction is off.",
-            "Choose loss.importance_correction=truncated or masked, or --max-staleness 0.",
+            "Choose loss.importance_correction=truncated, masked or ratio, or --max-staleness 0.",
         )
 
 

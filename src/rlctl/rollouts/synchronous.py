@@ -7,6 +7,7 @@ its rewards are those of the prompts and not of a choice among them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import GroupMaker, restored
+from rlctl.rollouts.scored_groups import GroupMaker, restored_ledger
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -35,7 +36,7 @@ class SynchronousSource:
         config: RlctlConfig,
         prompts: PromptStream,
         engines: EngineClient,
-        rewards: WorkerGroup[RewardWorker],
+        rewards: WorkerGroup[RewardWorker] | None,
         sync: WeightSync,
         timer: StepTimer,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
@@ -80,7 +81,7 @@ class SynchronousSource:
                 self._config.cluster.step_timeout_s,
                 lambda error: self._sync.recover(error, version),
             )
-        with self._timer(Phase.REWARD):
+        with self._timer(Phase.REWARD) if self._groups.scores else contextlib.nullcontext():
             groups, failures = self._groups.scored(results, rows)
         self._ledger.finish(positions)
         self._prompts.observe(groups)
@@ -89,7 +90,7 @@ class SynchronousSource:
     def state(self) -> dict[str, Any]:
         """Return the ledger, and what the order of prompts follows from. Between two calls of `next` nothing is under
         way or finished."""
-        orders = self._prompts.state()
+        orders = self._prompts.state(self._ledger.first_open)
         return {**self._ledger.state(), **({"orders": orders} if orders else {})}
 
     def write(self, directory: Path) -> None:
@@ -100,7 +101,7 @@ class SynchronousSource:
 
         Raises InputError where it is not the state of synchronous rollouts.
         """
-        self._ledger = restored(state, self._prompts)
+        self._ledger = restored_ledger(state, self._prompts)
         if self._ledger.finished:
             raise InputError(
                 "The checkpoint holds finished rollouts that were not trained on, and synchronous rollouts cannot take "

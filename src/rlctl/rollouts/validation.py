@@ -61,6 +61,7 @@ class ValidationSet:
         order = PromptOrder(len(source), config.run.seed)
         rows = tuple(source[order.at(place)] for place in range(min(len(source), wanted.max_prompts)))
         sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
+        sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
         if wanted.temperature == 0:
             sampling = replace(sampling, top_p=1.0, top_k=-1)
         rewards = prepare_rewards(reward, source)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.staging import is_full
+from rlctl.config.files import written_text
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.telemetry.metrics import finite, flatten
 
@@ -180,7 +181,7 @@ class RunDirectory:
         """Return the manifest. Raises InputError when it is unreadable."""
         path = self.path / MANIFEST
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(written_text(path))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError(f"--run-dir {self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError, RecursionError) as error:
@@ -204,7 +205,7 @@ class RunDirectory:
         directory = self.path / folder
         directory.mkdir(exist_ok=True)
         (directory / f"step_{step}.jsonl").write_text(
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
         )
 
     def new_checkpoint(self, step: int) -> NewCheckpoint:
@@ -290,7 +291,7 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """Return what the loop saved in addition to the policy."""
         try:
-            found = json.loads((self.path / STATE).read_text())
+            found = json.loads(written_text(self.path / STATE))
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(
                 f"Checkpoint {self.path} has no readable {STATE}: {error}.", "Remove it to resume from the one before."
@@ -387,7 +388,7 @@ class NewCheckpoint:
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON: a reader sees the old or the new file, never a part."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     _flush(aside)
     aside.replace(path)
     _flush(path.parent)

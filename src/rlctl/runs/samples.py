@@ -8,23 +8,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import written_text
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import InputError
 
 Sample = dict[str, Any]
 """A line of rollouts/step_N.jsonl."""
 FOLDER = "rollouts"
+CUT_OFF = {
+    "length": "cut off at the length limit",
+    "timeout": "cut off at rollouts.timeout_s",
+    "abort": "cut off by a refit",
+}
+"""Words for how a completion was ended, by its stop reason."""
 
 
 def chosen(groups: Sequence[RolloutGroup], count: int) -> list[tuple[RolloutGroup, Rollout]]:
     """Return up to `count` rollouts of a step with their groups: the one with the best reward, the worst (of another
-    group where there are several), then one of each further group before a second one of any."""
+    group where there are several), then one of each further group before a second one of any. Without rewards the
+    first two are any."""
+
+    def reward(pair: tuple[RolloutGroup, Rollout]) -> float:
+        return pair[1].reward or 0.0
+
     pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
     if not pairs or not count:
         return []
-    best = max(pairs, key=lambda pair: pair[1].reward)
+    best = max(pairs, key=reward)
     others = [pair for pair in pairs if pair[0] is not best[0]] or [pair for pair in pairs if pair is not best]
-    found = [best, *sorted(others, key=lambda pair: pair[1].reward)[:1]]
+    found = [best, *sorted(others, key=reward)[:1]]
     rest = [pair for pair in pairs if all(pair is not taken for taken in found)]
     held = [group.position for group, _ in found]
     places = {group.position: place for place, group in enumerate(groups)}
@@ -54,8 +66,10 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
     found: list[Sample] = []
     for number in sorted(steps) if step is None else [step]:
         try:
-            for line in steps[number].read_text(encoding="utf-8").splitlines():
+            for line in filter(None, written_text(steps[number]).split("\n")):  # others may be in a text
                 found.append({"step": number} | json.loads(line))
+                if not isinstance(found[-1].get("reward", 0.0), int | float):
+                    raise TypeError("a reward is no number")
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
                 f"{steps[number]} cannot be read: {error}.", "Remove it, or name another --step."
@@ -68,11 +82,12 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
 def sample_text(sample: Sample) -> str:
     """Return a sample as a person reads it: what was scored how, the prompt as the model saw it, and the completion."""
     terms = ", ".join(f"{name} {value:.3f}" for name, value in (sample.get("terms") or {}).items())
-    marks = ["right" * bool(sample.get("right")), "cut off at the length limit" * bool(sample.get("truncated"))]
+    cut = CUT_OFF.get(sample.get("stop_reason", ""), CUT_OFF["length"])
+    marks = ["right" * bool(sample.get("right")), cut * bool(sample.get("truncated"))]
     heading = [
         f"step {sample['step']}",
         f"prompt {sample.get('position')}, sample {sample.get('sample')}",
-        f"reward {sample.get('reward', 0.0):.3f}" + f" ({terms})" * bool(terms),
+        "no reward" if sample.get("reward") is None else f"reward {sample['reward']:.3f}" + f" ({terms})" * bool(terms),
         *filter(None, marks),
         f"{sample.get('tokens')} tokens",
     ]
@@ -95,7 +110,7 @@ def one_line(sample: Sample, name: str, width: int) -> str:
     prompt = sample["prompt"]
     asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1]["content"]).split())
     said = " ".join(sample["completion"].split())
-    head = f"{name:>7} {sample['reward']:.3f}  "
+    head = "sample  " if sample["reward"] is None else f"{name:>7} {sample['reward']:.3f}  "
     room = max(20, width - len(head) - 4)
     asked = asked if len(asked) <= room // 2 else f"...{asked[-(room // 2 - 3) :]}"
     left = room - len(asked)

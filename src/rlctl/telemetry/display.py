@@ -63,6 +63,7 @@ PHASE_LABELS = {
     Phase.REWARD: "rew",
     Phase.WAITING: "wait",
     Phase.LOGPROBS: "logp",
+    Phase.CRITIC: "critic",
     Phase.TRAINING: "train",
     Phase.REFIT: "refit",
     Phase.VALIDATION: "valid",
@@ -73,6 +74,7 @@ PHASE_WORDS = {
     Phase.GENERATION: "generating",
     Phase.REWARD: "scoring",
     Phase.LOGPROBS: "computing log-probs",
+    Phase.CRITIC: "training the critic",
     Phase.TRAINING: "training",
     Phase.REFIT: "refitting the engines",
     Phase.CHECKPOINT: "saving",
@@ -98,6 +100,8 @@ class Display:
         self.steps = steps
         self.metrics: Sequence[Metric] = ()
         """Further metrics that may have a column: those of the framework and of the run's algorithm."""
+        self.without: Sequence[str] = ()
+        """Metrics that the run does not have, and that have no column."""
         self.progress: Progress = lambda phase: None
         """Asked every now and then while a phase of a step is under way."""
         self._live: Live | None = None
@@ -166,16 +170,17 @@ class Display:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Show the line of a finished step."""
-        self.note(step_line(step, self.steps, metrics, self.metrics, plain=True))
+        self.note(step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without))
         self._now = self._now.finished(metrics["seconds"]["total"])
         if not self.in_terminal:
-            self._print(step_line(step, self.steps, metrics, self.metrics, plain=True))
+            self._print(step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without))
             return
         width = self.console.width
         if self._lines % HEADING_EVERY == 0:
-            self.console.print(heading_line(self.metrics, width), style="bold")
+            self.console.print(heading_line(self.metrics, width, self.without), style="bold")
         self._lines += 1
-        self._print(step_line(step, self.steps, metrics, self.metrics, plain=False, width=width))
+        shown = step_line(step, self.steps, metrics, self.metrics, plain=False, width=width, without=self.without)
+        self._print(shown)
 
     def _print(self, text: str) -> None:
         self.console.print(text if self.in_terminal else f"{_time()} {text}", markup=False)
@@ -298,10 +303,10 @@ def _time() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _columns(declared: Sequence[Metric], width: int | None = None) -> list[Column]:
+def _columns(declared: Sequence[Metric], width: int | None = None, without: Sequence[str] = ()) -> list[Column]:
     """Return the columns of a step line; of those that do not fit `width`, the less important ones are left out."""
     shown = [Column(metric.column, metric.name, metric.form, DECLARED_WIDTH) for metric in declared if metric.column]
-    columns = [*COLUMNS, *shown, *LAST_COLUMNS]
+    columns = [column for column in (*COLUMNS, *shown, *LAST_COLUMNS) if column.name not in without]
     while width is not None and len(columns) > 1 and _width(columns) > width:
         least = min(column.importance for column in columns)
         columns.remove([column for column in columns if column.importance == least][-1])
@@ -317,25 +322,32 @@ def _has_phases(columns: Sequence[Column], width: int | None) -> bool:
     return width is None or _width(columns) + 2 + PHASES_WIDTH <= width
 
 
-def heading_line(declared: Sequence[Metric], width: int | None = None) -> str:
+def heading_line(declared: Sequence[Metric], width: int | None = None, without: Sequence[str] = ()) -> str:
     """Return the headings above step lines of that width."""
-    columns = _columns(declared, width)
+    columns = _columns(declared, width, without)
     phases = ["phases (s)"] if _has_phases(columns, width) else []
     return "  ".join([*(f"{column.heading:>{column.width}}" for column in columns), *phases])
 
 
 def step_line(
-    step: int, steps: int, metrics: Metrics, declared: Sequence[Metric] = (), *, plain: bool, width: int | None = None
+    step: int,
+    steps: int,
+    metrics: Metrics,
+    declared: Sequence[Metric] = (),
+    *,
+    plain: bool,
+    width: int | None = None,
+    without: Sequence[str] = (),
 ) -> str:
     """Return one step in one line of at most `width` columns (unset: however many); `plain` names each value, for logs
-    where no heading is near."""
+    where no heading is near. `without` names metrics that have no column."""
     found = dict(flatten(metrics))
     phases = " ".join(
         f"{PHASE_LABELS[Phase(name)]} {value:.1f}"
         for name, value in metrics["seconds"].items()
         if name != "total" and value >= 0.05
     )
-    columns = _columns(declared, width)
+    columns = _columns(declared, width, without)
     shown = [(column, _shown(column, found, step, steps)) for column in columns]
     if plain:
         return " ".join(f"{column.heading} {value}" for column, value in shown) + f" | {phases}"

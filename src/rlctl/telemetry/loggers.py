@@ -272,19 +272,21 @@ class LoggerThread:
             self._tell(f"{TITLES[self.name]} failed and is switched off: {type(error).__name__}: {why}")
 
 
-def wanted_loggers(config: RunConfig, tell: Callable[[str], None] = lambda _: None) -> tuple[LoggerName, ...]:
+def wanted_loggers(
+    config: RunConfig, tell: Callable[[str], None] = lambda _: None, *, optional: bool = False
+) -> tuple[LoggerName, ...]:
     """Return the loggers of a run. Unset, these are TensorBoard, and Weights & Biases where WANDB_API_KEY is set.
 
-    Raises InputError for one that is asked for and not installed.
+    Raises InputError for one that is asked for and not installed; with `optional` it is left out, which `tell` hears.
     """
     if config.loggers is not None:
-        for name in config.loggers:
-            if not _installed(name):
-                raise InputError(
-                    f"run.loggers names {name}, and the package `{PACKAGES[name]}` is not installed.",
-                    f"Install it with `pip install 'rlctl[{name}]'`, or leave {name} out of run.loggers.",
-                )
-        return config.loggers
+        for name in (missing := [name for name in config.loggers if not _installed(name)]):
+            problem = f"run.loggers names {name}, and the package `{PACKAGES[name]}` is not installed."
+            install = f"Install it with `pip install 'rlctl[{name}]'`"
+            if not optional:
+                raise InputError(problem, f"{install}, or leave {name} out of run.loggers.")
+            tell(f"{problem} The run goes without it. {install}.")
+        return tuple(name for name in config.loggers if name not in missing)
     found: list[LoggerName] = ["tensorboard"]
     if os.environ.get("WANDB_API_KEY"):
         if _installed("wandb"):

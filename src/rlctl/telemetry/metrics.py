@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.config.files import written_text
 from rlctl.errors import InputError
 
 Metrics = Mapping[str, Any]
@@ -21,8 +22,9 @@ class Metric:
 
     name: str
     """Name in metrics.jsonl; a slash makes it part of a nested value."""
-    reduce: Literal["mean", "sum", "max"]
-    """Over the response tokens of the step. A maximum is at least 0."""
+    reduce: Literal["mean", "sum", "max", "effective"]
+    """Over the response tokens of the step. A maximum is at least 0. `effective` is the effective sample size of
+    weights w, as a part of the tokens: (sum of w)^2 / (tokens x sum of w^2)."""
     curve: str = ""
     """Title of its curve in the report; empty: it has none."""
     column: str = ""
@@ -82,7 +84,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Raises InputError when another line is not what a step wrote.
     """
-    lines = path.read_text(errors="replace").splitlines()
+    try:
+        lines = written_text(path, errors="replace").splitlines()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}.", "Restore the file.") from error
     found = []
     for number, line in enumerate(lines, 1):
         try:

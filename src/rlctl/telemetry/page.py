@@ -91,6 +91,8 @@ class ReportedRun:
     forecasts: Sequence[Forecast] = ()
     samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
     """Rollouts of some steps."""
+    validated: Sequence[tuple[int, Sequence[Mapping[str, Any]]]] = ()
+    """Samples of some validations, by the number of steps that were finished before them."""
     messages: Sequence[str] = ()
 
     def points(self, name: str) -> list[tuple[float, float]]:
@@ -135,7 +137,8 @@ def _one(run: ReportedRun) -> str:
         _curves([run]),
         _section("Where the time went", _times(run)),
         _section("Plan and measurement", _forecasts(run.forecasts)),
-        _section("Samples", _samples(run.samples)),
+        _section("Samples", _samples(run.samples, "Step {:,}")),
+        _section("Samples of validation", _samples(run.validated, "After step {:,}")),
         _section("The run", _facts(run)),
         _messages(run),
     ])  # fmt: skip
@@ -313,15 +316,15 @@ def _forecasts(forecasts: Sequence[Forecast]) -> str:
     return _table(["", "planned", "measured", "ratio"], rows) if rows else ""
 
 
-def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]]) -> str:
+def _samples(samples: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], heading: str) -> str:
     found = []
     for step, rows in samples:
-        found.append(f"<h3>Step {step:,}</h3>")
+        found.append(f"<h3>{heading.format(step) if step else 'Before step 1'}</h3>")
         for row in rows:
             reward = row.get("reward")
             told = [f"reward {number(reward)}" if isinstance(reward, int | float) else "no reward"]
             told += [f"answer {row['answer']}"] if row.get("answer") is not None else []
-            told += ["cut off"] if row.get("truncated") else []
+            told += [f"cut off ({row.get('stop_reason', 'length')})"] if row.get("truncated") else []
             found.append(
                 f"<article><pre>{_text(_cut(row.get('prompt', '')))}</pre>"
                 f"<pre class=completion>{_text(_cut(row.get('completion', '')))}</pre>"

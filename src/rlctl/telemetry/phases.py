@@ -16,6 +16,8 @@ class Phase(StrEnum):
     WAITING = "waiting"
     """The policy waits for rollouts that are made while it trains."""
     LOGPROBS = "logprobs"
+    CRITIC = "critic"
+    """Values of the batch's tokens, and the training of the critic that gives them; only where there is one."""
     TRAINING = "training"
     REFIT = "refit"
     VALIDATION = "validation"

@@ -11,7 +11,8 @@ import os
 import sys
 from typing import Literal, TextIO
 
-COLOURS = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m"}
+Severity = Literal["ok", "warn", "fail"]
+COLOURS: dict[Severity, str] = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m"}
 PLAIN = "\x1b[0m"
 
 
@@ -58,8 +59,8 @@ def without_colour(value: bool) -> None:
         os.environ["NO_COLOR"] = "1"
 
 
-def coloured(text: str, status: Literal["ok", "warn", "fail"], stream: TextIO) -> str:
+def coloured(text: str, status: Severity, stream: TextIO | None) -> str:
     """Return `text` in the colour of a status where `stream` is a terminal that may show colours."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or stream is None or not stream.isatty():
         return text
     return f"{COLOURS[status]}{text}{PLAIN}"

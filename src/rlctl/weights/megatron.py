@@ -49,6 +49,8 @@ class MegatronWorld:
     """Megatron's SequentialMLP or TEGroupedMLP; both have one weight an expert."""
     zero_centered_norms: bool = False
     """The engine adds one to norm gains (`layernorm_zero_centered_gamma`)."""
+    head: bool = True
+    """Off for a critic, whose output layer is no published tensor."""
 
     @property
     def size(self) -> int:
@@ -132,10 +134,10 @@ class MegatronWorld:
         if matrix.role is Role.EMBEDDING:
             if first or (self.facts.mtp_layers and last):
                 yield self._place(matrix, Role.EMBEDDING, at, primary=first)
-            if self.facts.tied_embeddings and last and not first:
+            if self.facts.tied_embeddings and self.head and last and not first:
                 yield self._place(matrix, Role.HEAD, at, primary=False)
         elif matrix.role in (Role.HEAD, Role.FINAL_NORM):
-            if last:
+            if last and (self.head or matrix.role is Role.FINAL_NORM):
                 yield self._place(matrix, matrix.role, at)
         else:
             yield self._place(matrix, matrix.role, at)

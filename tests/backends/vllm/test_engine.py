@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlctl.backends.base import EngineWorker
-from rlctl.backends.messages import GroupRequest, Sampling
+from rlctl.backends.messages import GroupRequest, Sampling, joined
 from rlctl.errors import InputError, WaitTimeoutError, WorkerError
 from rlctl.refit.verify import compare
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
@@ -116,6 +116,44 @@ def test_timeout_names_the_engine_and_leaves_it_usable(engine: HostedEngine) -> 
     with pytest.raises(WaitTimeoutError, match="Engine 0 completed"):
         engine.call(EngineWorker.generate, requests(), Sampling(200), 0.05)
     assert len(generate(engine, Sampling(4))) == 4
+
+
+def test_a_sample_that_takes_too_long_ends_with_what_it_has(engine: HostedEngine, policy: WholeTensorPolicy) -> None:
+    """The clock runs from the first token on: with hardly any time, the second one is the last."""
+    policy.refit(engine, 3)
+    sampling = Sampling(200, stop_token_ids=(), timeout_s=1e-9)
+    groups = generate(engine, sampling)
+    ends = [
+        (result.finish_reasons[row], result.response_tokens[row], result.versions[row])
+        for result, columns, _ in groups
+        for row in range(columns.rollouts)
+    ]
+    late = [end for end in ends if end[0] != "stop"]  # some end by themselves at once
+    assert set(late) == {("timeout", 2, ((3, 2),))}
+    assert len(late) > len(ends) / 2
+    assert largest_logprob_error(groups, policy, sampling) < TOLERANCE
+    assert {result.finish_reasons for result, _, _ in generate(engine, Sampling(4, timeout_s=60.0))} == {
+        ("length",) * 4
+    }
+
+
+def test_submitted_groups_are_given_back_one_by_one_as_if_they_were_generated(
+    engine: HostedEngine, policy: WholeTensorPolicy
+) -> None:
+    policy.refit(engine, 5)
+    sampling, wanted = Sampling(8), requests()
+    engine.call(EngineWorker.submit, wanted[:3], sampling)
+    engine.call(EngineWorker.submit, wanted[3:], sampling)
+    found = [joined(*engine.call(EngineWorker.collect_apart, 60.0)) for _ in wanted]
+    assert [len(results) for results in found] == [1] * 4
+    given = {results[0].group: results[0] for results in found}
+    for result, columns, texts in generate(engine, sampling):
+        one = given.pop(result.group)
+        assert (one.columns.tokens_T == columns.tokens_T).all()
+        assert (one.texts, one.versions) == (texts, result.versions)
+    assert not given
+    with pytest.raises(WaitTimeoutError, match="nothing to sample"):
+        engine.call(EngineWorker.collect_apart, 0.01)
 
 
 def readings_differ(engine: HostedEngine, policy: WholeTensorPolicy) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from rlctl.backends.base import EngineWorker
 from rlctl.backends.messages import GroupResult, Sampling
+from rlctl.backends.vllm.inflight import EngineLock
 from rlctl.errors import WorkerError
 from support.engine_host import SwappingEngine
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
@@ -81,6 +84,39 @@ def columns_of(results: list[GroupResult]) -> Iterator[tuple[GroupResult, Any, i
             yield result, columns, row, columns.slice(row)
 
 
+def test_weights_change_between_two_decode_steps_and_never_during_one() -> None:
+    lock, order = EngineLock(), list[str]()
+    decoding, enough = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with lock.step():
+            decoding.set()
+            enough.wait(30)
+            order.append("step")
+
+    def refit() -> None:
+        with lock.ask():
+            order.append("refit")
+
+    def begun(work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+    threads = [begun(step)]
+    assert decoding.wait(30)
+    threads.append(begun(refit))
+    while not lock._asked:
+        time.sleep(0.001)
+    threads.append(begun(step))  # the refit has asked before
+    time.sleep(0.02)
+    assert order == []
+    enough.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == ["step", "refit", "step"]
+
+
 def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path) -> None:
     engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
     old.refit(engine, 1)
@@ -92,8 +128,7 @@ def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path
         prompt, response = tuple(tokens[: result.prompt_tokens]), tokens[result.prompt_tokens :]
         assert (np.diff(versions) >= 0).all()
         assert set(versions.tolist()) <= {1, 2}
-        assert result.first_versions[row] == versions.min()
-        assert result.last_versions[row] == versions.max()
+        assert result.versions[row] == tuple((v, int((versions == v).sum())) for v in sorted(set(versions.tolist())))
         got = columns.logprobs_T[part][result.prompt_tokens :]
         by = {1: old.logprobs(prompt, response, LONG).numpy(), 2: new.logprobs(prompt, response, LONG).numpy()}
         mixed += len(set(versions.tolist())) == 2
@@ -129,7 +164,7 @@ def test_a_refit_ends_samples_in_flight(start: Start, tiny_llama: Path) -> None:
             ended += 1
             assert len(versions) < LONG.max_new_tokens
     assert ended >= len(PROMPTS)
-    assert engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)[0].first_versions == (2, 2, 2, 2)
+    assert [of[0][0] for of in engine.call(EngineWorker.generate, requests(), Sampling(4), 60.0)[0].versions] == [2] * 4
 
 
 def test_samples_of_rejected_weights_are_not_returned(start: Start, tiny_llama: Path) -> None:

@@ -17,7 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlctl.checkpoints.conversion import prepared_model
-from rlctl.checkpoints.conversion.prepared_model import _unseen, converted_bytes, fingerprints_of, place_of, prepared
+from rlctl.checkpoints.conversion.prepared_model import (
+    _unseen,
+    conversion_directory,
+    converted_bytes,
+    fingerprints_of,
+    prepared,
+)
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import resolve_model
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
@@ -54,7 +60,7 @@ def test_a_model_is_converted_once(tiny_llama: Path, home: Path) -> None:
     with ThreadPoolExecutor(2) as pool:  # two runs that start together
         first, second = pool.map(lambda _: prepared(source, "float32", 1, said.append), range(2))
     assert first == second
-    place = place_of(source.directory, "float32")
+    place = conversion_directory(source.directory, "float32")
     assert first.megatron == place / "release"
     assert place.parent == home / "rlctl"
     assert first.label == source.label
@@ -65,7 +71,7 @@ def test_a_model_is_converted_once(tiny_llama: Path, home: Path) -> None:
     assert prepared(source, "float32", 1, said.append) == first
     assert said[-1] == f"starting from {place}, converted by an earlier run"
     assert (place / "release" / ".metadata").stat().st_mtime_ns == made
-    assert place_of(source.directory, "bfloat16") != place
+    assert conversion_directory(source.directory, "bfloat16") != place
     tensors = load_file(tiny_llama / "model.safetensors")
     assert fingerprints_of(first, "float32") == {name: fingerprint(t, t.shape) for name, t in tensors.items()}
     assert fingerprints_of(first, "bfloat16") == fingerprints_of(source, "float32") == {}
@@ -77,7 +83,7 @@ def test_block_scaled_weights_become_plain(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("RLCTL_MEGATRON_CHECKPOINT_DIR")
     model = block_scaled(tmp_path / "model")
     found = prepared(resolve_model(str(model)), "bfloat16", 1, print)
-    assert found.megatron == tmp_path / "shared" / "rlctl" / place_of(model, "bfloat16").name / "release"
+    assert found.megatron == tmp_path / "shared" / "rlctl" / conversion_directory(model, "bfloat16").name / "release"
     assert "quantization_config" not in json.loads((found.directory / "config.json").read_text())
 
 
@@ -102,7 +108,7 @@ def test_a_conversion_that_was_damaged_is_named_for_removal(
     made = prepared(source, "float32", 1, print).megatron  # where all tests of the session have it
     assert made is not None
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "a place"))
-    place = place_of(source.directory, "float32")
+    place = conversion_directory(source.directory, "float32")
     shutil.copytree(made.parent, place)
     harm(place)
     with pytest.raises(InputError, match=re.escape(said)) as failed:
@@ -118,7 +124,7 @@ def test_an_iteration_saved_beside_a_conversion_is_not_started_from(
     made = prepared(source, "float32", 1, print).megatron
     assert made is not None
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path))
-    place = place_of(source.directory, "float32")
+    place = conversion_directory(source.directory, "float32")
     shutil.copytree(made.parent, place)
     shutil.copytree(place / "release", place / "iter_0000003")
     (place / "latest_checkpointed_iteration.txt").write_text("3")
@@ -127,11 +133,11 @@ def test_an_iteration_saved_beside_a_conversion_is_not_started_from(
 
 def test_code_that_changes_is_converted_anew(tiny_llama: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
-    before = place_of(model, "float32")
+    before = conversion_directory(model, "float32")
     (model / "modeling_own.py").write_text("X = 1")
-    with_code = place_of(model, "float32")
+    with_code = conversion_directory(model, "float32")
     (model / "modeling_own.py").write_text("X = 2")
-    assert len({before, with_code, place_of(model, "float32")}) == 3
+    assert len({before, with_code, conversion_directory(model, "float32")}) == 3
 
 
 def test_modules_where_the_user_works_are_not_imported(
@@ -199,8 +205,8 @@ def test_all_nodes_see_what_lies_beside_the_models_of_the_hub(tiny_llama: Path, 
     home.symlink_to(home.parent / "large disk")  # as many users have it
     model = home / "hub" / "models--owner--name" / "snapshots" / "0123"
     shutil.copytree(tiny_llama, model)
-    assert _unseen(place_of(model, "float32"), model, 2) is None
-    assert "other nodes may not see" in (_unseen(place_of(model, "float32"), tiny_llama, 2) or "")
+    assert _unseen(conversion_directory(model, "float32"), model, 2) is None
+    assert "other nodes may not see" in (_unseen(conversion_directory(model, "float32"), tiny_llama, 2) or "")
 
 
 def test_a_conversion_that_fails_names_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
 from rlctl.planner.costs.memory import (
     activation_bytes,
+    host_memory,
     layer_activation_bytes,
     logit_bytes,
     state_bytes,
     training_memory,
 )
 from rlctl.planner.costs.parameters import count, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.time import critic_time, training_time
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
@@ -65,6 +67,22 @@ def test_adapters_alone_have_gradients_and_states() -> None:
         32 * 16 * (4096 + 6144 / 2 + 4096 / 2 + 4096)
     )  # A of what splits outputs and B of what splits inputs are whole
     assert trained_parameters(LLAMA_8B, stage, attention).total == split
+
+
+def test_a_critic_has_the_states_of_a_policy_on_the_device_or_in_turns_with_it() -> None:
+    (stage,) = stages(LLAMA_8B, TrainingChoice())
+    plain = TrainingChoice(ParallelSpec(dp=8))
+    policy = state_bytes(LLAMA_8B, stage, plain)
+    resident, turns = replace(plain, critic=True), replace(plain, critic=True, critic_offload=True)
+    assert state_bytes(LLAMA_8B, stage, resident) == policy | {"critic": sum(policy.values())}
+    assert state_bytes(LLAMA_8B, stage, turns) == policy
+    h100 = make_cluster("h100", 1, 8)
+    alone, both = (host_memory(LLAMA_8B, choice, h100, True, 0.0) for choice in (plain, turns))
+    assert both - alone == pytest.approx(8 * (policy["weights"] + policy["optimizer"]))
+    training = training_time(LLAMA_8B, plain, Workload(), h100, False).total
+    seconds = [critic_time(LLAMA_8B, choice, Workload(), h100) for choice in (resident, turns)]
+    assert training < critic_time(LLAMA_8B, resident, Workload(), h100, False) < seconds[0] < seconds[1]
+    assert critic_time(LLAMA_8B, plain, Workload(), h100) == 0
 
 
 def test_a_reference_policy_is_a_copy_of_the_weights_unless_adapters_are_trained() -> None:

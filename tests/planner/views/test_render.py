@@ -66,7 +66,7 @@ def test_a_dry_run_is_refused_in_the_words_of_the_run(capsys: pytest.CaptureFixt
         ["--model", "./absent"],
         ["--set", "training.tp=7", "--preset", "laptop"],
         ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--reward", "tasks"],
-        ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--set", "run.algorithm=ppo"],
+        ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--set", "run.algorithm=pgo"],
     ):
         capsys.readouterr()
         codes = [cli.run(["train", "grpo", *line, *more]) for more in (["--dry-run"], [])]

@@ -97,7 +97,7 @@ def test_grpo_is_the_default_and_an_unknown_name_is_told_the_known_ones() -> Non
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_each_algorithm_is_made_by_its_name_and_arrives_in_another_process(name: str) -> None:
-    algorithm = configured(run={"algorithm": name})
+    algorithm = configured(run={"algorithm": name}, teacher={"model": "m"} if name == "distillation" else {})
     assert isinstance(algorithm, PolicyGradient)
     assert type(pickle.loads(pickle.dumps(algorithm))) is type(algorithm)
     assert algorithm.manifest() == {"name": name}

@@ -28,7 +28,7 @@ def metrics_of(loss: RunLoss, output: LossOutput) -> dict[str, Any]:
     """The metrics of a step with one micro-batch."""
     sums = {name: float(value) for name, value in output.sums.items()}
     maxima = {name: float(value) for name, value in output.maxima.items()}
-    return loss.metrics([MinibatchResult(output.loss.item(), sums, maxima, 1.0, 1e-6, False, 9)])
+    return loss.metrics([MinibatchResult(output.loss.item(), sums, maxima, 1.0, False)])
 
 
 def ppo_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
@@ -45,8 +45,9 @@ def reference_loss(batch: TokenBatch, logprobs: list[float], loss: RunLoss) -> f
     options = loss.algorithm.config.loss
     total = 0.0
     for i, logprob in enumerate(logprobs):
-        old = batch.old_logprobs_R[i].item()
-        weight = math.exp(old - batch.rollout_logprobs_R[i].item())
+        engine = batch.rollout_logprobs_R[i].item()
+        old = engine if options.importance_correction == "ratio" else batch.old_logprobs_R[i].item()
+        weight = math.exp(old - engine)
         if options.importance_correction == "off":
             weight = 1.0
         elif options.importance_correction == "truncated":
@@ -64,7 +65,7 @@ def reference_loss(batch: TokenBatch, logprobs: list[float], loss: RunLoss) -> f
     return total
 
 
-@pytest.mark.parametrize("correction", ["off", "truncated", "masked"])
+@pytest.mark.parametrize("correction", ["off", "truncated", "masked", "ratio"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_grpo_loss_value(correction: str, estimator: str) -> None:
     """GRPO (2402.03300) equation 3 with the options above and truncated or masked importance weights."""
@@ -77,7 +78,7 @@ def test_grpo_loss_value(correction: str, estimator: str) -> None:
     assert math.isclose(loss(batch).loss.item(), expected, rel_tol=1e-12)
 
 
-@pytest.mark.parametrize("correction", ["off", "truncated", "masked"])
+@pytest.mark.parametrize("correction", ["off", "truncated", "masked", "ratio"])
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_grpo_loss_gradient(correction: str, estimator: str) -> None:
     """autograd against central differences of the plain-Python reference."""
@@ -162,6 +163,13 @@ def test_metrics_are_token_means_and_maxima() -> None:
     limited = mean(lambda i: math.exp(old[i] - engine[i]) > 1.2)
     assert metrics["importance_limited"] == pytest.approx(limited)
     assert limited > 0
+    weights = [math.exp(old[i] - engine[i]) for i in kept]  # before truncation
+    assert metrics["importance"] == {
+        "mean": pytest.approx(sum(weights) / len(weights)),
+        "max": pytest.approx(max(weights)),
+        "effective": pytest.approx(sum(weights) ** 2 / len(weights) / sum(weight**2 for weight in weights)),
+    }
+    assert metrics["importance"]["effective"] < 1
     clipped = mean(lambda i: ppo_gradient_is_zero(math.exp(now[i] - old[i]), advantages[i], 0.1))
     assert metrics["clip_fraction"] == pytest.approx(clipped)
     assert clipped > 0

@@ -43,11 +43,12 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
 
 
 BACKEND = PolicyBackend("megatron", "rlctl.backends.megatron.worker:MegatronWorker", layouts, arguments,
-                        refuse_wrong_numbers)  # fmt: skip
+                        refuse_wrong_numbers, has_critic=True, takes_conversion=True)  # fmt: skip
 
 
 if TYPE_CHECKING:
-    from rlctl.backends.base import PolicyWorker
+    from rlctl.backends.base import CriticWorker, PolicyWorker
     from rlctl.backends.megatron.worker import MegatronWorker
 
     WORKER: type[PolicyWorker] = MegatronWorker
+    CRITIC: type[CriticWorker] = MegatronWorker

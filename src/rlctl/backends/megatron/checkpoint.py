@@ -75,7 +75,7 @@ class Save:
             step()
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
-            index = [path for path in self._directory.iterdir() if path.suffix != ".distcp"]
+            index = [path for path in self._directory.iterdir() if path.is_file() and path.suffix != ".distcp"]
             self._digests |= {path.name: file_digest(path) for path in index}
         return self._digests
 

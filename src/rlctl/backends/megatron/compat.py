@@ -142,9 +142,9 @@ def write_checkpoints_in_this_process() -> None:
         global_results_queue.put(results)
 
     writer.write_preloaded_data_multiproc = staticmethod(write_here)
-    results: queue.Queue = queue.Queue()
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, 0.19
-        setattr(filesystem_async, name, lambda *args, **kwargs: results)
+        # Each save asks once. Two may be under way, a policy's and its critic's, and each has its own results.
+        setattr(filesystem_async, name, lambda *args, **kwargs: queue.Queue())
 
 
 def fill_gaps() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import JoinContext, context_part, zigzag
-from rlctl.backends.logprobs import VocabPart, chunked_logprobs
+from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
 from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
 from rlctl.backends.megatron.lora import adapt
@@ -35,6 +35,7 @@ from rlctl.backends.megatron.modules import (
 )
 from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.routing import Replay, hand_out
+from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
@@ -48,33 +49,43 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
 
 class PolicyModel(GPTModel):
     """GPTModel whose last pipeline stage returns float32 [2, R], log-prob and entropy of a row's chosen tokens, instead
-    of logits. The output layer runs only at the positions that predict one."""
+    of logits, and more rows where further tokens are asked for (`chunked_logprobs`). The output layer runs only at the
+    positions that predict one."""
 
-    def __init__(self, *args: Any, temperature: float, chunk: int, vocab: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, temperature: float, chunk: int, vocab: int, top: Top | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.temperature, self.chunk, self.true_vocab = temperature, chunk, vocab
+        self.temperature, self.chunk, self.true_vocab, self.top = temperature, chunk, vocab, top
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: RowParams, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         row = packed_seq_params.row
         assert row is not None
-        tp_group, cp_group = self.pg_collection.tp, self.pg_collection.cp
+        cp_group = self.pg_collection.cp
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False, group=tp_group
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         part = context_part(row, cp_group.size(), cp_group.rank())
-        hidden_U = hidden_states[:, 0].index_select(0, part.sources_U)
+        out = self._outputs(hidden_states[:, 0].index_select(0, part.sources_U), part)
+        if cp_group.size() == 1:
+            return out
+        return JoinContext.apply(out, part.columns_R["index"], row.targets_R.shape[0], cp_group)
+
+    def _outputs(self, hidden_U: Tensor, part: PackedRow) -> Tensor:
+        """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the hidden states before them."""
+        tp_group = self.pg_collection.tp
         width = self.vocab_size // tp_group.size()
         start = tp_group.rank() * width
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits = partial(self._logits, weight=weight, width=min(width, self.true_vocab - start))
         vocab = VocabPart(tp_group, start)
-        out = chunked_logprobs(hidden_U, part.inverse_R, part.targets_R, logits, vocab, self.temperature, self.chunk)
-        if cp_group.size() == 1:
-            return out
-        return JoinContext.apply(out, part.columns_R["index"], row.targets_R.shape[0], cp_group)
+        return chunked_logprobs(
+            hidden_U, part.inverse_R, part.targets_R, logits, vocab, self.temperature, self.chunk, part.further_RK,
+            self.top,
+        )  # fmt: skip
 
     def _logits(self, hidden_U: Tensor, weight: Tensor | None, width: int) -> Tensor:
         """[U, V]: this rank's logits, those of vocabulary padding cut off."""
@@ -90,12 +101,39 @@ class PolicyModel(GPTModel):
         return logits_UV if width == logits_UV.shape[-1] else logits_UV[:, :width].contiguous()
 
 
-def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | None) -> PolicyModel:
-    """This rank's part of the policy (of virtual stage `vp_stage`), with random weights."""
-    facts = spec.facts
+class ValueHead(nn.Module):
+    """A value of each hidden state, in float32: 0 everywhere before training. Every tensor-parallel rank has it whole
+    and computes the same."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden_U: Tensor) -> Tensor:
+        """[U, H] -> [U]."""
+        return F.linear(hidden_U.float(), self.weight.float())[:, 0]
+
+
+class ValueModel(PolicyModel):
+    """A critic: the last pipeline stage returns float32 [1, R], the value at the position before each chosen token."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
+        if self.post_process:
+            self.output_layer = ValueHead(self.config)
+
+    def _outputs(self, hidden_U: Tensor, part: PackedRow) -> Tensor:
+        return self.output_layer(hidden_U)[part.inverse_R][None]
+
+
+def build_model(
+    spec: PolicySpec, config: TransformerConfig, vp_stage: int | None, kind: type[PolicyModel] = PolicyModel
+) -> PolicyModel:
+    """This rank's part of the policy or its critic (of virtual stage `vp_stage`), with random weights."""
+    facts, teaches = spec.facts, spec.teaches
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     tp = spec.parallel.tp
-    model = PolicyModel(
+    model = kind(
         config=config,
         transformer_layer_spec=_layer_spec(spec, config, vp_stage),
         vocab_size=-(-facts.vocab // tp) * tp,
@@ -110,6 +148,7 @@ def build_model(spec: PolicySpec, config: TransformerConfig, vp_stage: int | Non
         temperature=spec.temperature,
         chunk=spec.logprob_chunk_tokens,
         vocab=facts.vocab,
+        top=Top(teaches.top, teaches.vocab) if teaches and teaches.top else None,
     )
     _use_row_rotary(model, facts)
     _correct_experts(model, spec.parallel)
@@ -230,15 +269,12 @@ def _scale_rotary(config: TransformerConfig, facts: ModelFacts) -> None:
         config.yarn_rotary_scaling_factor = math.exp(10 * (factor - 1))  # type: ignore[attr-defined]
 
 
-LossOf = Callable[[PackedRow, Tensor], tuple[Tensor, dict[str, Any]]]
-
-
 def forward_step(
     loss_of: LossOf, replays: Mapping[int, list[Replay]]
 ) -> Callable[[Iterator[PackedRow], Any], tuple[Tensor, Callable]]:
     """A forward step for `get_forward_backward_func`: (row iterator, model) -> (output, its loss function).
 
-    `loss_of` gets the row and the model's float32 [2, R] output; the second value that it returns is collected.
+    `loss_of` gets the row and the model's output; the second value that it returns is collected.
     `replays`: with router replay, the `Replay` of each router of a model chunk, by the chunk's `id`.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ from rlctl.backends.results import StepOutcome
 
 
 def wrap_chunks(spec: PolicySpec, config: Any, models: list[Any]) -> list[Any]:
-    """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks."""
-    ddp = make_config(DistributedDataParallelConfig, ddp_values(spec), spec.ddp, "ddp")
+    """Model chunks with contiguous gradient buffers, reduced in float32 over the data-parallel ranks; those of a
+    teacher without any."""
     if spec.dtype == "bfloat16":
         from megatron.core.transformer.module import Float16Module
 
         models = [_keep_router_bias(Float16Module(config, model)) for model in models]
+    if spec.teaches is not None:
+        return [model.requires_grad_(requires_grad=False) for model in models]
+    ddp = make_config(DistributedDataParallelConfig, ddp_values(spec), spec.ddp, "ddp")
     chunks = [
         DistributedDataParallel(config, ddp, model, disable_bucketing=number > 0) for number, model in enumerate(models)
     ]
@@ -82,6 +85,24 @@ def fuse_adam(optimizer: Any) -> None:
                 group["fused"], group["foreach"] = True, False
 
 
+def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], steps: float) -> None:
+    """Give the optimizers the moments of their parameters, which are those of the rank's model: each data-parallel rank
+    keeps its own range of them."""
+    for inner in inner_optimizers(optimizer):
+        inner._init_optimizer_states_with_dummy_values()
+        for parameter in inner.model_param_group_index_map:
+            own = inner._get_main_param_and_optimizer_states(parameter)
+            span = inner._get_model_param_range_map(parameter)["param"]
+            for name, values in moments[parameter].items():
+                own[name].copy_(values.flatten()[span.start : span.end])
+        for group in inner.optimizer.param_groups:
+            group["step"] = steps
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(steps)
+    fuse_adam(optimizer)
+
+
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients without its division by the number of tokens: the loss has its weights."""
     finalize_model_grads(model, None, **kwargs)
@@ -110,7 +131,8 @@ def take_step(optimizer: Any, lr: float, weight_decay: float | None = None) -> S
 def buffers_of(chunks: list[Any]) -> Iterator[Any]:
     """Megatron's buffers of gradients (and parameters) around model chunks, those of experts last."""
     for chunk in chunks:
-        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+        if isinstance(chunk, DistributedDataParallel):  # a teacher's have none
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
 def gradients(chunks: list[Any]) -> Iterator[Tensor]:
@@ -154,13 +176,17 @@ def forget_float8_copies(chunks: list[Any]) -> None:
 
 def _weights(chunks: list[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
-        for value in (*chunk.module.parameters(), *chunk.module.buffers()):
+        module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+        for value in (*module.parameters(), *module.buffers()):
             yield value.data
     yield from (buffer.param_data for buffer in buffers_of(chunks) if buffer.param_data is not None)
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """States and, in bfloat16, the float32 weights that they belong to; empty where `host_states` has them."""
+    """States and, in bfloat16, the float32 weights that they belong to; empty where `host_states` has them, and for a
+    teacher."""
+    if optimizer is None:
+        return
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
             yield from (param.data for param in group["params"])

@@ -3,87 +3,52 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - not in __all__
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import BatchShard, Fetch, LogprobColumn, LogprobStats, MicroBatchLoss, MinibatchResult
+from rlctl.backends.batch import BatchShard, Estimate, Fetch, LogprobColumn, MinibatchResult, ValueLoss
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
-from rlctl.checkpoints.identity import damaged_files
-from rlctl.checkpoints.rank_loading import load_rank
-from rlctl.cluster.progress import report
+from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
+from rlctl.backends.results import StepOutcome
+from rlctl.backends.rows import PackedRow
+from rlctl.checkpoints.megatron.megatron_model import names_modules
+from rlctl.checkpoints.rank_loading import load_moments, load_rank, require_policy
 from rlctl.errors import InputError, WorkerError
-from rlctl.transport.collective import ServedStore
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
-    from rlctl.backends.host_memory import HostMemory, Offloaded
-    from rlctl.backends.megatron.checkpoint import Save
+    from rlctl.backends.megatron.model import PolicyModel
+    from rlctl.backends.megatron.value_worker import ValueWorker
+
+CRITIC = "critic"
+"""The critic's part of a checkpoint, a directory inside of the policy's."""
 
 
-class MegatronWorker:
-    """One rank. Its process must be its own: Megatron's groups are globals. Methods as in `PolicyWorker`."""
+class MegatronWorker(PolicyRank):
+    """One rank. Its process must be its own: Megatron's groups are globals."""
 
     def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
-        """`master_addr`: address of the node of rank 0."""
-        if spec.parallel.world_size != world_size:
-            raise InputError(
-                f"the parallel sizes make {spec.parallel.world_size} ranks, but there are {world_size} processes."
-            )
-        self.rank, self.world_size, self.spec = rank, world_size, spec
-        self._master_addr = master_addr
-        self._store: ServedStore | None = None
-        self.device = torch.device("cpu")
-        self._rows: list[list[Any]] = []
-        self._reference: dict[str, Tensor] | None = None
-        self._save: Save | None = None
-        self._offloaded: list[Offloaded] = []
-        self._host_memory: HostMemory | None = None
+        super().__init__(rank, world_size, master_addr, spec)
+        self.critic: ValueWorker | None = None
 
     # --- life cycle
 
-    def open_store(self) -> int:
-        """Hold the port from here on: one that was looked for beforehand may be another process's by `setup`."""
-        self._store = ServedStore(self._master_addr, self.spec.timeout_s)
-        return self._store.port
-
-    def setup(self, port: int) -> None:
-        spec = self.spec
-        if spec.threads is not None:
-            torch.set_num_threads(spec.threads)
+    def prepare(self) -> None:
         cpu.install()
         from rlctl.backends.megatron.compat import require_version
 
         require_version()
-        if spec.device == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        limit = datetime.timedelta(seconds=spec.timeout_s)
-        store = self._store or TCPStore(self._master_addr, port, is_master=False, timeout=limit)
-        torch.distributed.init_process_group(
-            "nccl" if spec.device == "cuda" else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=limit,
-        )
-        self.build()
-        store.set(f"built-{self.rank}", "")
-        if self._store is not None:  # all have met, and strangers have no business here
-            self._store.wait([f"built-{rank}" for rank in range(self.world_size)], limit)
-            self._store.stop_listening()
 
     def build(self) -> None:
-        """(Re)builds groups, model and optimizer from the spec in the running process group."""
         from megatron.core import parallel_state, tensor_parallel
 
-        from rlctl.backends.megatron import compat, model, optimizer, routing
+        from rlctl.backends.megatron import compat, routing
 
         spec, parallel = self.spec, self.spec.parallel
         parallel_state.destroy_model_parallel()
@@ -100,27 +65,55 @@ class MegatronWorker:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
         torch.manual_seed(spec.seed)
-        self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
-        if self.config.fp8:
-            compat.require_float8(self.config)
-        stages = range(parallel.vpp) if parallel.vpp > 1 else [None]
-        models = [model.build_model(spec, self.config, stage) for stage in stages]
-        self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self._build_model()
         self._replays = {id(chunk): routing.install(chunk) for chunk in self.chunks if spec.router_replay}
-        self.optimizer = optimizer.build_optimizer(spec, self.chunks)
-        self.config.grad_scale_func = self.optimizer.scale_loss
         self._reference = None
         self._rows = []
         cpu.install()  # covers the modules that building has imported
         compat.write_checkpoints_in_this_process()
+        self._build_critic()
+
+    def _build_model(self) -> None:
+        from rlctl.backends.megatron import compat, model, optimizer
+
+        spec = self.spec
+        self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
+        if self.config.fp8:
+            compat.require_float8(self.config)
+        stages = range(spec.parallel.vpp) if spec.parallel.vpp > 1 else [None]
+        models = [model.build_model(spec, self.config, stage, self._kind) for stage in stages]
+        self.chunks = optimizer.wrap_chunks(spec, self.config, models)
+        self.optimizer: Any = None
+        if spec.teaches is None:
+            self.optimizer = optimizer.build_optimizer(spec, self.chunks)
+            self.config.grad_scale_func = self.optimizer.scale_loss
+
+    @property
+    def _kind(self) -> type[PolicyModel]:
+        """The class of the model chunks."""
+        from rlctl.backends.megatron.model import PolicyModel
+
+        return PolicyModel
+
+    def _build_critic(self) -> None:
+        """With turns on the device, the critic is built where the policy was, and waits from here on."""
+        from rlctl.backends.megatron.value_worker import ValueWorker
+
+        self.critic, critic = None, self.spec.critic
+        if critic is None:
+            return
+        if critic.offload:
+            self.sleep()
+        self.critic = ValueWorker(self, critic)
+        if critic.offload:
+            self.critic.sleep()
+            self.wake()
 
     def close(self) -> None:
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        self._store = None
+        super().close()
 
     # --- weights
 
@@ -174,6 +167,9 @@ class MegatronWorker:
         world = self.layouts()
         load_rank(Path(directory), world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
         self.weights_changed()
+        if self.critic is not None:
+            with self._critics_turn():
+                self.critic.load_model(directory)
 
     def hold_reference(self) -> None:
         """With adapters the reference is the model without them, and nothing is copied."""
@@ -182,18 +178,19 @@ class MegatronWorker:
 
     def weights_changed(self) -> None:
         """To be called after the live weights were written from outside: the optimizer takes them over."""
-        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer] if self.optimizer else []):
             inner.reload_model_params()
 
     def _gather_parameters(self) -> None:
         """With overlapped all-gather the last one is only issued by the next forward pass."""
-        for chunk in self.chunks:
+        for chunk in self.chunks if self.optimizer is not None else ():
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     @contextlib.contextmanager
-    def _weights_of(self, column: LogprobColumn) -> Iterator[None]:
-        """Puts the reference weights in place of the live ones for a moment; nothing is copied."""
+    def weights_of(self, column: LogprobColumn) -> Iterator[None]:
+        """Nothing is copied."""
+        self._gather_parameters()
         if column == "old_logprobs":
             yield
             return
@@ -216,69 +213,43 @@ class MegatronWorker:
                 param.data = live[name]
 
     def sleep(self, keep_weights: bool = False) -> int:
-        """The bytes returned include those of an earlier `sleep` that kept the weights."""
-        from rlctl.backends.host_memory import HostMemory
+        """The bytes returned include those of an earlier `sleep` that kept the weights. A critic that does not take
+        turns with the policy sleeps whenever it does."""
         from rlctl.backends.megatron.optimizer import offload
 
+        of_critic = self.critic.sleep() if self.critic is not None and not self.critic.offloads else 0
         if not self._offloaded:
             self._gather_parameters()
-        self._host_memory = self._host_memory or HostMemory()
         reference = (self._reference or {}).values()
         self._offloaded.append(
-            offload(self.chunks, self.optimizer, self._host_memory, reference, keep_weights=keep_weights)
+            offload(self.chunks, self.optimizer, self.host_memory(), reference, keep_weights=keep_weights)
         )
-        return sum(part.device_bytes for part in self._offloaded)
+        return of_critic + sum(part.device_bytes for part in self._offloaded)
 
     def wake(self) -> None:
-        while self._offloaded:
-            self._offloaded.pop().restore()
-        if self._host_memory is not None:
-            self._host_memory.rewind()
+        super().wake()
+        if self.critic is not None and not self.critic.offloads:
+            self.critic.wake()
 
     # --- batches
 
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
-        from rlctl.backends.rows import fetch_rows
+        super().load_batch(shard, fetch)
+        if self.critic is not None:
+            self.critic._rows = self._rows
 
-        multiple, routing = self.spec.row_multiple, self.spec.router_replay
-        self._rows = fetch_rows(shard, fetch, multiple, self.device, routing=routing)
-
-    def logprobs(self, column: LogprobColumn) -> None:
-        rows = [row for minibatch in self._rows for row in minibatch]
-        self._gather_parameters()
-        with self._weights_of(column), torch.no_grad():
-            found = self._run(rows, lambda row, out: (out[0].sum(), {"logprobs": out[0]}), forward_only=True)
-        for row, result in zip(rows, found, strict=False):  # empty but on the last pipeline stage
-            row.columns_R[column] = result["logprobs"]
-
-    def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
-        from rlctl.backends.results import logprob_stats
-
-        rows = [row for minibatch in self._rows for row in minibatch]
-        if not all(column in row.columns_R for row in rows):  # the last pipeline stage alone has them
-            return None
-        return self._result(logprob_stats([row.columns_R for row in rows], column, self._data_group))
-
-    def train_minibatch(
-        self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
-    ) -> MinibatchResult | None:
-        from rlctl.backends.megatron.optimizer import take_step
-        from rlctl.backends.results import micro_batch_loss, minibatch_result
-
-        if index >= len(self._rows):
-            raise InputError(f"mini-batch {index} of {len(self._rows)} was asked for; load_batch comes first.")
-        rows = self._rows[index]
+    def clear_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = self._run(rows, lambda row, out: micro_batch_loss(loss, row, out), forward_only=False)
-        outcome = take_step(self.optimizer, lr, weight_decay)
-        return self._result(minibatch_result(rows, found, outcome, lr, self._data_group) if found else None)
 
-    def _run(
-        self, rows: list[Any], loss_of: Callable[[Any, Tensor], tuple[Tensor, dict]], forward_only: bool
-    ) -> list[dict]:
-        """Run Megatron's schedule over `rows`; returns the second values of `loss_of` on the last pipeline stage."""
+    def take_step(self, lr: float, weight_decay: float | None) -> StepOutcome:
+        from rlctl.backends.megatron.optimizer import take_step
+
+        return take_step(self.optimizer, lr, weight_decay)
+
+    def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
+        """Megatron's schedule; the last pipeline stage has the output."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from rlctl.backends.megatron.model import forward_step
@@ -289,8 +260,8 @@ class MegatronWorker:
             chunk.train(not forward_only)
         for replay in (one for own in self._replays.values() for one in own):
             replay.begin(training=not forward_only)
-        iterators = [self._counted(rows), *(iter(rows) for _ in self.chunks[1:])]
-        found = get_forward_backward_func()(
+        iterators = [self.counted(rows), *(iter(rows) for _ in self.chunks[1:])]
+        return get_forward_backward_func()(
             forward_step_func=forward_step(loss_of, self._replays),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -299,57 +270,98 @@ class MegatronWorker:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        report(len(rows), len(rows))
-        return found
-
-    def _counted(self, rows: list[Any]) -> Iterator[Any]:
-        """Yield the rows, and tell the driver how many came before; one rank tells it for all."""
-        for number, row in enumerate(rows):
-            if self.rank == 0:
-                report(number, len(rows))
-            yield row
 
     @property
-    def _data_group(self) -> Any:
+    def data_group(self) -> Any:
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_group()
 
-    def _result(self, result: Any) -> Any:
-        return result if self.rank == self.spec.parallel.result_rank else None
+    # --- the critic
+
+    def _value_worker(self) -> ValueWorker:
+        if self.critic is None:
+            raise WorkerError("This policy was started without a critic.")
+        return self.critic
+
+    def critic_begin(self) -> None:
+        if self._value_worker().offloads:
+            self.sleep()
+            self._value_worker().wake()
+
+    def critic_end(self) -> None:
+        if self._value_worker().offloads:
+            self._value_worker().sleep()
+            self.wake()
+
+    @contextlib.contextmanager
+    def _critics_turn(self) -> Iterator[None]:
+        self.critic_begin()
+        yield
+        self.critic_end()
+
+    def estimate(self, estimate: Estimate) -> None:
+        self._value_worker().estimate(estimate)
+
+    def train_critic(
+        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
+    ) -> MinibatchResult | None:
+        return self._value_worker().train_critic(index, loss, lr, weight_decay)
 
     # --- checkpoints
 
-    def save(self, directory: Path | str) -> None:
-        self.save_begin(directory)
-        self.save_finish()
-
     def parameters_not_finite(self) -> list[str]:
         named = ((self._name(core, name), value) for core in self._cores() for name, value in core.named_parameters())
-        return [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
+        odd = [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
+        if self.critic is not None:
+            with self._critics_turn():
+                odd += [f"{CRITIC}: {name}" for name in self.critic.parameters_not_finite()]
+        return odd
+
+    def begin_save(self, directory: Path) -> Save:
+        from rlctl.backends.megatron.checkpoint import Save as MegatronSave
+
+        self._gather_parameters()
+        return MegatronSave(directory, self.chunks, self.optimizer)
 
     def save_begin(self, directory: Path | str) -> None:
-        from rlctl.backends.megatron.checkpoint import Save
-
-        if self._save is not None:
-            raise WorkerError("save_begin was called while a save was under way.")
-        self._gather_parameters()
-        self._save = Save(Path(directory), self.chunks, self.optimizer)
+        super().save_begin(directory)
+        if self.critic is not None:
+            place = Path(directory, CRITIC)
+            place.mkdir(exist_ok=True)  # each rank makes sure of it
+            with self._critics_turn():
+                self.critic.save_begin(place)
 
     def save_written(self) -> bool:
-        return self._save is None or self._save.written
+        return super().save_written() and (self.critic is None or self.critic.save_written())
 
     def save_finish(self) -> dict[str, str]:
-        save, self._save = self._save, None
-        if save is None:
-            raise WorkerError("save_finish was called, but no save is under way.")
-        return save.finish()
-
-    def damaged_files(self, directory: Path | str, digests: dict[str, str]) -> list[str]:
-        names = sorted(digests)[self.rank :: self.world_size]
-        return damaged_files(Path(directory), {name: digests[name] for name in names})
+        digests = super().save_finish()
+        if self.critic is not None:
+            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
+        return digests
 
     def load(self, directory: Path | str) -> None:
         from rlctl.backends.megatron.checkpoint import load
 
+        if names_modules(require_policy(Path(directory))):
+            self._load_of_modules(Path(directory))
+            return
         load(Path(directory), self.chunks, self.optimizer)
+        if self.critic is not None:
+            with self._critics_turn():
+                self.critic.load(Path(directory, CRITIC))
+
+    def _load_of_modules(self, directory: Path) -> None:
+        """Read what the dtensor backend saved. In bfloat16 the optimizer's weights begin as those of the model."""
+        from rlctl.backends.megatron.optimizer import set_moments
+
+        world = self.layouts()
+        trained = {name: value for name, value in self._named() if value.requires_grad}
+        moments = {
+            moment: {name: torch.zeros_like(value, dtype=torch.float32) for name, value in trained.items()}
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+        steps = load_moments(directory, world, self.rank, moments, world.facts)
+        set_moments(self.optimizer, {trained[name]: {m: moments[m][name] for m in moments} for name in trained}, steps)
+        self.load_model(directory)  # last: making room for moments takes a step of its own, which decays weights

@@ -40,12 +40,10 @@ def engine_spec(
     tp: int | None = None,
     threads: int | None = None,
     colocated: bool = True,
-    plain_parameters: bool = False,
     dummy_weights: bool = False,
 ) -> EngineSpec:
     """The engine that `config` asks for; keyword arguments stand in for what the planner decided.
 
-    `plain_parameters` keeps a CPU's matrices as published instead of repacked: refits are faster, decoding is slower.
     `dummy_weights`: the directory holds none, and the engine is refitted before anything is generated.
 
     Raises ConfigError for a combination that vLLM cannot run.
@@ -64,7 +62,7 @@ def engine_spec(
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
     replaced = {key: value for key, value in arguments.items() if key in passed}
-    environment = engine_env(device, threads, tp=tp, plain_parameters=plain_parameters or generation.plain_parameters)
+    environment = engine_env(device, threads, tp=tp, plain_parameters=generation.plain_parameters)
     environment |= generation.env
     return EngineSpec(
         device,

@@ -98,7 +98,7 @@ class VllmEngine:
                 while self._draining and self._lock.wait(deadline):
                     pass  # a refit is due, and comes first
                 self._require_ready(requests)
-                flight = Flight(self._llm.llm_engine)
+                flight = Flight(self._llm.llm_engine, sampling.timeout_s)
                 self._flights.append(flight)
             try:
                 with self._lock.ask():  # a refit that comes now finds all samples in flight, or none
@@ -122,7 +122,7 @@ class VllmEngine:
         with self._lock.ask():
             self._require_ready(requests)
             if self._submitted is None:
-                self._submitted = Flight(self._llm.llm_engine)
+                self._submitted = Flight(self._llm.llm_engine, sampling.timeout_s)
                 self._flights.append(self._submitted)
             self._begin(self._submitted, requests, sampling)
             self._lock.tell()
@@ -323,13 +323,12 @@ class VllmEngine:
                 raise WorkerError(f"Engine {self.index} was asked for refit_receive before refit_begin.")
             self._rpc("update_weights", update_info)
 
-    def refit_finish(self, version: int) -> dict[str, float]:
+    def refit_finish(self, version: int) -> float:
         with self._lock.ask():
             if self._updating != version:
                 raise WorkerError(
                     f"Engine {self.index} was asked to finish refit {version}; the refit under way is {self._updating}."
                 )
-            begun = time.perf_counter()
             self._rpc("finish_weight_update")
             loaded = time.perf_counter()
             # Samples kept in flight compute what they have again, under the new weights.
@@ -339,7 +338,7 @@ class VllmEngine:
             compat.resume(self._llm.llm_engine)
             self._version, self._updating = version, None
             self._lock.tell()
-            return {"load": loaded - begun, "cache_reset": time.perf_counter() - loaded}
+            return time.perf_counter() - loaded
 
     def refit_reject(self, version: int) -> None:
         with self._lock.ask():

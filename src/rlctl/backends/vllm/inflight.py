@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.messages import GroupRequest
-from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
+from rlctl.data.rollouts import ROUTED_EXPERTS, TIMEOUT, RolloutColumns
 from rlctl.errors import WorkerError
 
 ABORTED = "abort"
@@ -80,6 +80,8 @@ class Sample:
     output: Any = None
     """vLLM's completion so far."""
     finished: bool = False
+    begun: float | None = None
+    """Time of its first token, of `time.monotonic`."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that chose each token, up to the last refit or to the end."""
 
@@ -95,9 +97,10 @@ class Sample:
 class Flight:
     """The samples of one call."""
 
-    def __init__(self, engine: Any) -> None:
-        """`engine` is vLLM's LLMEngine, which knows each sample by its key in `samples`."""
-        self.engine = engine
+    def __init__(self, engine: Any, limit_s: float | None = None) -> None:
+        """`engine` is vLLM's LLMEngine, which knows each sample by its key in `samples`. `limit_s`: longest time from
+        the first token of a sample to its last."""
+        self.engine, self.limit_s = engine, limit_s
         self.requests: dict[int, GroupRequest] = {}
         self.samples: dict[str, Sample] = {}
         self.rejected = False
@@ -129,12 +132,15 @@ class Flight:
 
     def take(self, outputs: Sequence[Any], version: int) -> None:
         """Take the outputs of a decode step under `version`."""
+        now = time.monotonic()
         for output in outputs:
             sample = self.samples[output.request_id]
-            sample.output = output.outputs[0]
+            sample.output, sample.begun = output.outputs[0], sample.begun or now
             if output.finished:
                 sample.stamp(version)
                 sample.finished = True
+        if self.limit_s is not None:
+            self._end([n for n, s in self.samples.items() if now - (s.begun or now) > self.limit_s], version, TIMEOUT)
 
     def stamp(self, version: int) -> None:
         """Record that `version` chose every token so far: the weights are about to change."""
@@ -144,11 +150,16 @@ class Flight:
 
     def abort(self, version: int) -> None:
         """End the unfinished samples; they keep the tokens that they have."""
-        left = {name: sample for name, sample in self.samples.items() if not sample.finished}
+        self._end(self.samples, version, ABORTED)
+
+    def _end(self, names: Iterable[str], version: int, reason: str) -> None:
+        left = {name: self.samples[name] for name in names if not self.samples[name].finished}
+        if not left:
+            return
         self.engine.abort_request(list(left))
         for sample in left.values():
             sample.output = sample.output or SimpleNamespace(token_ids=[], text="", logprobs=[])
-            sample.output.finish_reason = ABORTED
+            sample.output.finish_reason = reason
             sample.stamp(version)
             sample.finished = True
 

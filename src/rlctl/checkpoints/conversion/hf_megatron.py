@@ -22,6 +22,7 @@ from rlctl.checkpoints.identity import damaged_files
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
+from rlctl.checkpoints.model_source import Tell
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import any_content, locked, require_replaceable, staged
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
@@ -34,7 +35,6 @@ from rlctl.weights.layout import Layout, ParamSpec
 from rlctl.weights.transfer_plan import SingleWorld, TransferPlan
 
 BLOCK_BYTES = 64 << 20
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)

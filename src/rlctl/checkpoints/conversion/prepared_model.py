@@ -36,7 +36,7 @@ DIGITS = 12
 """Digits of the model's identity in the name of its conversion."""
 
 
-def place_of(directory: Path, dtype: str) -> Path:
+def conversion_directory(directory: Path, dtype: str) -> Path:
     """Where the conversion of a model directory is kept: one for each content and precision."""
     cached = directory.parent.name == "snapshots"  # a hub model: models--owner--name/snapshots/revision
     name = directory.parents[1].name.removeprefix("models--") if cached else directory.name
@@ -53,7 +53,7 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     """
     if source.megatron is not None:
         return source
-    place, named = place_of(source.directory, dtype), locations.named_directory() is not None
+    place, named = conversion_directory(source.directory, dtype), locations.named_directory() is not None
     why = None if named else _unseen(place, source.directory, nodes)
     if why is None and _is_there(place, source, dtype):
         tell(f"starting from {place}, converted by an earlier run")

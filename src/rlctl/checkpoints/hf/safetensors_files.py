@@ -8,10 +8,12 @@ once: `SafetensorsWriter` writes the header itself and then appends one block of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -22,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlctl.checkpoints.hf.hf_files import read_object
 from rlctl.checkpoints.staging import open_to_write
+from rlctl.config.files import problem_with
 from rlctl.errors import InputError, listed
 from rlctl.weights.layout import ITEM_BYTES, ParamSpec, Shape
 
@@ -60,19 +63,33 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises InputError where it is truncated, damaged or no safetensors file, or holds a dtype that rlctl cannot read.
     """
-    if file.is_dir():
-        raise InputError(f"{file} is a directory, not a safetensors file.", "Download it again.")
+    with _opened(file) as opened:
+        found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+        dtypes = {name: part.get_dtype() for name, part in found}
+        unknown = next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None)
+        if unknown is not None:
+            raise InputError(f"{file}: tensor {unknown} has dtype {dtypes[unknown]}, which rlctl cannot read.")
+        return {
+            name: StoredTensor(name, file, DTYPES[dtypes[name]], tuple(part.get_shape()), position)
+            for position, (name, part) in enumerate(found)
+        }
+
+
+def require_whole(directory: Path) -> None:
+    """Raise InputError where weights are absent, or a file of them is truncated, damaged or no file. An engine that
+    reads the directory itself may know dtypes that rlctl does not."""
+    for file in shard_files(directory):
+        with _opened(file):
+            pass
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    if problem := problem_with(file):  # opening a pipe would not return
+        raise InputError(f"{file} cannot be read: {problem}.", "Download it again.")
     try:
         with safe_open(str(file), framework="numpy") as opened:
-            found = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            dtypes = {name: part.get_dtype() for name, part in found}
-            unknown = next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None)
-            if unknown is not None:
-                raise InputError(f"{file}: tensor {unknown} has dtype {dtypes[unknown]}, which rlctl cannot read.")
-            return {
-                name: StoredTensor(name, file, DTYPES[dtypes[name]], tuple(part.get_shape()), position)
-                for position, (name, part) in enumerate(found)
-            }
+            yield opened
     except (SafetensorError, OSError) as error:
         why = f"{file} is no safetensors file, or it is truncated or damaged ({error})."
         raise InputError(why, "Download it again.") from error

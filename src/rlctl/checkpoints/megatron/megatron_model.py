@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,13 +16,18 @@ from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.weights import torch_dist as keys
+from rlctl.weights.dtensor import module_layout
 from rlctl.weights.layout import Layout
 from rlctl.weights.transfer_plan import SingleWorld, World
 
 if TYPE_CHECKING:
     import torch
 
-MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.")
+MODULE_PREFIXES = ("model.", "lm_head.")
+"""Weights by the names of transformers' modules, as the dtensor backend saves them."""
+STEP = "optimizer.step"
+"""The number of optimizer steps, where the dtensor backend saved."""
+MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", *MODULE_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,50 @@ class MegatronModel:
     directory: MegatronDirectory
     facts: ModelFacts
     reader: TorchDistReader
+    whole: Layout
+    """The keys and what they hold."""
     layout: Layout
+    """The blocks in which they were written."""
     blocks: dict[str, keys.Chunk]
     dtype: str
 
     @property
     def world(self) -> World:
         return SingleWorld(self.layout)
+
+    def moments(self, name: str) -> tuple[Layout, Blocks]:
+        """One of Adam's moments (`exp_avg`, `exp_avg_sq`) of what was trained: it lies like the weights."""
+        prefix, shapes = f"optimizer.state.{name}.", self.reader.shapes
+        pieces = [
+            replace(piece, param=prefix + piece.param, transforms=())
+            for piece in self.whole.pieces
+            if prefix + piece.param in shapes
+        ]
+        params = {piece.param: shapes[piece.param] for piece in pieces}
+        blocks = [chunk for key in params for chunk in self.reader.chunks(key)]
+        layout = keys.chunked(Layout(0, params, tuple(pieces)), blocks)
+        return layout, Blocks(self.reader, {chunk.name: chunk for chunk in blocks})
+
+    @property
+    def steps(self) -> float:
+        """The optimizer steps that were taken; 0 where there is no optimizer."""
+        if STEP in self.reader.shapes:
+            return float(self.reader.read(self.reader.chunks(STEP)[0]))
+        return max(_steps(self.reader.common.get("optimizer")), default=0.0)
+
+
+def _steps(value: Any) -> Iterator[float]:
+    """The steps that the param groups of Megatron's optimizers name, however these are nested."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == "param_groups":
+            yield from (float(group.get("step", 0.0)) for group in inner)
+        else:
+            yield from _steps(inner)
+
+
+def names_modules(directory: Path) -> bool:
+    """Whether a policy checkpoint has the keys of transformers' modules, and not Megatron's."""
+    return any(key.startswith(MODULE_PREFIXES) for key in TorchDistReader.open(directory).shapes)
 
 
 def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False) -> MegatronModel:
@@ -53,20 +96,27 @@ def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without
             f"Merge them first: rlctl convert megatron-to-hf {directory.root} DIR.",
         )
     facts = without_absent_mtp(facts, reader.shapes)
-    style = keys.style_of(reader.shapes)
-    rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
-    if not rows or min(rows) < facts.vocab:
-        why = f"{directory.shards} holds no embedding of {facts.vocab} rows."
-        raise InputError(why, "Is it another model's checkpoint?")
-    plain = keys.layout(facts, "float32", style, rows[0], holds=reader.shapes.__contains__)
+    plain = _whole_layout(directory.shards, facts, reader)
     for key, spec in plain.params.items():
         _check_key(directory.shards, key, spec.shape, reader)
     _refuse_unknown(directory.shards, plain, reader, ("mtp.",) if without_mtp else ())
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
     layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
-    dtype = reader.shapes[keys.VOCAB_KEYS[0]].dtype
-    return MegatronModel(directory, facts, reader, layout, {chunk.name: chunk for chunk in blocks}, dtype)
+    whole = Layout(0, params, plain.pieces)
+    dtype = reader.shapes[next(key for key in plain.params if "embed" in key)].dtype
+    return MegatronModel(directory, facts, reader, whole, layout, {chunk.name: chunk for chunk in blocks}, dtype)
+
+
+def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> Layout:
+    """The keys of a checkpoint and what they hold of the model: Megatron's own, or those of transformers' modules."""
+    if any(key.startswith(MODULE_PREFIXES) for key in reader.shapes):
+        return module_layout(facts, "float32")
+    rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
+    if not rows or min(rows) < facts.vocab:
+        why = f"{shards} holds no embedding of {facts.vocab} rows."
+        raise InputError(why, "Is it another model's checkpoint?")
+    return keys.layout(facts, "float32", keys.style_of(reader.shapes), rows[0], holds=reader.shapes.__contains__)
 
 
 def _check_key(shards: Path, key: str, shape: tuple[int, ...], reader: TorchDistReader) -> None:

@@ -239,10 +239,18 @@ ALGORITHMS = {
     "sft": "supervised fine-tuning (SFT)",
     "dpo": "direct preference optimization (DPO)",
     "rm": "the training of reward models (RM)",
-    "distillation": "distillation",
+    "distillation": "distillation from texts that are given, or across tokenizers",
     "ppo": "PPO with a value model",
 }
 """Sections of NeMo-RL's other algorithms, which rlctl does not run yet."""
+TASKS = {
+    "aime2024": "aime24",
+    "aime2025": "aime25",
+    "gpqa_diamond": "gpqa-diamond",
+    "math500": "math-500",
+    "mmlu_pro": "mmlu-pro",
+}
+"""Tasks of `rlctl eval`, by NeMo-RL's names of the same data."""
 OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
 
 
@@ -250,25 +258,190 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
-    if "eval" in sections:
-        return "This recipe evaluates a model, and rlctl has no command for that yet.", None
     places = ("policy.model_name", "data.default.processor", "data.processor", "data.default.env_name", "data.env_name")
     if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(leaves.get(place))) for place in places):
-        return "This recipe trains on images, sound or video, and rlctl trains models of text.", algorithm
+        return "This recipe is for images, sound or video, and rlctl is for models of text.", algorithm
+    if "eval" in sections:
+        return _evaluation(leaves), None
+    if algorithm == "distillation" and leaves.get("teacher.model_name") and not leaves.get("teachers"):
+        return None, algorithm
     if algorithm is not None:
         return f"This recipe is of {ALGORITHMS[algorithm]}, which rlctl does not run yet.", algorithm
     if leaves.get("on_policy_distillation.enabled") is True:
-        return (
-            f"This recipe is of on-policy {ALGORITHMS['distillation']}, which rlctl does not run yet.",
-            "distillation",
-        )
+        return "This recipe distills from teachers by agent, and rlctl has one teacher for all prompts.", "distillation"
     return None, None
+
+
+def _evaluation(leaves: Mapping[str, Any]) -> str:
+    """Return the sentence on a recipe that evaluates a model, with the command that does so."""
+    data = str(leaves.get("data.dataset_name")).lower()
+    command = f"rlctl eval --model {leaves.get('generation.model_name', 'NAME')} --task {TASKS.get(data, 'TASK')}"
+    samples = leaves.get("eval.num_tests_per_prompt")
+    command += f" -n {samples}" if isinstance(samples, int) and samples > 1 else ""
+    return f"This recipe evaluates a model, and rlctl reads no such recipe: `{command}` measures one."
 
 
 def own_kind(rule: Rule) -> Rule:
     """Return the rule of a key that only a recipe which rlctl can run is read for."""
     kind = "it belongs to what rlctl does not run yet"
     return when(lambda found: found.result.foreign is None, rule, kind)
+
+
+def step_value(found: Found, key: str) -> Any:
+    """Return the value of a key of the algorithm's section, which is `grpo` or `distillation`."""
+    return next((value for name in ("grpo", "distillation") if (value := found.get(f"{name}.{key}")) is not None), None)
+
+
+def step_number(found: Found, key: str, otherwise: int = 1) -> int:
+    """Return the whole number that a key of the algorithm's section holds, or `otherwise`."""
+    value = step_value(found, key)
+    return value if isinstance(value, int) and value > 0 else otherwise
+
+
+def distilled(rule: Rule) -> Rule:
+    """Return the rule of a key of distillation, for recipes of it."""
+    on = when(lambda found: found.get("teacher.model_name") is not None, rule, "the recipe has no teacher")
+    return own_kind(on)
+
+
+def kl_type(found: Found) -> None:
+    """Map the direction of the divergence over the teacher's most likely tokens."""
+    shares = {"forward": 1.0, "reverse": 0.0, "mixed": found.get("loss_fn.mixed_kl_weight")}
+    if found.value not in shares or not isinstance(shares[found.value], int | float):
+        found.say("not yet", "rlctl knows forward, reverse, and mixed with its mixed_kl_weight",
+                  "distillation.forward_share")  # fmt: skip
+        return
+    found.set("distillation.loss", "top-k")
+    found.map("distillation.forward_share", float(shares[found.value]))
+
+
+def teacher_on(backend: str, rule: Rule) -> Rule:
+    """Return the rule of a size of the teacher, in the section of the backend that computes it."""
+
+    def on(found: Found) -> bool:
+        megatron = found.get("teacher.megatron_cfg.enabled") is True
+        return megatron == (backend == "megatron_cfg")
+
+    return distilled(when(on, rule, "the teacher is computed by the other backend"))
+
+
+def teacher_precision(found: Found) -> None:
+    if found.value in (None, found.get("policy.precision")):
+        found.skip("the teacher is in model.dtype, as the policy is")
+    else:
+        found.say("changed", "the teacher is computed in model.dtype, as the policy is")
+
+
+def selects(name: str) -> Rule:
+    """Return the rule of a switch that asks for the algorithm `name`."""
+
+    def rule(found: Found) -> None:
+        if found.value:
+            found.map("run.algorithm", name)
+        else:
+            found.skip("it is off")
+
+    return rule
+
+
+def sequence_ratios(found: Found) -> None:
+    """Map ratios of sequences; NeMo-RL then also corrects for the engine by the product over a sequence."""
+    if not found.value:
+        found.skip("it is off")
+        return
+    if found.get("loss_fn.use_importance_sampling_correction"):
+        found.set("loss.importance_level", "sequence")
+    found.map("run.algorithm", "gspo")
+
+
+def sampling_rounds(found: Found) -> None:
+    if found.get("grpo.use_dynamic_sampling") is not True:
+        found.skip("there is no dynamic sampling")
+    else:
+        found.map("filter.max_rounds", found.value)
+
+
+def sampled_more(found: Found) -> None:
+    """Say where more prompts than are missing are sampled in each round."""
+    if found.get("grpo.use_dynamic_sampling") is not True or found.value in (None, 1, 1.0):
+        found.skip("each round samples as many prompts as are missing")
+    else:
+        found.say("changed", "each round samples as many prompts as are missing, not a multiple of the batch")
+
+
+def estimator(found: Found) -> None:
+    """Map the form of advantages."""
+    if found.value in (None, "grpo"):
+        found.skip("what rlctl does")
+    elif found.value == "reinforce_plus_plus":
+        minus = found.get("grpo.adv_estimator.minus_baseline") is not False
+        found.map("run.algorithm", "reinforce++-baseline" if minus else "reinforce++")
+    else:
+        found.say("not yet", f"{found.value} is not imported; rlctl has --algorithm and advantage.*", "run.algorithm")
+
+
+def of_groups(rule: Rule) -> Rule:
+    """Return the rule of a key of GRPO's own advantages, which another estimator does not read."""
+    on = lambda found: found.get("grpo.adv_estimator.name") in (None, "grpo")  # noqa: E731
+    return when(on, rule, "grpo.adv_estimator does not use it")
+
+
+def reward_scale(leaves: Mapping[str, Any]) -> float:
+    """Return the factor by which a recipe stretches rewards; 1 where it does not."""
+    if leaves.get("grpo.reward_scaling.enabled") is not True:
+        return 1.0
+    ends = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+    found = {name: leaves.get(f"grpo.reward_scaling.{name}") for name in ends}
+    at = {name: ends[name] if value is None else value for name, value in found.items()}
+    if not all(isinstance(value, int | float) for value in at.values()) or at["source_max"] == at["source_min"]:
+        return 1.0
+    return (at["target_max"] - at["target_min"]) / (at["source_max"] - at["source_min"])
+
+
+def reward_scaling(found: Found) -> None:
+    """Say what becomes of scaled rewards: `finish` gives the scale to the scorer as its weight."""
+    if found.value is not True:
+        found.skip("there is none")
+    elif environment_used(found.leaves) != "math" or reward_scale(found.leaves) <= 0:
+        found.say("not yet", "--reward NAME=WEIGHT scales rlctl's own rewards", "reward.terms")
+    else:
+        scale = reward_scale(found.leaves)
+        found.say("changed", f"the reward has the weight {scale:g} (reward.terms); it is not shifted, "
+                             "which advantages do not depend on")  # fmt: skip
+
+
+def reward_shaping(found: Found) -> None:
+    """Map DAPO's penalty: `finish` sets it, from lengths that it knows."""
+    names = ("overlong_buffer_length", "max_response_length")
+    lengths = [found.get(f"grpo.reward_shaping.{name}") for name in names]
+    if found.value is not True:
+        found.skip("there is none")
+    elif found.get("grpo.reward_shaping.stop_properly_penalty_coef") is not None:
+        found.say("not yet", "rewards of cut completions are not scaled; rlctl has filter.truncated=mask",
+                  "filter.truncated")  # fmt: skip
+    elif not all(isinstance(length, int) and length > 0 for length in lengths):
+        found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
+    else:
+        found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
+
+
+def overlong(result: Import, leaves: Mapping[str, Any]) -> None:
+    """Set the penalty of `reward_shaping` so that it begins at the same length and rises as fast.
+
+    NeMo-RL's is min(0, -(tokens - start) / buffer x penalty) with start = max_response_length - buffer; rlctl's buffer
+    ends at generation.max_new_tokens.
+    """
+    mapped = any(e.key == "grpo.reward_shaping.enabled" and e.status == "mapped" for e in result.entries)
+    limit = result.values.get("generation.max_new_tokens")
+    if not mapped or not isinstance(limit, int):
+        return
+    name = "grpo.reward_shaping.overlong_buffer_length"
+    buffer = leaves[name]
+    start = leaves["grpo.reward_shaping.max_response_length"] - buffer
+    if 0 < start < limit:
+        penalty = leaves.get("grpo.reward_shaping.overlong_buffer_penalty", 1)
+        result.set("reward.overlong_buffer", (limit - start) / limit, name)
+        result.set("reward.overlong_factor", penalty * (limit - start) / buffer, name)
 
 
 def megatron_on(found: Found) -> bool:
@@ -298,11 +471,11 @@ def row_tokens(section: str) -> Rule:
 
 
 def by_dtensor(found: Found) -> None:
-    """Plan with the other backend, which is not run yet."""
+    """Train with the other backend."""
     if found.value is True:
-        found.set("training.backend", "dtensor")
-    why = "training.backend: dtensor, which is planned and not run yet; --backend megatron trains with Megatron"
-    only(None, False, why=why, settled_by="training.backend")(found)
+        found.map("training.backend", "dtensor")
+    else:
+        only(None, False, why="it is on or off", settled_by="training.backend")(found)
 
 
 def float8_on(found: Found) -> None:
@@ -403,7 +576,9 @@ def batches(found: Found) -> None:
     if found.result.foreign is not None:
         found.skip("the batch of another algorithm")
         return
-    prompts, generations = found.number("grpo.num_prompts_per_step"), found.number("grpo.num_generations_per_prompt")
+    prompts, generations = (
+        step_number(found, f"num_{name}") for name in ("prompts_per_step", "generations_per_prompt")
+    )
     rollouts, size = prompts * generations, found.value
     if not isinstance(size, int) or size < 1 or rollouts % size:
         found.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
@@ -422,17 +597,21 @@ def correction(found: Found) -> None:
     elif cap is None:
         found.set("loss.importance_cap", NO_CAP)
         found.map("loss.importance_correction", "truncated")
-    elif kind == "tis" or (kind == "icepop" and least and abs(least * cap - 1) < 1e-2):
+    elif kind == "seq-mask-tis" and least:
+        found.set("loss.sequence_mask", [least, cap])
+        found.map("loss.importance_correction", "untruncated")
+    elif kind == "tis" or (kind == "icepop" and least):
         found.set("loss.importance_cap", cap)
+        if kind == "icepop":
+            found.set("loss.importance_floor", least)
         found.map("loss.importance_correction", "truncated" if kind == "tis" else "masked")
     else:
-        why = f"{kind}, {least} to {cap}, is not imported yet; rlctl has loss.importance_floor and loss.sequence_mask"
-        found.say("not yet", why, "loss.importance_correction")
+        found.say("not yet", f"{kind}, {least} to {cap}, is not known", "loss.importance_correction")
 
 
 def on_policy_ratio(found: Found) -> None:
     """A ratio of 1 is what a batch of one optimizer step has by itself."""
-    rollouts = found.number("grpo.num_prompts_per_step") * found.number("grpo.num_generations_per_prompt")
+    rollouts = step_number(found, "num_prompts_per_step") * step_number(found, "num_generations_per_prompt")
     if found.value and found.get("policy.train_global_batch_size") != rollouts:
         found.say("not yet", "the ratio is 1 in the first optimizer step of a batch, and there are several")
     else:
@@ -454,7 +633,7 @@ def sequence_parallel(found: Found) -> None:
 
 def decay_steps(found: Found) -> None:
     style = found.leaves.get(f"{MEGATRON}.scheduler.lr_decay_style", "constant")
-    if style == "constant" or found.value in (None, found.get("grpo.max_num_steps")):
+    if style == "constant" or found.value in (None, step_value(found, "max_num_steps")):
         found.skip("the learning rate decays over run.steps, if at all")
     else:
         found.map("scheduler.decay_steps", found.value)
@@ -707,7 +886,7 @@ def kept_checkpoints(found: Found) -> None:
 
 def _validated_at_saves(found: Found) -> int:
     """Return the interval of validations where each checkpoint has one, else 0."""
-    every, saves = found.number("grpo.val_period", 0), found.number("checkpointing.save_period", 0)
+    every, saves = step_number(found, "val_period", 0), found.number("checkpointing.save_period", 0)
     return every if validation_set(found) and every and saves % every == 0 else 0
 
 

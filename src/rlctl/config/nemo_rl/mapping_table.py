@@ -48,21 +48,60 @@ ASYNC = "it is not imported yet; rlctl has --async"
 DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 WSD_DECAYS = {name: name.replace("_", "-") for name in ("linear", "cosine", "exponential", "minus_sqrt")}
 
+_STEPS: dict[str, Rule] = {
+    "num_prompts_per_step": to("batch.prompts"),
+    "num_generations_per_prompt": to("batch.generations"),
+    "max_num_steps": to("run.steps"),
+    "max_num_epochs": without("run.steps ends the run; prompts come round again"),
+    "max_rollout_turns": only(None, 1, why="rollouts have one turn"),
+    "val_period": validated(rules.validation_period),
+    "val_at_start": validated(to("validation.at_start")),
+    "val_at_end": validated(to("validation.at_end")),
+    "max_val_samples": validated(to("validation.max_prompts")),
+    "val_batch_size": NO_VALIDATION,
+    "seed": to("run.seed"),
+}
+"""Keys that the sections `grpo` and `distillation` both have."""
+
+_DISTILLATION: dict[str, Rule] = {
+    **{f"distillation.{key}": rules.distilled(rule) for key, rule in _STEPS.items()},
+    "distillation.topk_logits_k": rules.distilled(to("distillation.top_k")),
+    "loss_fn.kl_type": rules.distilled(rules.kl_type),
+    "loss_fn.mixed_kl_weight": without("read with loss_fn.kl_type"),
+    "loss_fn.zero_outside_topk": rules.distilled(
+        only(None, False, why="tokens outside of the top k are left out, or one event (distillation.outside)",
+             settled_by="distillation.outside")
+    ),
+    "teacher.model_name": rules.distilled(to("teacher.model")),
+    "teacher.precision": rules.distilled(rules.teacher_precision),
+    "teacher.quant_cfg": rules.distilled(only(None, why="the teacher is computed in model.dtype")),
+    "teacher.tokenizer.*": rules.distilled(without("the teacher must have the policy's tokenizer, which is checked")),
+    "teacher.max_total_sequence_length": rules.distilled(without("model.max_length")),
+    "teacher.hf_config_overrides": rules.distilled(only(None, why="the model's configuration is taken as it is")),
+    "teacher.hf_config_overrides.*": rules.distilled(only(why="the model's configuration is taken as it is")),
+    **{
+        f"teacher.megatron_cfg.{theirs}": rules.teacher_on("megatron_cfg", to(f"teacher.{ours}"))
+        for theirs, ours in {
+            "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp",
+            "expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp",
+        }.items()
+    },
+    "teacher.megatron_cfg.fp8_cfg.enabled": rules.distilled(
+        differs(None, False, why="the teacher is computed in model.dtype")
+    ),
+    "teacher.dtensor_cfg.tensor_parallel_size": rules.teacher_on("dtensor_cfg", to("teacher.tp")),
+    "teacher.dtensor_cfg.context_parallel_size": rules.teacher_on("dtensor_cfg", to("teacher.cp")),
+    "teacher.*": rules.distilled(without("the teacher computes log-probs alone, on the rows of training")),
+}  # fmt: skip
+
 _GRPO: dict[str, Rule] = {
-    "grpo.num_prompts_per_step": to("batch.prompts"),
-    "grpo.num_generations_per_prompt": to("batch.generations"),
-    "grpo.max_num_steps": to("run.steps"),
-    "grpo.max_num_epochs": without("run.steps ends the run; prompts come round again"),
-    "grpo.max_rollout_turns": only(None, 1, why="rollouts have one turn"),
-    "grpo.normalize_rewards": to("advantage.normalize_std"),
-    "grpo.use_leave_one_out_baseline": to("advantage.baseline", {True: "leave-one-out", False: "mean"}),
-    "grpo.val_period": validated(rules.validation_period),
-    "grpo.val_at_start": validated(to("validation.at_start")),
-    "grpo.val_at_end": validated(to("validation.at_end")),
-    "grpo.max_val_samples": validated(to("validation.max_prompts")),
+    **{f"grpo.{key}": rule for key, rule in _STEPS.items()},
+    "grpo.normalize_rewards": rules.of_groups(to("advantage.normalize_std")),
+    "grpo.use_leave_one_out_baseline": rules.of_groups(
+        to("advantage.baseline", {True: "leave-one-out", False: "mean"})
+    ),
     "grpo.val_num_generations_per_prompt": validated(to("validation.samples")),
     "grpo.num_val_generations_per_prompt": validated(to("validation.samples")),
-    "grpo.val_batch_size": NO_VALIDATION,
     "grpo.val_start_at": validated(differs(None, 0, why="the first validation is after validation.every steps")),
     "grpo.stop_at_validation_metric": NO_VALIDATION,
     "grpo.stop_at_validation_threshold": only(None, why="a plateau can end a run (validation.stop_after), no value"),
@@ -76,7 +115,6 @@ _GRPO: dict[str, Rule] = {
         None, False, why="it is not imported yet; rlctl has filter.groups=drop"
     ),
     "grpo.async_grpo": only(None, why=ASYNC),
-    "grpo.overlong_filtering": only(None, False, why="it is not imported yet; rlctl has filter.truncated=mask"),
     "grpo.seed": to("run.seed"),
     "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
     "grpo.async_grpo.max_trajectory_age_steps": rules.asynchronous(to("rollouts.max_staleness")),
@@ -87,19 +125,22 @@ _GRPO: dict[str, Rule] = {
         differs(None, True, why="caches that older weights have filled are always computed again")
     ),
     "grpo.async_grpo.*": without("an engine that fails is replaced, and its rollouts are begun again"),
-    "grpo.use_dynamic_sampling": only(None, False, why="it is not imported yet; rlctl has filter.groups=replace"),
-    "grpo.dynamic_sampling_max_gen_batches": without("for dynamic sampling"),
-    "grpo.batch_multiplier": only(None, 1, 1.0, why="for dynamic sampling"),
-    "grpo.reward_shaping.enabled": only(None, False, why="it is not imported yet; rlctl has reward.overlong_buffer"),
-    "grpo.reward_shaping.*": without("for reward shaping"),
-    "grpo.reward_scaling.enabled": only(None, False, why="there is no reward scaling yet"),
-    "grpo.reward_scaling.*": without("for reward scaling"),
+    "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
+    "grpo.use_dynamic_sampling": to("filter.groups", {True: "replace", False: "keep", None: None}),
+    "grpo.dynamic_sampling_max_gen_batches": rules.sampling_rounds,
+    "grpo.batch_multiplier": rules.sampled_more,
+    "grpo.reward_shaping.enabled": rules.reward_shaping,
+    "grpo.reward_shaping.*": without("read with grpo.reward_shaping.enabled"),
+    "grpo.reward_scaling.enabled": rules.reward_scaling,
+    "grpo.reward_scaling.*": without("read with grpo.reward_scaling.enabled"),
     "grpo.calculate_advantages_on_gpu": KERNELS,
     "grpo.skip_reference_policy_logprobs_calculation": without("no reference is evaluated when the KL penalty is 0"),
     "grpo.seq_logprob_error_threshold": only(None, why="there is no such filter yet"),
-    "grpo.adv_estimator.name": only(None, "grpo", why="it is not imported yet; rlctl has --algorithm"),
-    "grpo.adv_estimator.normalize_rewards": to("advantage.normalize_std"),
-    "grpo.adv_estimator.use_leave_one_out_baseline": to("advantage.baseline", {True: "leave-one-out", False: "mean"}),
+    "grpo.adv_estimator.name": rules.estimator,
+    "grpo.adv_estimator.normalize_rewards": rules.of_groups(to("advantage.normalize_std")),
+    "grpo.adv_estimator.use_leave_one_out_baseline": rules.of_groups(
+        to("advantage.baseline", {True: "leave-one-out", False: "mean"})
+    ),
     "grpo.adv_estimator.*": without("for other estimators"),
     "loss_fn.reference_policy_kl_penalty": to("loss.kl_coefficient"),
     "loss_fn.reference_policy_kl_type": to("loss.kl_estimator", {"k1": "k1", "k2": "k2", "k3": "k3", None: None}),
@@ -114,11 +155,9 @@ _GRPO: dict[str, Rule] = {
     "loss_fn.use_on_policy_kl_approximation": rules.penalised(
         only(None, False, why="the KL is the plain estimator, without weights")
     ),
-    "loss_fn.use_cispo": only(None, False, why="it is not imported yet; rlctl has --algorithm cispo"),
+    "loss_fn.use_cispo": rules.selects("cispo"),
     "loss_fn.positive_example_nll_weight": only(None, 0, 0.0, why="the loss is PPO's alone"),
-    "loss_fn.sequence_level_importance_ratios": only(
-        None, False, why="it is not imported yet; rlctl has --algorithm gspo"
-    ),
+    "loss_fn.sequence_level_importance_ratios": rules.sequence_ratios,
     "loss_fn.kl_input_clamp_value": rules.penalised(only(None, 20, 20.0, why="the log-ratio is limited to 20")),
     "loss_fn.kl_output_clamp_value": rules.penalised(to("loss.kl_cap")),
     "loss_fn.disable_ppo_ratio": only(None, False, why="the loss is PPO's"),
@@ -452,7 +491,7 @@ _REST: dict[str, Rule] = {
     "reward_penalties.*": only(None, False, why="rewards are those of the scorers alone"),
     "on_policy_distillation": without("it is off"),
     **dict.fromkeys(
-        ("on_policy_distillation.*", "teacher.*", "teachers", "value.*", "value_loss_fn.*", "eval.*", "generation.*",
+        ("on_policy_distillation.*", "teachers", "value.*", "value_loss_fn.*", "eval.*", "generation.*",
          "tokenizer.*", *(f"{name}.*" for name in rules.ALGORITHMS)),
         without("it belongs to what rlctl does not run yet"),
     ),
@@ -461,6 +500,7 @@ _REST: dict[str, Rule] = {
 
 RULES: dict[str, Rule] = (
     {key: rules.own_kind(rule) for key, rule in _GRPO.items()}
+    | _DISTILLATION
     | _POLICY
     | {f"{MEGATRON}.{key}": rules.when_megatron(rule) for key, rule in _MEGATRON.items()}
     | _GENERATION
@@ -477,9 +517,12 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         tokens = length * (rows if isinstance(rows, int) else 1)
         result.set("training.micro_batch_tokens", tokens, "policy.train_micro_batch_size")
     if result.foreign is None and rules.environment_used(leaves) == "math":
-        result.set("reward.terms", [{"name": "math-verify"}], "env.math")
+        scale = rules.reward_scale(leaves)
+        weighed = {"weight": scale} if scale not in (0, 1) else {}
+        result.set("reward.terms", [{"name": "math-verify", **weighed}], "env.math")
         result.set("reward.extract", "boxed", "env.math")
     _leave_room_for_prompts(result, length, leaves.get("policy.generation.max_new_tokens"))
+    rules.overlong(result, leaves)
     if result.values.get("optimizer.clip_grad") is None:
         result.values.pop("optimizer.clip_grad", None)
 

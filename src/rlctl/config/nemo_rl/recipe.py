@@ -19,6 +19,7 @@ from typing import Any
 from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
+from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
 from rlctl.errors import ConfigError
 
@@ -176,7 +177,8 @@ def _apply(override: Override, merged: dict[str, Any]) -> None:
             below = place[section] = {}
         place = below
     if name not in place and not knows(override.key):
-        close = [nearest(override.key)] if is_section(sections[0] if sections else name) else _close(override.key, 0.6)
+        ours = override.key in OTHER_TRAINERS or is_section(sections[0] if sections else name)
+        close = [nearest(override.key)] if ours else _close(override.key, 0.6)
         meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
         raise ConfigError(f"unknown key `{override.key}`: neither the recipe nor rlctl has it.", meant)
     if override.remove:

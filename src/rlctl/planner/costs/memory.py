@@ -47,32 +47,36 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
 
     BF16: 2 + `gradient_bytes` a parameter on each rank, and 12 (master weight and two moments in float32) divided by
     the ranks that hold the same parameter; float32 needs no master: 8. With adapters, gradients and states are theirs
-    alone, and the frozen weights have no master.
+    alone, and the frozen weights have no master. A critic that stays next to the policy has as many bytes again.
     """
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
     element, updated = element_bytes(choice), trained.owned(choice.parallel)
     if choice.sharding == "full":
         # FSDP2 keeps float32 shards of weights and gradients, and gathers two layers at a time in the training dtype.
         gathered = 2 * params.largest_layer * 2 * (choice.parallel.dp * choice.parallel.cp > 1)
-        weights = 4 * params.owned(choice.parallel) + gathered
-        return {"weights": weights, "gradients": 4 * updated, "optimizer": 8 * updated}
+        shard = 4 * params.owned(choice.parallel)
+        frozen = {"reference": shard} if choice.reference and choice.adapters is None else {}
+        return {"weights": shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated} | frozen
     shards = master_and_moments(choice) * updated
     # FP8 keeps quantised copies of the matrices next to the BF16 ones.
     weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
     gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
-    copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
-    return {
+    states = {
         "weights": weights * params.total + (element * trained.total if choice.adapters else 0.0),
         "gradients": gradients * trained.total,
         "optimizer": 0.0 if choice.optimizer_offload else shards,
-    } | copy
+    }
+    # A critic that takes turns with the policy has its place meanwhile: it has the same states and no logits.
+    critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
+    copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
+    return states | critic | copy
 
 
 def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts) -> float:
     """Optimizer states in host memory as far as they count against the device: on a CPU, where it is the same."""
     if not cluster.is_cpu or not choice.optimizer_offload:
         return 0.0
-    return state_bytes(facts, stage, replace(choice, optimizer_offload=False))["optimizer"]
+    return (1 + choice.critic) * state_bytes(facts, stage, replace(choice, optimizer_offload=False))["optimizer"]
 
 
 def visiting_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
@@ -261,9 +265,9 @@ def host_memory(
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
-    copies = 2 if choice.reference and choice.adapters is None else 1
+    copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
     weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2 * copies
-    offloaded = worst if (colocated or choice.optimizer_offload) else 0.0
+    offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
     asleep = weights + engine_weights if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker
     return ranks * (offloaded + asleep + process) + 10 * GIB

@@ -203,8 +203,9 @@ class RankParameters:
         return self.dense + self.experts
 
     def owned(self, parallel: ParallelSpec) -> float:
-        """Parameters whose optimizer states are this rank's, where the ranks that hold the same ones share these."""
-        return self.dense / (parallel.dp * parallel.cp) + self.experts / parallel.expert_dp
+        """Parameters whose optimizer states are this rank's, where the ranks that hold the same ones share these (with
+        FSDP2 all of one copy)."""
+        return parallel.replicate * (self.dense / (parallel.dp * parallel.cp) + self.experts / parallel.expert_dp)
 
 
 @lru_cache(maxsize=65536)

@@ -14,7 +14,16 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import weight_bytes
 from rlctl.planner.costs.memory import layer_activation_bytes, master_and_moments
-from rlctl.planner.costs.parameters import Stage, attended, count, layer_sizes, score_width, stages, trained_parameters
+from rlctl.planner.costs.parameters import (
+    Stage,
+    attended,
+    count,
+    layer_sizes,
+    rank_parameters,
+    score_width,
+    stages,
+    trained_parameters,
+)
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.workload import Workload
@@ -316,6 +325,34 @@ def logprobs_time(
     forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
     fixed = 0.0 if cluster.is_cpu else 1.0
     return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * forward.total + fixed
+
+
+def critic_time(
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    workload: Workload,
+    cluster: ClusterFacts,
+    colocated: bool = True,
+    constants: Constants = DEFAULTS,
+) -> float:
+    """Seconds of the critic's phase: values of all tokens, and the training of a model of the policy's size. Between
+    device and host memory go, where policy and critic take turns, both models both ways, and where they share devices
+    with engines alone, the critic both ways; 0 without a critic."""
+    if not choice.critic:
+        return 0.0
+    own = replace(workload, old_logprobs=True, reference=False)
+    values = logprobs_time(facts, choice, own, cluster, constants)
+    training = training_time(facts, choice, workload, cluster, False, constants).total
+    if cluster.is_cpu or not (colocated and workload.rollouts):
+        return values + training
+    states = offload_seconds(facts, choice, cluster, constants)
+    weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2
+    return (
+        values
+        + training
+        + (4 if choice.critic_offload else 2)
+        * (states + weights / (cluster.device.host_link * constants.pageable_copy))
+    )
 
 
 def model_flops(

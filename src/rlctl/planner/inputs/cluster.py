@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from rlctl.config.files import written_text
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 
@@ -232,6 +234,11 @@ class MachineProfile:
     version: int = VERSION
 
 
+RATES = ("matmul", "memory_bandwidth")
+MORE_RATES = ("all_reduce", "point_to_point", "host_to_device", "device_to_host")
+"""Rates of a profile that every machine has, and those that are not there, or None, on some."""
+
+
 def profile_path(environment: Mapping[str, str] | None = None) -> Path:
     """This machine's profile: `RLCTL_MACHINE_PROFILE`, or a file named after the host in rlctl's cache."""
     environment = os.environ if environment is None else environment
@@ -255,10 +262,13 @@ def load_profile(path: Path | None = None) -> MachineProfile | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(written_text(path))
         known = {field.name for field in fields(MachineProfile)}
         profile = MachineProfile(**{key: value for key, value in values.items() if key in known})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        for rate in (*RATES, *filter(values.get, MORE_RATES)):
+            if not (isinstance(values[rate], int | float) and 0 < values[rate] < math.inf):
+                raise ValueError(f"its `{rate}` is {values[rate]!r}")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         hint = "Remove it, or run `rlctl doctor --calibrate`."
         raise InputError(f"{path} is not a machine profile: {error}.", hint) from error
     return profile if profile.version == VERSION else None

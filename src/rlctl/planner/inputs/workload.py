@@ -30,6 +30,8 @@ class Workload:
     """Log-probs of the old policy are recomputed by the trainer."""
     reference: bool = False
     """Log-probs of a reference policy are needed."""
+    critic: bool = False
+    """A value model of the policy's size is trained next to it."""
     rollouts: bool = True
     """False: supervised training or pretraining; `prompts` sequences of `max_length`, nothing is generated."""
     trains: bool = True

@@ -18,6 +18,7 @@ from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.policy_search import Request
 from rlctl.planner.search.rules import not_runnable
+from rlctl.planner.search.teacher_search import TeacherPlan, with_teacher
 from rlctl.telemetry.phases import Phase
 
 
@@ -83,15 +84,17 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if cluster.is_cpu and request.workload.rollouts:
         budget = cluster.nodes and budget - _least_cpu_engine(request)
     trainings = search.training_candidates(request, devices, True, budget, log.add("training"))
+    trainings = with_teacher(request, trainings, devices, budget, log.add("training"))
     log.fitted |= {"training"} if trainings else set()
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, "megatron")):
-        asleep = policy_asleep(request, training.choice)
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None)):
+        asleep = policy_asleep(request, training)
         left = request.budget
         if cluster.is_cpu:
             left -= training.peak.total * max(1, training.choice.parallel.world_size // cluster.nodes)
+            left -= _teacher_bytes(request, training)
         engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
         for engine in _worth_combining(engines, _has_plain_engines):
@@ -177,9 +180,12 @@ def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
     trainings = search.training_candidates(
         sides.policy, sides.policy_devices, False, budget - least, log.add("training")
     )
+    trainings = with_teacher(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, "megatron"), KEEP_SPLIT):
-        left = budget - training.peak.total * training.choice.parallel.world_size if together else budget
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None), KEEP_SPLIT):
+        left = budget
+        if together:
+            left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(sides.policy, training)
         engines = engine_search.generation_candidates(
             sides.engines, sides.engine_devices, False, 0.0, left, log.add("generation")
         )
@@ -229,7 +235,7 @@ def _host_fits(
     """Return whether what is offloaded between the phases fits the host memory of a node."""
     if request.cluster.is_cpu:
         return True
-    need = mem.host_memory(request.facts, training.choice, request.cluster, True, engine.weights)
+    need = _host_memory(request, training, engine.choice, True)
     have = request.cluster.device.host_memory
     if need <= have:
         return True
@@ -275,6 +281,7 @@ def assemble(
         seconds=_seconds(request, training, generation, colocated),
         mfu=_mfu(request, training) if training else 0.0,
         mover=_mover(request, colocated) if training and generation else None, pins=request.pins,
+        teacher=training.teacher if training else None,
         engine_devices=engine_devices, rollouts_s=_rollout_seconds(request, generation) if generation else 0.0,
     )  # fmt: skip
 
@@ -305,7 +312,9 @@ def _memory(
     if generation is None:
         return phases
     phases["logprobs"] = mem.logprobs_memory(facts, training.choice, cluster, asleep, constants)
-    policy = policy_asleep(request, training.choice) if colocated else 0.0
+    if training.teacher is not None:
+        phases["teacher"] = _while_taught(request, training, training.teacher, phases["logprobs"])
+    policy = policy_asleep(request, training) if colocated else 0.0
     engine = generation_memory(facts, generation, cluster, policy, constants)
     if colocated:
         weights = weight_bytes(facts, generation)
@@ -323,14 +332,17 @@ def _host_memory(
     if training is not None and not request.cluster.is_cpu:
         weights = weight_bytes(request.facts, generation) if generation else 0.0
         shared = colocated and generation is not None
-        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights)
+        taught = training.teacher.memory.parts["teacher weights"] if training.teacher else 0.0
+        ranks = max(1, request.cluster.gpus_per_node)
+        return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * taught
     engine = 0.0
     if generation is not None:
         per_node = max(1, generation.engines // request.cluster.nodes) * generation.tp
         engine = per_node * generation_memory(request.facts, generation, request.cluster, 0.0, request.constants).total
     if training is None:
         return engine
-    return max(1, training.choice.parallel.world_size // request.cluster.nodes) * training.peak.total + engine
+    policy = max(1, training.choice.parallel.world_size // request.cluster.nodes) * training.peak.total
+    return policy + _teacher_bytes(request, training) + engine
 
 
 def _seconds(
@@ -342,7 +354,11 @@ def _seconds(
         seconds[Phase.GENERATION] = _generation_seconds(request, generation)
     if training is None:
         return seconds
-    seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs}
+    seconds |= {
+        Phase.TRAINING: training.seconds,
+        Phase.LOGPROBS: training.logprobs,
+        Phase.CRITIC: training.critic,
+    }
     seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
     if generation is not None:
         if request.workload.staleness is None:
@@ -382,8 +398,29 @@ def _mfu(request: Request, training: search.TrainingCandidate) -> float:
     return flops / training.seconds / devices / request.cluster.device.flops(request.precision)
 
 
-def policy_asleep(request: Request, choice: TrainingChoice) -> float:
-    """Return the bytes that the offloaded policy's process keeps on the device: context, communicators, allocator."""
+def policy_asleep(request: Request, training: search.TrainingCandidate) -> float:
+    """Return the bytes that the offloaded policy's process keeps on the device: context, communicators, allocator; and
+    those of a teacher's."""
     if request.cluster.is_cpu:
         return 0.0
-    return mem.runtime_bytes(request.cluster, choice, request.constants) + 0.5 * GIB
+    taught = training.teacher.asleep if training.teacher is not None else 0.0
+    return mem.runtime_bytes(request.cluster, training.choice, request.constants) + 0.5 * GIB + taught
+
+
+def _while_taught(
+    request: Request, training: search.TrainingCandidate, teacher: TeacherPlan, logprobs: mem.PhaseMemory
+) -> mem.PhaseMemory:
+    """Return the memory while the teacher computes: on a GPU next to the policy's states, on a CPU in a process of its
+    own."""
+    if request.cluster.is_cpu:
+        return teacher.memory
+    states = {name: size for name, size in logprobs.parts.items() if name not in ("activations", "logits")}
+    return mem.PhaseMemory(states | teacher.memory.parts)
+
+
+def _teacher_bytes(request: Request, training: search.TrainingCandidate) -> float:
+    """Return the bytes of a node that the processes of a teacher take on a CPU."""
+    if training.teacher is None:
+        return 0.0
+    ranks = max(1, training.teacher.choice.parallel.world_size // request.cluster.nodes)
+    return ranks * training.teacher.memory.total

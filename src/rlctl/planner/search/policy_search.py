@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem
@@ -20,6 +20,9 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import Constants
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.search.rules import training_problems
+
+if TYPE_CHECKING:
+    from rlctl.planner.search.teacher_search import TeacherPlan
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""
@@ -46,6 +49,7 @@ class Request:
     adapters: Adapters | None = None
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
+    teacher: ModelFacts | None = None
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)
@@ -68,10 +72,18 @@ class TrainingCandidate:
     peak: mem.PhaseMemory
     seconds: float
     logprobs: float
+    critic: float = 0.0
+    teacher: TeacherPlan | None = None
 
     @property
     def score(self) -> float:
-        return (self.seconds + self.logprobs) * (1 + SIMPLICITY * complexity(self.choice))
+        return (self.seconds + self.logprobs + self.critic) * (1 + SIMPLICITY * complexity(self.choice))
+
+    def taught_by(self, teacher: TeacherPlan) -> TrainingCandidate:
+        """Return this layout with a teacher next to it."""
+        asleep = {"teacher asleep": teacher.asleep} if teacher.asleep else {}
+        peak = mem.PhaseMemory(self.peak.parts | asleep)
+        return replace(self, peak=peak, logprobs=self.logprobs + teacher.seconds, teacher=teacher)
 
 
 def complexity(choice: TrainingChoice) -> int:
@@ -98,8 +110,9 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
+    fsdp = request.fsdp
     tps = values_to_try(request, "training.tp", powers(min(facts.heads, joined, 16)))
-    pps = values_to_try(request, "training.pp", [1] if request.fsdp else powers(min(facts.layers, devices, 64)))
+    pps = values_to_try(request, "training.pp", [1] if fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "training.cp", powers(max(1, request.workload.max_length // 4096)))
     eps = values_to_try(request, "training.ep", powers(facts.moe.experts if facts.moe else 1))
     for tp in tps:
@@ -121,12 +134,14 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
         sequence_parallel=request.pin("training.sequence_parallel"),
         first_stage_layers=request.pin("training.first_stage_layers"),
         last_stage_layers=request.pin("training.last_stage_layers"),
+        replicate=request.pin("training.replicate", 1),
     )
     return TrainingChoice(
         parallel,
         adapters=request.adapters,
         sharding="full" if request.fsdp else "optimizer",
         reference=request.workload.reference,
+        critic=request.workload.critic,
         precision=request.precision,
         float8_copies=2,  # what TransformerEngine holds for the two products of a backward pass
         gradient_bytes=request.gradient_bytes,
@@ -174,7 +189,8 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
     """Recompute modes and optimizer offload to try, the cheapest in time first."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
     offload = request.pin("training.optimizer_offload")
-    places = [False, True] if offload is None and not request.cluster.is_cpu else [bool(offload)]
+    both = offload is None and not request.cluster.is_cpu and not request.fsdp
+    places = [False, True] if both else [bool(offload)]
     return [{"recompute": mode, "optimizer_offload": place} for place in places for mode in modes]
 
 
@@ -214,19 +230,25 @@ def training_candidates(
 def _least_saving(
     request: Request, choice: TrainingChoice, colocated: bool, budget: float, rejected: Reject
 ) -> TrainingCandidate | None:
-    """`choice` with the least recomputation and offload that fits; None: does not fit in any way."""
+    """`choice` with the least recomputation and offload that fits, policy and critic in turns before more of either;
+    None: does not fit in any way."""
     number, _ = timing.micro_batches(choice, request.workload, request.constants)
     asleep = asleep_bytes(request, colocated)
     facts, cluster, workload, constants = request.facts, request.cluster, request.workload, request.constants
+    turns = choice.critic and colocated and workload.rollouts and not cluster.is_cpu
     limit = budget / (max(1, choice.parallel.world_size // cluster.nodes) if cluster.is_cpu else 1)
     saved, peak = choice, mem.PhaseMemory({})
-    for saving in memory_savings(request):
+    ways = [
+        saving | {"critic_offload": wait} for saving in memory_savings(request) for wait in (False, True)[: 1 + turns]
+    ]
+    for saving in ways:
         saved = replace(choice, **saving)
         peak = mem.training_memory(facts, saved, workload, cluster, asleep, number, constants)
         if peak.total <= limit:
             seconds = timing.training_time(facts, saved, workload, cluster, colocated, constants)
             logprobs = timing.logprobs_time(facts, saved, workload, cluster, constants)
-            return TrainingCandidate(saved, peak, seconds.total, logprobs)
+            critic = timing.critic_time(facts, saved, workload, cluster, colocated, constants)
+            return TrainingCandidate(saved, peak, seconds.total, logprobs, critic)
     part = max(peak.parts, key=lambda name: peak.parts[name])
     limit = max(0.0, limit)  # on a CPU an engine alone may take more than there is
     needs = f"{peak.total / GIB:.0f} GiB of {limit / GIB:.0f}, {peak.parts[part] / GIB:.0f} of them for {part}"

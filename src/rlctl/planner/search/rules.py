@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.models.constraints import Problem, engine_problems, float8_problems, lone_problems, policy_problems
+from rlctl.models.constraints import (
+    Problem,
+    engine_problems,
+    float8_problems,
+    fsdp_problems,
+    lone_problems,
+    policy_problems,
+)
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import ClusterFacts
@@ -18,9 +25,9 @@ from rlctl.planner.inputs.workload import Workload
 def training_problems(
     facts: ModelFacts, choice: TrainingChoice, workload: Workload, cluster: ClusterFacts, world: int
 ) -> list[Problem]:
-    """Return what Megatron-Core would refuse or compute wrongly of this layout on `world` ranks; empty: it is valid."""
-    p, rows = choice.parallel, choice.micro_batch_tokens
-    found = [*_world_problems(choice, world), *policy_problems(facts, p)]
+    """Return what the backend would refuse or compute wrongly of this layout on `world` ranks; empty: it is valid."""
+    p, rows, fsdp = choice.parallel, choice.micro_batch_tokens, choice.sharding == "full"
+    found = [*_world_problems(choice, world), *(fsdp_problems if fsdp else policy_problems)(facts, p)]
     if facts.moe is None and p.etp == p.tp > 1:
         # It does no harm, but the planner's own value is 1 for a dense model, so somebody has set this one.
         found.append(Problem("training.etp", "expert parallelism needs a model with experts"))
@@ -45,8 +52,6 @@ def _world_problems(choice: TrainingChoice, world: int) -> list[Problem]:
         key = "training.dp" if world % p.model_size == 0 else "training.pp" if p.pp > 1 else "training.tp"
         why = f"TP {p.tp} x PP {p.pp} x CP {p.cp} x DP {p.dp} makes {p.world_size:,} ranks, and there are {world:,}"
         found.append(Problem(key, why))
-    if choice.sharding == "full" and p.pp > 1:
-        found.append(Problem("training.pp", "FSDP2 has no pipeline stages"))
     return found
 
 
@@ -81,11 +86,9 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
     return found
 
 
-def not_runnable(training: TrainingChoice | None, generation: GenerationChoice | None, backend: str) -> list[str]:
+def not_runnable(training: TrainingChoice | None, generation: GenerationChoice | None) -> list[str]:
     """Return the parts of a valid plan that rlctl cannot run yet, by key; empty: it runs."""
     why = []
-    if training is not None and backend == "dtensor":
-        why.append("training.backend = dtensor: it can be planned, but does not train yet")
     if training is not None and training.precision == "fp4":
         why.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
     for key in ("pp", "dp", "ep") if generation is not None else ():

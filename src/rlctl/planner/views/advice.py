@@ -123,7 +123,8 @@ def _changes(request: Request) -> Iterator[Change]:
         for chosen in combinations(saving.items(), count):
             words = " and ".join(f"{key}={str(value).lower()}" for key, value in chosen)
             yield Change(words, replace(request, pins={**pins, **dict(chosen)}))
-    if request.gradient_bytes == 4 and workload.trains and request.precision != "float32":
+    megatron = workload.trains and not request.fsdp
+    if request.gradient_bytes == 4 and megatron and request.precision != "float32":
         words = "gradients accumulated in BF16 (ddp.grad_reduce_in_fp32=false)"
         yield Change(words, replace(request, gradient_bytes=2))
     for factor in (2, 4):
@@ -131,7 +132,7 @@ def _changes(request: Request) -> Iterator[Change]:
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)
         if length > workload.prompt_tokens:
             yield Change(f"--max-length {length}", replace(request, workload=shorter))
-    if request.adapters is None and workload.trains:
+    if request.adapters is None and megatron:
         yield Change("adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16)))
     if request.generation_bytes == 2.0:
         yield Change("FP8 weights in generation", replace(request, generation_bytes=1.0), runs=False)

@@ -13,6 +13,7 @@ from rlctl.planner.costs.time import refit_time, remote_share, tensor_count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.make_plan import Plan
+from rlctl.planner.search.teacher_search import TeacherPlan
 
 
 def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
@@ -22,6 +23,8 @@ def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:
     if training is not None:
         lines += ["memory in training", *_memory(plan, training, constants)]
         lines += ["training", *_training(plan, training, constants)]
+    if plan.teacher is not None:
+        lines += ["teacher", *_teacher(plan, plan.teacher, constants)]
     if generation is not None:
         lines += ["generation", *_generation(plan, generation, constants)]
     if training is not None and generation is not None:
@@ -95,6 +98,19 @@ def _training(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]:
         f"{time.bubble:.2f} = (PP - 1) / VPP "
         f"micro-batches; data parallel {time.data:.2f}; update {time.optimizer:.2f}; onload {time.onload:.2f}",
         *_streaming(plan, t, constants),
+    ]
+
+
+def _teacher(plan: Plan, teacher: TeacherPlan, constants: Constants) -> list[str]:
+    t, cluster, w = teacher.choice, plan.cluster, plan.workload
+    number, tokens = timing.micro_batches(t, w, constants)
+    f = timing.forward_time(teacher.facts, t, cluster, tokens, w.mean_keys(constants.length_sigma), constants)
+    weights = teacher.memory.parts["teacher weights"]
+    moved = "" if cluster.is_cpu else ", and its weights from host memory and back"
+    return [
+        f"  {count(teacher.facts).total / 1e9:.3f}B parameters as {t.parallel.name()}: weights {weights / GIB:.2f} "
+        "GiB a rank, no gradients and no optimizer",
+        f"  {teacher.seconds:.2f} s = {w.optimizer_steps * number} forward passes of {1e3 * f.total:.1f} ms{moved}",
     ]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rlctl.config.keys import TEACHER_SIZES
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
 from rlctl.planner.search.policy_search import HEADROOM, Request
+from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 
@@ -24,6 +26,8 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
         )
     if training is not None:
         yield from _training_reasons(plan, training, request, rejected)
+    if plan.teacher is not None:
+        yield from _teacher_reasons(plan, plan.teacher)
     if generation is not None:
         yield from _generation_reasons(plan, generation, request)
     if training is not None and generation is not None:
@@ -134,8 +138,32 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
     offload = str(t.optimizer_offload).lower()
     yield Reason(f"training.optimizer_offload={offload}", _offload_rule(plan, t))
     yield Reason(f"precision={t.precision}", _precision_rule(plan, t))
+    if t.critic:
+        where = "It has the policy's size and layout"
+        if t.critic_offload:
+            yield Reason("critic=turns", f"{where}; both together do not fit, so each waits while the other computes.")
+        else:
+            yield Reason("critic=resident", f"{where}, and fits on the devices next to it.")
     if t.threads:
         yield _reason(plan, "training.threads", t.threads, "The cores of a node are divided by its ranks.")
+
+
+def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
+    parallel = teacher.choice.parallel
+    size = f"{teacher.memory.total / GIB:.1f} GiB"
+    where = "in processes of its own" if plan.cluster.is_cpu else "next to what the policy keeps on a device"
+    for key in TEACHER_SIZES:
+        value = getattr(parallel, key)
+        rule = "More would only add communication: the teacher fits without it."
+        if key in ("ep", "etp") and value == 1 and teacher.facts.moe is None:
+            rule = "The teacher has no experts."
+        elif key == "dp" and plan.cluster.is_cpu:
+            rule = "One process computes it: its memory is that of the policy and the engines."
+        elif key == "dp":
+            rule = f"It divides the policy's devices by TP x PP x CP = {parallel.model_size:,}."
+        elif value > 1:
+            rule = f"It is the fastest of the teacher's layouts that fit: {size} a rank, {where}."
+        yield _reason(plan, f"teacher.{key}", value, rule)
 
 
 def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:

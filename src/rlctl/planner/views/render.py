@@ -7,15 +7,16 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from rlctl.config.keys import TRAINING_CHOSEN
+from rlctl.config.keys import TEACHER_SIZES, TRAINING_CHOSEN
 from rlctl.errors import NoPlanError
+from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.make_plan import Plan
 from rlctl.telemetry.phases import Phase
 
 INDENT = " " * 14
-GENERATION_KEYS = (
+ENGINE_ROWS = (
     "engines", "tp", "pp", "dp", "ep", "memory_fraction", "kv_cache_bytes", "kv_cache_tokens", "max_concurrent",
     "max_batched_tokens", "threads",
 )  # fmt: skip
@@ -38,9 +39,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         training |= {"precision": plan.training.precision, "threads": plan.training.threads}
         training |= {"accumulation": plan.micro_batches, "world_size": plan.training.parallel.world_size}
     if plan.generation is not None:
-        generation = {key: getattr(plan.generation, key) for key in GENERATION_KEYS}
+        generation = {key: getattr(plan.generation, key) for key in ENGINE_ROWS}
         generation["kv_cache_bytes"] = int(plan.generation.kv_cache_bytes)
         generation["devices"] = plan.engine_devices or None
+    teacher = None
+    if plan.teacher is not None:
+        teacher = {size: getattr(plan.teacher.choice.parallel, size) for size in TEACHER_SIZES}
+        teacher |= {"world_size": plan.teacher.choice.parallel.world_size, "seconds": round(plan.teacher.seconds, 3)}
     beside = plan.beside
     return {
         "fits": True,
@@ -49,6 +54,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "cluster": cluster_json(plan),
         "training": training,
         "generation": generation,
+        "teacher": teacher,
         "colocated": plan.colocated,
         "mover": plan.mover,
         "memory_gib": {phase: memory.gib() for phase, memory in plan.memory.items()},
@@ -73,6 +79,7 @@ def no_plan_values(error: NoPlanError) -> dict[str, Any]:
         "cluster": None,
         "training": None,
         "generation": None,
+        "teacher": None,
         "colocated": None,
         "mover": None,
         "memory_gib": {},
@@ -110,6 +117,12 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
             f"{plan.micro_batches:,} row{'s' * (plan.micro_batches != 1)} of up to "
             f"{plan.training.micro_batch_tokens:,} tokens on each rank in {steps}", INDENT, INDENT,
         )  # fmt: skip
+    if plan.teacher is not None:
+        where = "next to the policy; " if not plan.cluster.is_cpu else ""
+        lines += wrapped(
+            f"{_size(plan.teacher.facts)} parameters, {plan.teacher.choice.parallel.name()}, "
+            f"{plan.teacher.choice.precision}, {where}{plan.teacher.seconds:.1f} s a step", "  teacher     ", INDENT,
+        )  # fmt: skip
     if plan.generation is not None:
         g = plan.generation
         share = f", {g.memory_fraction:.0%} of the GPU" if g.memory_fraction is not None else ""
@@ -138,9 +151,13 @@ def plan_text(plan: Plan, model: str, reasons: bool = True) -> str:
 
 
 def _billions(plan: Plan) -> str:
-    parts = count(plan.facts)
-    total = f"{parts.total / 1e9:.1f}B" if parts.total >= 1e9 else f"{parts.total / 1e6:.0f}M"
-    return total if plan.facts.moe is None else f"{total}, {parts.active / 1e9:.1f}B active"
+    total = _size(plan.facts)
+    return total if plan.facts.moe is None else f"{total}, {count(plan.facts).active / 1e9:.1f}B active"
+
+
+def _size(facts: ModelFacts) -> str:
+    total = count(facts).total
+    return f"{total / 1e9:.1f}B" if total >= 1e9 else f"{total / 1e6:.0f}M"
 
 
 NO_BREAK = "\u00a0"
@@ -236,7 +253,7 @@ def _flat(plan: Plan) -> list[tuple[str, Any]]:
         (f"training.{key}", data["training"][key])
         for key in ("backend", *TRAINING_CHOSEN, "precision", "threads", "accumulation")
     ]
-    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in (*GENERATION_KEYS, "devices")]
+    rows += [(f"generation.{key}", (data["generation"] or {}).get(key)) for key in (*ENGINE_ROWS, "devices")]
     for phase in ("training", "logprobs", "refit", "generation"):
         rows.append((f"memory_gib.{phase}", data["memory_gib"].get(phase, {}).get("total")))
     rows += [(f"seconds.{key}", value) for key, value in data["seconds"].items()]

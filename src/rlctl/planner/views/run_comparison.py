@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlctl.config.files import written_text
 from rlctl.errors import InputError
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.telemetry.metrics import read_metrics
@@ -17,6 +18,7 @@ SUSPECTS = {
     Phase.GENERATION: "decode_bandwidth_efficiency, decode_step_s or length_sigma (CPU: CPU_DECODE_EFFICIENCY)",
     Phase.REWARD: "reward_s",
     Phase.LOGPROBS: "matmul_efficiency (CPU: CPU_MATMUL_EFFICIENCY)",
+    Phase.CRITIC: "matmul_efficiency or packing_fill (CPU: CPU_MATMUL_EFFICIENCY)",
     Phase.TRAINING: "matmul_efficiency or packing_fill (CPU: CPU_MATMUL_EFFICIENCY)",
     Phase.REFIT: "refit_link_efficiency or refit_fixed_s",
     Phase.OTHER: "other_s",
@@ -75,7 +77,7 @@ def recorded_plan(run: Path) -> dict[str, Any]:
     if not path.exists():
         raise InputError(f"--run {run}: there is no manifest.json.", "Give the directory of a run.")
     try:
-        plan = json.loads(path.read_text()).get("plan")
+        plan = json.loads(written_text(path)).get("plan")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"--run {run}: manifest.json cannot be read: {error}.") from error
     if not isinstance(plan, dict) or "seconds" not in plan:
@@ -94,7 +96,15 @@ def compare_run(run: Path) -> list[PhaseComparison]:
     return rows
 
 
-ELSEWHERE = ("runtime", "engine asleep", "policy asleep", "engine runtime", "CUDA graphs")
+ELSEWHERE = (
+    "runtime",
+    "teacher runtime",
+    "teacher asleep",
+    "engine asleep",
+    "policy asleep",
+    "engine runtime",
+    "CUDA graphs",
+)
 """Parts of a GPU's memory that torch's allocator does not hand out in the process itself."""
 MEMORY_SUSPECTS = {
     "policy": "fragmentation or logit_copy_bytes (CPU: cpu_process_bytes)",
@@ -110,10 +120,10 @@ def compare_memory(run: Path) -> list[MemoryComparison]:
     path, plan = run / "memory.json", recorded_plan(run)
     if not path.exists():
         return []
-    measured, cpu = json.loads(path.read_text()), plan["cluster"]["gpu"] == "cpu"
+    measured, cpu = json.loads(written_text(path)), plan["cluster"]["gpu"] == "cpu"
     rows = []
     for process, phases in (("policy", ("training", "logprobs")), ("engine", ("generation",))):
-        seen = max((rank.get("host" if cpu else "device", 0) for rank in measured[process]), default=0) / GIB
+        seen = max((rank.get("host" if cpu else "device", 0) for rank in measured.get(process, ())), default=0) / GIB
         expected = max(_held(plan["memory_gib"].get(phase, {}), cpu) for phase in phases)
         if seen:
             off = abs(expected - seen) > TOLERANCE * seen

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import LossConfig, RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
 from rlctl.telemetry.metrics import Metric, nested
@@ -37,10 +37,16 @@ MEASURED_ALWAYS = (
     Metric("logprob_diff/kl", "mean", "KL(engine || trainer)"),
     Metric("logprob_diff/prob_error", "mean", "multiplicative probability error"),
     Metric("entropy", "mean", "entropy (nats)", "entropy"),
+    Metric("importance/mean", "mean"),
+    Metric("importance/max", "max"),
+    Metric("importance/effective", "effective"),
 )
 """The difference d of log-probs is between engine and trainer under the weights that sampled, so that it is arithmetic
 and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), which NeMo-RL calls the
-multiplicative token probability error."""
+multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
+mask, with their effective sample size; 1 where both computed the same."""
+SQUARES = "/squares"
+"""Ending of the name of a sum of squares."""
 
 
 class Algorithm(ABC):
@@ -61,6 +67,11 @@ class Algorithm(ABC):
     def needs(self) -> frozenset[LogprobColumn]:
         """Log-probs that are computed before training, and that the planner counts."""
         return self.config.logprobs_needed
+
+    @property
+    def teacher_top(self) -> int:
+        """Number of a teacher's most likely tokens at each position whose log-probs the loss needs."""
+        return 0
 
     @property
     def learns_without_advantage(self) -> bool:
@@ -88,8 +99,8 @@ class Algorithm(ABC):
             np.sum([weight * self.advantages(rewards_G) for weight, rewards_G in self.compared(group)], axis=0)
             for group in groups
         ]
-        if not self.config.advantage.whiten or not groups:
-            return found
+        if not self.config.advantage.whiten or self.config.has_critic or not groups:
+            return found  # with a critic there are rewards until the ranks have the values of tokens
         tokens_N = np.array([self.learned_tokens(rollout) for group in groups for rollout in group.rollouts])
         ends = np.cumsum([len(group.rollouts) for group in groups])[:-1]
         return np.split(whitened(np.concatenate(found), tokens_N), ends)
@@ -169,7 +180,7 @@ class RunLoss:
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
-            values = {**_measured_always(batch), **self.algorithm.measure(batch)}
+            values = {**_measured_always(batch, self.algorithm.config.loss), **self.algorithm.measure(batch)}
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:
@@ -188,6 +199,8 @@ class RunLoss:
                 maxima[name] = kept.max()
             else:
                 sums[name] = kept.sum()
+            if reductions[name] == "effective":
+                sums[name + SQUARES] = kept.square().sum()
         return LossOutput(loss=loss, sums=sums, maxima=maxima)
 
     def metrics(self, results: Sequence[MinibatchResult]) -> dict[str, Any]:
@@ -202,20 +215,28 @@ class RunLoss:
             else:
                 total = sum(result.sums.get(metric.name, 0.0) for result in results)
                 found[metric.name] = total / tokens if metric.reduce == "mean" else total
+            if metric.reduce == "effective":
+                squares = sum(result.sums.get(metric.name + SQUARES, 0.0) for result in results)
+                found[metric.name] = found[metric.name] ** 2 / (tokens * squares) if squares else 0.0
         return nested(found)
 
 
-def _measured_always(batch: TokenBatch) -> dict[str, torch.Tensor]:
+def _measured_always(batch: TokenBatch, options: LossConfig) -> dict[str, torch.Tensor]:
     import torch
 
+    from rlctl.rl.corrections import unbounded_weights
     from rlctl.rl.losses import LOG_RATIO_LIMIT, k3, old_logprobs
 
     log_ratio_R = torch.where(batch.counted_R, old_logprobs(batch) - batch.rollout_logprobs_R, 0.0)
     difference_R = log_ratio_R.abs()
+    weights_R = unbounded_weights(old_logprobs(batch), batch, options)
     return {
         "entropy": batch.entropy_R,
         "logprob_diff/mean": difference_R,
         "logprob_diff/max": difference_R,
         "logprob_diff/kl": k3(log_ratio_R),
         "logprob_diff/prob_error": difference_R.clamp(max=LOG_RATIO_LIMIT).exp(),
+        "importance/mean": weights_R,
+        "importance/max": weights_R,
+        "importance/effective": weights_R,
     }

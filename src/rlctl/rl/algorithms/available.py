@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pickle
 import re
 import subprocess
@@ -41,10 +42,12 @@ BUILT_IN = {
     "rloo": GRPO,
     "reinforce++": GRPO,
     "reinforce++-baseline": GRPO,
+    "ppo": GRPO,
     "gspo": "rlctl.rl.algorithms.gspo:Gspo",
     "cispo": "rlctl.rl.algorithms.cispo:Cispo",
     "dppo": "rlctl.rl.algorithms.dppo:Dppo",
     "sapo": "rlctl.rl.algorithms.sapo:Sapo",
+    "distillation": "rlctl.rl.algorithms.distillation:Distillation",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""
 _registered: dict[str, Factory] = {}
@@ -82,6 +85,7 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
     log-probs that the configuration does not have computed.
     """
     algorithm = _factory(config.run.algorithm)(config)
+    _require_fitting_teacher(config, algorithm)
     if missing := sorted(algorithm.requires - config.logprobs_needed):
         needs = ",".join(sorted(algorithm.requires | config.logprobs_needed))
         raise ConfigError(
@@ -91,6 +95,19 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
         return algorithm
     code = UserCode.read(config.loss.function, "Loss")
     return UserLoss(algorithm, code, _tried(UserLoss(algorithm, code)))
+
+
+def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
+    """Raise ConfigError where a teacher is needed and not there, or is there and nothing learns from it."""
+    name, teacher, column = config.run.algorithm, config.teacher.model, "teacher_logprobs"
+    if not teacher and column in algorithm.requires | config.logprobs_needed:
+        what = f"The algorithm {name}" if column in algorithm.requires else "loss.needs = teacher_logprobs"
+        raise ConfigError(f"{what} needs a teacher, and there is none.", "Name one: --teacher NAME (teacher.model).")
+    if teacher and name in BUILT_IN and column not in algorithm.requires and not config.loss.function:
+        raise ConfigError(
+            f"teacher.model = {teacher}, but the algorithm {name} learns nothing from a teacher.",
+            "Add --algorithm distillation, or leave the teacher out.",
+        )
 
 
 def _factory(name: str) -> Factory:
@@ -106,7 +123,7 @@ def _factory(name: str) -> Factory:
     known = (*BUILT_IN, *_registered, *plugin_names("rlctl.algorithms"))
     raise ConfigError(
         f"Unknown algorithm {name!r} (run.algorithm).",
-        _meant(name, known) or f"Algorithms are {', '.join(known)} and path/to/file.py:Class.",
+        " ".join(filter(None, [_meant(name, known), f"There are {', '.join(known)} and path/to/file.py:Class."])),
     )
 
 
@@ -176,6 +193,10 @@ class UserLoss(Algorithm):
         super().__init__(inner.config)
         self.inner, self.code, self._names = inner, code, names
         self.metrics = tuple(Metric(name, "mean", curve=name) for name in names)
+
+    @property
+    def teacher_top(self) -> int:
+        return self.inner.teacher_top
 
     def keeps(self, rewards_G: np.ndarray) -> bool:
         return self.inner.keeps(rewards_G)
@@ -265,7 +286,7 @@ def trial(loss: UserLoss) -> tuple[str, ...] | RlctlError:
     import torch
 
     try:
-        batch = _made_up_batch(loss.needs)
+        batch = _made_up_batch(loss.needs, loss.teacher_top)
         loss_R, values = loss.answer(batch)
         if not loss_R.requires_grad:
             raise InputError(
@@ -281,8 +302,8 @@ def trial(loss: UserLoss) -> tuple[str, ...] | RlctlError:
         return InputError(error.message, error.hint or FORM)
 
 
-def _made_up_batch(needs: frozenset[str]) -> TokenBatch:
-    """Return a batch of two rollouts with the columns that a run with these needs has."""
+def _made_up_batch(needs: frozenset[str], top: int = 0) -> TokenBatch:
+    """Return a batch of two rollouts with the columns that a run with these needs has; `top` of a teacher's tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -301,4 +322,7 @@ def _made_up_batch(needs: frozenset[str]) -> TokenBatch:
         rollout_R=torch.tensor([0] * 4 + [1] * 3),
         old_logprobs_R=near(logprobs_R) if "old_logprobs" in needs else None,
         reference_logprobs_R=near(logprobs_R) if "reference_logprobs" in needs else None,
+        teacher_logprobs_R=near(logprobs_R) if "teacher_logprobs" in needs else None,
+        teacher_top_RK=torch.full((TRIAL_TOKENS, top), -math.log(top + 1)) if top else None,
+        top_logprobs_RK=torch.full((TRIAL_TOKENS, top), -math.log(top + 2)).requires_grad_() if top else None,
     )

@@ -3,9 +3,13 @@
     loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
 
 A is the advantage of the token's rollout, w corrects for the engine's distribution (`rl/corrections.py`), and the ratio
-is that of the policy to the one that sampled. With `loss.kl_in=reward` the KL divergence is in A instead: each token
-loses the penalties of itself and of the tokens that follow. Neither penalty nor entropy bonus is weighted by w: they
-are to hold the policy also on tokens that a correction masks.
+is that of the policy to pi_old, the policy before the batch's first optimizer step as the trainer computes it, so that
+the clipping bounds what this batch does (the decoupled objective of arXiv 2110.00641, with pi_old as its proximal
+policy; arXiv 2505.24298, section 5.2). With `loss.importance_correction=ratio` there is no w, and the ratio is to the
+engine's distribution itself. With `loss.kl_in=reward` the KL divergence is in A instead: each token loses the penalties
+of itself and of the tokens that follow. A critic's advantages (`rl/critic.py`) are those of tokens, and hold these
+penalties already. Neither penalty nor entropy bonus is weighted by w: they are to hold the policy also on tokens that a
+correction masks.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ class PolicyGradient(Algorithm):
     def learns_without_advantage(self) -> bool:
         """Whether there is a term next to the surrogate, which is 0 where the advantage is."""
         own = type(self).token_loss is not PolicyGradient.token_loss
+        if self.config.has_critic:
+            return True  # what the driver has is a reward, which the critic may have expected or not
         return own or self.config.loss.kl_coefficient > 0 or self.config.loss.entropy_coefficient > 0
 
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
@@ -58,8 +64,14 @@ class PolicyGradient(Algorithm):
         options = self.config.advantage
         return group_advantages(rewards_G, options.baseline, options.normalize_std)
 
+    def ratio_to_anchor(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the ratio [R] to the policy that `loss.importance_correction` asks for."""
+        if self.config.loss.importance_correction == "ratio":
+            batch = replace(batch, old_logprobs_R=batch.rollout_logprobs_R)
+        return self.ratio(batch)
+
     def ratio(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the ratio of the policy to the one that sampled, of each token [R], with gradient."""
+        """Return the ratio of the policy to the old one of `batch`, of each token [R], with gradient."""
         from rlctl.rl.losses import old_logprobs, policy_ratio
 
         return policy_ratio(batch.logprobs_R, old_logprobs(batch))
@@ -77,7 +89,7 @@ class PolicyGradient(Algorithm):
         from rlctl.rl.corrections import correction
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
-        loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio(batch), batch)
+        loss_R = correction(batch, o).weights_R * self.surrogate(self.ratio_to_anchor(batch), batch)
         if o.kl_coefficient and o.kl_in == "loss":
             loss_R = loss_R + o.kl_coefficient * self._penalty(batch)
         if o.entropy_coefficient:
@@ -93,7 +105,7 @@ class PolicyGradient(Algorithm):
         from rlctl.rl.losses import kl_penalty
 
         o, batch = self.config.loss, self._with_penalised_advantages(batch)
-        ratio_R, corrected = self.ratio(batch), correction(batch, o)
+        ratio_R, corrected = self.ratio_to_anchor(batch), correction(batch, o)
         to_reference = {}
         if "reference_logprobs" in self.needs and batch.reference_logprobs_R is not None:
             to_reference["kl"] = kl_penalty(batch.logprobs_R, batch.reference_logprobs_R, o.kl_estimator)
@@ -127,7 +139,7 @@ class PolicyGradient(Algorithm):
         from rlctl.rl.losses import kl_penalty, old_logprobs, sums_to_go
 
         o = self.config.loss
-        if not o.kl_coefficient or o.kl_in == "loss":
+        if not self.config.penalty_in_reward or self.config.has_critic:
             return batch
         penalty_R = kl_penalty(old_logprobs(batch), _reference(batch), o.kl_estimator, o.kl_cap)
         to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)

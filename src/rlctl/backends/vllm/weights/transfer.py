@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 
 from rlctl.backends.vllm import compat, routing
 from rlctl.backends.vllm.args import PLAIN_PARAMETERS, TRANSFER_BACKEND
-from rlctl.backends.vllm.weights import check, locate
+from rlctl.backends.vllm.weights import locate, read_back
 from rlctl.backends.vllm.weights.assign import Assignment, all_loaded, assign
 from rlctl.backends.vllm.weights.reload import Reload, abandon
 from rlctl.backends.vllm.weights.write import (
@@ -212,7 +212,7 @@ class RlctlWorkerExtension:
 
     def rlctl_record_buffers(self) -> None:
         """Keep what the model's buffers hold now. Raises VerificationError where a table is wrong already."""
-        check.record_buffers(self.model_runner.get_model())
+        read_back.record_buffers(self.model_runner.get_model())
 
     def rlctl_alive(self) -> bool:
         return True
@@ -232,18 +232,18 @@ class RlctlWorkerExtension:
         """As `EngineWorker.readings`. Every parameter that cannot be read back has a reading that says why."""
         model = self.model_runner.get_model()
         every = locate.sites(model)
-        found, unread = every.found, check.unread(every)
+        found, unread = every.found, read_back.unread(every)
         if tensors is not None:
             wanted = set(tensors)
-            return [*check.read([s for s in found if any(p.tensor in wanted for p in s.parts)]), *unread]
-        return [*check.read(found), *check.read_buffers(model), *unread]
+            return [*read_back.read([s for s in found if any(p.tensor in wanted for p in s.parts)]), *unread]
+        return [*read_back.read(found), *read_back.read_buffers(model), *unread]
 
     def rlctl_values(self, tensor: str) -> list[tuple[str, tuple[int, ...], Any]]:
-        return list(check.values(locate.sites(self.model_runner.get_model()).found, tensor))
+        return list(read_back.values(locate.sites(self.model_runner.get_model()).found, tensor))
 
     def rlctl_poison(self) -> int:
         self.weight_transfer_engine.applied = None
-        return check.poison(self.model_runner.get_model())
+        return read_back.poison(self.model_runner.get_model())
 
     def rlctl_restart_update(self) -> None:
         """Forget an update that was begun and never finished."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlctl.backends.vllm.weights import check
+from rlctl.backends.vllm.weights import read_back
 from rlctl.errors import VerificationError
 
 
@@ -28,12 +28,12 @@ class Model(torch.nn.Module):
 
 
 def differing(model: Model) -> list[str]:
-    return [reading.tensor for reading in check.read_buffers(model) if reading.value != reading.expected]
+    return [reading.tensor for reading in read_back.read_buffers(model) if reading.value != reading.expected]
 
 
 def test_a_table_that_a_layer_rounds_to_its_precision_is_unchanged() -> None:
     model = Model()
-    check.record_buffers(model)
+    read_back.record_buffers(model)
     assert differing(model) == []
     model.rotary.cos_sin_cache = model.rotary.cos_sin_cache.to(torch.bfloat16)
     assert differing(model) == []
@@ -43,7 +43,7 @@ def test_a_table_that_a_layer_rounds_to_its_precision_is_unchanged() -> None:
 
 def test_no_other_buffer_may_be_rounded() -> None:
     model = Model()
-    check.record_buffers(model)
+    read_back.record_buffers(model)
     model.rotary.scale = model.rotary.scale.to(torch.bfloat16)
     assert differing(model) == ["rotary.scale"]
 
@@ -52,8 +52,8 @@ def test_a_table_that_was_wrong_from_the_start_is_told_from_one_that_has_changed
     model = Model()
     model.rotary.cos_sin_cache[0, 0] += 2.0**-13  # as the first parallel cosine of a process can be off
     with pytest.raises(VerificationError, match=r"rotary\.cos_sin_cache.* wrong since .* process began.* 1\.2e-04"):
-        check.record_buffers(model)
+        read_back.record_buffers(model)
     model = Model()
-    check.record_buffers(model)
+    read_back.record_buffers(model)
     model.rotary.cos_sin_cache[0, 0] += 2.0**-13
     assert differing(model) == ["rotary.cos_sin_cache"]

@@ -1,0 +1,72 @@
+"""The record of the PyTorch backend (transformers' modules, sharded by FSDP2), and what it refuses. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.lookup import PolicyBackend, SectionArguments
+from rlctl.errors import ConfigError
+from rlctl.models.constraints import fsdp_problems
+from rlctl.weights.dtensor import DTensorWorld
+
+
+def layouts(spec: PolicySpec) -> DTensorWorld:
+    """Weights are float32 whatever they are multiplied in: FSDP2 shards what the optimizer updates."""
+    facts = replace(spec.facts, mtp_layers=0)  # transformers has no multi-token-prediction layers
+    return DTensorWorld(facts, spec.parallel, "float32")
+
+
+def optimizer_values(spec: PolicySpec) -> dict[str, Any]:
+    """AdamW. The driver sets the learning rate of each step."""
+    ours = spec.optimizer
+    return {
+        "lr": ours.lr,
+        "betas": (ours.beta1, ours.beta2),
+        "eps": ours.eps,
+        "weight_decay": ours.weight_decay,
+        "fused": True,
+    }
+
+
+def arguments(spec: PolicySpec) -> list[SectionArguments]:
+    return [SectionArguments("optimizer", "AdamW", optimizer_values(spec), {})]
+
+
+def refuse(spec: PolicySpec) -> None:
+    """Raise ConfigError for the first key that this backend cannot do, with what does it."""
+    for problem in fsdp_problems(spec.facts, spec.parallel):
+        raise ConfigError(f"{problem.key}: {problem.message}.", "Change it, or use --backend megatron.")
+    for key, why in _not_there(spec):
+        raise ConfigError(f"{key} is refused: {why}.", "Remove it, or use --backend megatron.")
+
+
+def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    for section, passed, whose in (
+        ("megatron", spec.megatron, "a field of Megatron's TransformerConfig"),
+        ("ddp", spec.ddp, "a field of Megatron's DistributedDataParallelConfig"),
+        ("optimizer", spec.optimizer.passed, "a field of Megatron's OptimizerConfig"),
+    ):
+        for key in passed:
+            yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
+    if spec.router_replay and spec.facts.moe is None:
+        yield "training.router_replay", "the model has no experts"
+    for key, asked in (
+        ("training.lora.rank", spec.lora.rank > 0),
+        ("training.optimizer_offload", spec.optimizer_offload),
+        ("teacher.model", spec.teaches is not None),
+    ):
+        if asked:
+            yield key, "training.backend = dtensor does not have it yet"
+
+
+BACKEND = PolicyBackend("dtensor", "rlctl.backends.dtensor.worker:DTensorWorker", layouts, arguments, refuse)
+
+
+if TYPE_CHECKING:
+    from rlctl.backends.base import PolicyWorker
+    from rlctl.backends.dtensor.worker import DTensorWorker
+
+    WORKER: type[PolicyWorker] = DTensorWorker

@@ -1,0 +1,110 @@
+"""Experts of transformers' models: spread over the ranks (expert parallelism), and given by the engine (router replay).
+
+Suffixes: N tokens of a rank, H hidden, S pairs of a token and one of its experts, K experts a token, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlctl.backends.dtensor.tensor_parallel import divided, with_local_parameters
+from rlctl.models.facts import MoeFacts
+from rlctl.models.matrices import Role
+from rlctl.weights.dtensor import DTensorWorld
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group, as many as `sent` says to each, and receives theirs; backward sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SH: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return _exchanged(x_SH, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return _exchanged(grads[0], received, sent, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    torch.distributed.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+def spread(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
+    """Divide the experts of a model without memory over the ranks of `mesh`, and have tokens sent to them."""
+    for path, module in inner.named_modules():
+        names = [name for name in module._parameters if world.is_expert(f"{path}.{name}")]
+        if not names:
+            continue
+        for name in names:
+            module._parameters[name] = divided(module._parameters[name], mesh, 0)
+        module.num_experts //= mesh.size()
+        forward = partial(with_local_parameters, module, module.forward, tuple(names), None)
+        module.forward = partial(_on_the_experts_ranks, forward, mesh.get_group(), module.num_experts)
+
+
+def _on_the_experts_ranks(
+    forward: Callable[..., Tensor], group: Any, held: int, tokens_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor
+) -> Tensor:
+    """[N, H]: the weighted sum over each token's experts. Each pair goes to the expert's rank and comes back."""
+    experts_S = experts_NK.flatten()
+    order_S = torch.argsort(experts_S // held, stable=True)
+    counts = torch.bincount(experts_S // held, minlength=group.size())
+    theirs = torch.empty_like(counts)
+    torch.distributed.all_to_all_single(theirs, counts, group=group)
+    sent, received = counts.tolist(), theirs.tolist()
+    token_S = order_S // experts_NK.shape[1]
+    arrived_SH = Exchange.apply(tokens_NH[token_S], sent, received, group)
+    experts = _exchanged(experts_S[order_S] % held, sent, received, group)
+    found_SH = forward(arrived_SH, experts[:, None], arrived_SH.new_ones((len(experts), 1)))
+    back_SH = Exchange.apply(found_SH, received, sent, group)
+    weighted_SH = back_SH * weights_NK.flatten()[order_S, None].to(back_SH.dtype)
+    return torch.zeros_like(tokens_NH).index_add(0, token_S, weighted_SH)
+
+
+class Replay:
+    """A router that takes the experts that it is given. It still computes their weights, so that gradients flow as
+    ever; see `backends/megatron/routing.py` for why."""
+
+    def __init__(self, layer: int, moe: MoeFacts, forward: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+        """`layer` counts from 0; `forward` is the router's own: logits, and weights and experts [N, K]."""
+        self.layer, self._moe, self._forward = layer, moe, forward
+        self._given: Tensor | None = None
+
+    def give(self, chosen_TLK: Tensor | None) -> None:
+        """The choice of the row whose pass comes next; None, or -1 for a token: the router's own. A layer that is
+        computed again in the backward pass takes it a second time: a row's passes follow one another."""
+        self._given = None if chosen_TLK is None else chosen_TLK[:, self.layer].long()
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, own = self._forward(hidden)
+        if self._given is None:
+            return logits, weights, own
+        chosen = torch.where(self._given >= 0, self._given, own)
+        wide = logits.float()
+        scores = (wide.sigmoid() if self._moe.score == "sigmoid" else wide.softmax(-1)).gather(1, chosen)
+        if self._moe.normalize_topk:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, (scores * self._moe.scaling).to(weights.dtype), chosen
+
+
+def install_replay(inner: Any, world: DTensorWorld) -> list[Replay]:
+    """Have every router take the experts that it is given; returns who is to be told."""
+    moe, found = world.facts.moe, []
+    assert moe is not None
+    for name, role in world.roles.items():
+        if role is Role.ROUTER:
+            router: nn.Module = inner.get_submodule(name.rpartition(".")[0])
+            replay = Replay(int(name.split(".")[2]), moe, router.forward)
+            router.forward = replay
+            found.append(replay)
+    return found

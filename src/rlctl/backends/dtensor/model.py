@@ -1,0 +1,254 @@
+"""The policy as a transformers model: built without memory, sharded by FSDP2, with an attention of its own over packed
+rows, and log-probs of chosen tokens as its output."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
+from rlctl.backends.dtensor.experts import Replay, install_replay, spread
+from rlctl.backends.dtensor.tensor_parallel import divide, gather_tokens
+from rlctl.backends.logprobs import VocabPart, chunked_logprobs
+from rlctl.backends.row_attention import RowAttention, attend
+from rlctl.backends.rows import PackedRow
+from rlctl.config.parallel import ParallelSpec
+from rlctl.errors import ConfigError
+from rlctl.weights.dtensor import DTensorWorld
+
+ATTENTION = "rlctl_rows"
+"""The name under which transformers finds `row_attention`. It has no mask function there, so no mask is made."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks of a policy, as FSDP2 and as the passes over rows see them."""
+
+    sharding: DeviceMesh
+    """(replicate, shard, tp): context-parallel ranks are shards."""
+    passes: DeviceMesh
+    """(dp, cp, tp)"""
+    experts: DeviceMesh | None
+    """(replicate, shard, ep), where experts are spread."""
+
+    @classmethod
+    def of(cls, parallel: ParallelSpec, device: str) -> Groups:
+        """Collective: make the groups."""
+        copies, shards, ep = parallel.replicate, parallel.fsdp_shards, parallel.ep
+
+        def mesh(names: str, *sizes: int) -> DeviceMesh:
+            return init_device_mesh(device, sizes, mesh_dim_names=tuple(names.split()))
+
+        return cls(
+            mesh("replicate shard tp", copies, shards, parallel.tp),
+            mesh("dp cp tp", parallel.dp, parallel.cp, parallel.tp),
+            mesh("replicate shard ep", copies, shards // ep, ep) if ep > 1 else None,
+        )
+
+    def group(self, name: str) -> Any:
+        return self.passes.get_group(name)
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """The row that is passed, as the attention of each layer has to know it."""
+
+    attention: RowAttention
+    context: Any
+    """The context-parallel group."""
+
+
+def row_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    row: RowPass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[1, h, T, d] -> [1, T, h, d], as transformers calls an attention; `s_aux` are gpt-oss's sinks. No dropout: under
+    it log-probs are not those of the policy that sampled."""
+    assert row is not None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if row.context.size() > 1:
+        k, v = GatherContext.apply(k, row.context), GatherContext.apply(v, row.context)
+    out = attend(q, k, v, row.attention, scale=scaling, window=sliding_window, sinks=s_aux)
+    return out.view(1, q.shape[0], q.shape[1], -1), None
+
+
+def selective_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`row_attention` that is computed again in the backward pass."""
+    return checkpoint(row_attention, *args, use_reentrant=False, **kwargs)
+
+
+def register_attention() -> None:
+    AttentionInterface.register(ATTENTION, row_attention)
+    AttentionInterface.register(f"{ATTENTION}_selective", selective_attention)
+
+
+class PolicyModel(nn.Module):
+    """A transformers model that returns float32 [2, R], log-prob and entropy of a row's chosen tokens. The head runs
+    only at the positions that predict one."""
+
+    def __init__(self, inner: Any, groups: Groups, temperature: float, chunk: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self._context, self._tensor = groups.group("cp"), groups.group("tp")
+        self._temperature, self._chunk, self._vocab = temperature, chunk, inner.config.vocab_size
+        self.replays: list[Replay] = []
+        """With router replay, the routers that are told a row's experts."""
+
+    def forward(self, row: PackedRow) -> Tensor:
+        size, rank = self._context.size(), self._context.rank()
+        tokens_T, positions_T, routing_TLK = row.tokens_T, row.positions_T, row.routing_TLK
+        if size > 1:
+            own_T = torch.from_numpy(zigzag(len(tokens_T), size, rank)).to(tokens_T.device)
+            tokens_T, positions_T = tokens_T[own_T], positions_T[own_T]
+            routing_TLK = None if routing_TLK is None else routing_TLK[own_T]
+        for replay in self.replays:
+            replay.give(routing_TLK)
+        passed = RowPass(RowAttention.of(row, size, rank), self._context)
+        found = self.inner.model(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, row=passed
+        ).last_hidden_state
+        if self._tensor.size() > 1:
+            found = gather_tokens(found, self._tensor)
+        part = context_part(row, size, rank)
+        hidden_U = found[0].index_select(0, part.sources_U)
+        vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
+        out = chunked_logprobs(
+            hidden_U, part.inverse_R, part.targets_R, self.inner.lm_head, vocab, self._temperature, self._chunk
+        )
+        return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
+
+
+def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of `fully_shard`: with two axes it shards along the last."""
+    return mesh["replicate", "shard"] if mesh.size(0) > 1 else mesh["shard"]
+
+
+def build_model(
+    spec: PolicySpec, world: DTensorWorld, groups: Groups, device: torch.device, frozen: frozenset[str]
+) -> PolicyModel:
+    """This rank's part of the policy, with random weights; parameters named in `frozen` are not trained.
+
+    Raises ConfigError for a model whose buffers transformers cannot compute anew.
+    """
+    model = PolicyModel(_on_meta(spec), groups, spec.temperature, spec.logprob_chunk_tokens)
+    for name, parameter in model.inner.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if spec.router_replay:
+        model.replays = install_replay(model.inner, world)
+    if spec.parallel.tp > 1:
+        divide(model.inner, world, groups.sharding["tp"])
+    if groups.experts is not None:
+        spread(model.inner, world, groups.experts["ep"])
+    _recompute(model, spec.recompute)
+    if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
+        _shard(model, groups, spec.dtype)
+    model.to_empty(device=device)
+    if not isinstance(model, FSDPModule):
+        model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
+    _fill_buffers(model.inner)
+    generator = torch.Generator(device).manual_seed(spec.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_part(parameter).normal_(std=0.02, generator=generator)
+    return model.eval()  # no model is trained with dropout
+
+
+def _on_meta(spec: PolicySpec) -> Any:
+    """The transformers model without memory for its tensors."""
+    if spec.model_dir is None:
+        raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
+    config = copy.deepcopy(AutoConfig.from_pretrained(Path(spec.model_dir)))
+    name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
+    with torch.device("meta"):
+        inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
+    return inner
+
+
+def _recompute(model: PolicyModel, mode: str) -> None:
+    """Have layers (`full`) or norms (`selective`, with their attention) computed again in the backward pass. Forward
+    methods are replaced and not modules, so that parameters keep their names and FSDP2's hooks stay outside."""
+    if mode == "none":
+        return
+    for layer in model.inner.model.layers:
+        norms = (module for module in layer.modules() if type(module).__name__.endswith("RMSNorm"))
+        for module in [layer] if mode == "full" else norms:
+            module.forward = partial(_checkpointed, module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (
+        checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.is_grad_enabled()
+        else forward(*args, **kwargs)
+    )
+
+
+def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
+    """A group of parameters for each layer; embedding, last norm and head are the root's, which is gathered once for
+    a pass however many chunks of log-probs it has. Gradients are summed over the ranks, never averaged."""
+    compute = torch.bfloat16 if dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    mesh = _fsdp(groups.sharding)
+    for layer in model.inner.model.layers:
+        if groups.experts is not None and hasattr(layer.mlp, "experts"):
+            fully_shard(layer.mlp.experts, mesh=_fsdp(groups.experts), mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that multiplies first
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, a gradient or a state; a view of the live memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fill_buffers(inner: Any) -> None:
+    """Compute buffers that no checkpoint holds, such as rotary frequencies: `to_empty` leaves them without values.
+    They are not a number before, so that one which transformers leaves out is found."""
+    stored = inner.state_dict().keys()
+    computed = {name: buffer for name, buffer in inner.named_buffers() if name not in stored}
+    with torch.no_grad():
+        for buffer in computed.values():
+            buffer.fill_(torch.nan)
+        for module in inner.modules():
+            if not list(module.buffers(recurse=False)):
+                continue
+            if not list(module.parameters(recurse=False)):
+                inner._init_weights(module)
+            elif hasattr(module, "embed_scale"):  # Gemma's embedding
+                module.embed_scale.fill_(module.scalar_embed_scale)
+    for name, buffer in computed.items():
+        if buffer.isnan().any():
+            raise ConfigError(
+                f"training.backend = dtensor: transformers does not say how to compute {name} of this model.",
+                "Use --backend megatron.",
+            )

@@ -1,0 +1,78 @@
+"""AdamW over sharded parameters: the gradient's norm over all ranks, clipping, and one guarded step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.dtensor.backend import optimizer_values
+from rlctl.backends.dtensor.model import local_part
+from rlctl.backends.results import StepOutcome
+
+
+def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = not _is_plain(name, parameter)
+            # The fused kernel takes parameters of one mesh: experts that are spread have their own.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((decays, mesh), {"params": [], "decays": decays})["params"].append(parameter)
+    return torch.optim.AdamW(list(groups.values()), **optimizer_values(spec))
+
+
+def _is_plain(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a norm's, a bias (of all experts, one too) or a sink."""
+    return parameter.dim() == 1 or name.endswith("bias")
+
+
+def take_step(spec: PolicySpec, optimizer: torch.optim.AdamW, lr: float, weight_decay: float | None) -> StepOutcome:
+    """One step at learning rate `lr` and `weight_decay` (None: that of the optimizer's configuration); none at all when
+    the gradient is not finite (the state stays as it was). Collective."""
+    gradients = [_reduced(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm, clip = total_norm(gradients), spec.optimizer.clip_grad
+    if not math.isfinite(norm):
+        return StepOutcome(norm, skipped=True)
+    if 0 < clip < norm:
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], clip / (norm + 1e-6))
+    decay = spec.optimizer.weight_decay if weight_decay is None else weight_decay
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = lr, decay * group["decays"]
+    optimizer.step()
+    return StepOutcome(norm, skipped=False)
+
+
+def _reduced(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, summed over tensor-parallel ranks that each have a part of the sum. FSDP2 has done
+    that to those that it holds."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def total_norm(gradients: Iterable[Tensor]) -> float:
+    """The norm over all ranks; what several ranks hold alike counts once. Collective."""
+    world = torch.distributed.get_world_size()
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        square = torch.linalg.vector_norm(local_part(gradient), dtype=torch.float32).double().square()
+        total = total.to(square.device) + square * _parts(gradient) / world
+    torch.distributed.all_reduce(total)
+    return float(total.sqrt())
+
+
+def _parts(tensor: Tensor) -> int:
+    """The number of different parts that a tensor is divided into over the ranks."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate())

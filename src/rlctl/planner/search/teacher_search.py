@@ -1,0 +1,142 @@
+"""The layout of a teacher: it computes log-probs next to the policy, on the policy's devices.
+
+It waits in host memory while others compute, except on a CPU, where that is the same memory. Its rows are those of the
+policy. Where no size is given, the fastest layout is taken of those that fit beside what the policy keeps on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rlctl.config.parallel import ParallelSpec
+from rlctl.models.constraints import policy_problems
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs import memory as mem
+from rlctl.planner.costs import time as timing
+from rlctl.planner.costs.parameters import stages
+from rlctl.planner.inputs.cluster import GIB
+from rlctl.planner.search.policy_search import SIMPLICITY, Reject, Request, TrainingCandidate, complexity, powers
+
+CONTEXT_BYTES = 0.5 * GIB
+"""Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """The layout of a teacher, and what it costs. Bytes of one device (of one process, on a CPU) and seconds."""
+
+    facts: ModelFacts
+    choice: TrainingChoice
+    memory: mem.PhaseMemory
+    """What the teacher itself takes while it computes."""
+    asleep: float
+    """What its process keeps on the device while others compute."""
+    seconds: float
+    """Its log-probs of a step, with the way from host memory and back."""
+
+    @property
+    def score(self) -> float:
+        return self.seconds * (1 + SIMPLICITY * complexity(self.choice))
+
+
+def with_teacher(
+    request: Request, trainings: list[TrainingCandidate], devices: int, budget: float, rejected: Reject
+) -> list[TrainingCandidate]:
+    """Give each of `trainings` the best teacher that fits `budget` bytes next to it; others go to `rejected`."""
+    if request.teacher is None:
+        return trainings
+    found, known = [], {}
+    for training in trainings:
+        rows = training.choice.micro_batch_tokens
+        if rows not in known:
+            known[rows] = _teachers(request, request.teacher, devices, rows)
+        options = known[rows]
+        beside = 0.0 if request.cluster.is_cpu else _of_policy(request, training)
+        able = [one for one in options if one.memory.total + beside <= budget]
+        room = [one for one in able if training.peak.total + one.asleep <= budget]
+        if room:
+            found.append(training.taught_by(min(room, key=lambda one: one.score)))
+        elif options:
+            least = min(one.memory.total for one in options)
+            why = f"next to it the teacher needs {least / GIB:.0f} GiB, and {(budget - beside) / GIB:.0f} are left"
+            rejected(training.choice, why, (least + beside) / max(budget, 1.0))
+        else:
+            rejected(training.choice, _why_none(request, request.teacher, devices, rows))
+    return sorted(found, key=lambda one: one.score)
+
+
+def _of_policy(request: Request, training: TrainingCandidate) -> float:
+    """Bytes of a device that the policy's states and process keep while the teacher computes."""
+    asleep = training.peak.parts.get("engine asleep", 0.0)
+    fullest = max(
+        sum(mem.state_bytes(request.facts, stage, training.choice).values())
+        for stage in stages(request.facts, training.choice)
+    )
+    return fullest + mem.runtime_bytes(request.cluster, training.choice, request.constants) + asleep
+
+
+def _teachers(request: Request, facts: ModelFacts, devices: int, rows: int) -> list[TeacherPlan]:
+    """Return all valid layouts of the teacher with rows of that many tokens."""
+    layouts = _layouts(request, facts, devices, rows)
+    return [_costed(request, facts, choice) for choice in layouts if _valid(facts, choice)]
+
+
+def _why_none(request: Request, facts: ModelFacts, devices: int, rows: int) -> str:
+    """Return the rule that the teacher's first layout breaks, or that its sizes fit no devices."""
+    for choice in _layouts(request, facts, devices, rows):
+        if problems := policy_problems(facts, choice.parallel):
+            return f"the teacher as {choice.parallel.name()}: {problems[0].message}"
+    count = "one device does" if devices == 1 else f"{devices} devices do"
+    return f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
+
+
+def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:
+    parallel = choice.parallel
+    return not policy_problems(facts, parallel) and (
+        parallel.cp == 1 or not choice.micro_batch_tokens % (2 * parallel.cp)
+    )
+
+
+def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> Iterator[TrainingChoice]:
+    cluster = request.cluster
+    joined = max(cluster.link_domain, cluster.gpus_per_node)
+
+    def sizes(name: str, options: list[int]) -> list[int]:
+        pinned = request.pin(f"teacher.{name}")
+        return options if pinned is None else [pinned]
+
+    precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
+    most = [1] if cluster.is_cpu else powers(min(facts.heads, joined, devices, 16))
+    for tp in sizes("tp", most):
+        for pp in sizes("pp", [1] if cluster.is_cpu else powers(min(facts.layers, devices, 64))):
+            for cp in sizes("cp", [1]):
+                for ep in sizes("ep", [1] if cluster.is_cpu or not facts.moe else powers(facts.moe.experts)):
+                    least = -(-ep // (tp * cp)) if facts.moe else 1
+                    fitting = least if cluster.is_cpu else devices // (tp * pp * cp)
+                    for dp in sizes("dp", [fitting]):
+                        etp = request.pin("teacher.etp", 1)
+                        world = tp * pp * cp * dp
+                        if dp < 1 or (world > devices and not cluster.is_cpu) or (tp * cp * dp) % (ep * etp):
+                            continue
+                        parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+                        threads = None
+                        if cluster.is_cpu:
+                            threads = max(1, cluster.device.cores // max(1, world // cluster.nodes))
+                        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads)
+
+
+def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:
+    cluster, constants = request.cluster, request.constants
+    whole = mem.logprobs_memory(facts, choice, cluster, 0.0, constants)
+    weights = max(mem.state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice))
+    kept = {"teacher weights": weights, "teacher activations": whole.parts["activations"],
+            "teacher logits": whole.parts["logits"], "teacher runtime": whole.parts["runtime"]}  # fmt: skip
+    alone = replace(request.workload, old_logprobs=True, reference=False)
+    seconds = timing.logprobs_time(facts, choice, alone, cluster, constants)
+    asleep = 0.0
+    if not cluster.is_cpu:
+        asleep = whole.parts["runtime"] + CONTEXT_BYTES
+        seconds += 2 * weights / (cluster.device.host_link * constants.pinned_copy)
+    return TeacherPlan(facts, choice, mem.PhaseMemory(kept), asleep, seconds)

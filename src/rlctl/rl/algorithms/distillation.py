@@ -1,0 +1,100 @@
+"""On-policy distillation: the policy learns from a teacher's probabilities on its own rollouts.
+
+    sampled   GRPO's loss, with A = weight * sg[log teacher - log pi_old] + reward_weight * A(rewards) of each token
+    top-k     weight * (s KL(teacher || pi) + (1 - s) KL(pi || teacher)) + reward_weight * GRPO's loss; s: forward_share
+
+`sampled` is the policy gradient of the reverse KL divergence KL(pi || teacher), estimated by the token that was
+sampled, with the outcome's advantage added: MiMo-V2-Flash (arXiv 2601.02780). A token is held to account for itself
+and not for those that follow, as there.
+
+`top-k` compares the two distributions at each position over the K tokens that are most likely for the teacher
+(on-policy generalised knowledge distillation, arXiv 2306.13649, over part of the vocabulary). Probabilities of the
+other tokens are left out (`renormalize`: both distributions are those of the K tokens alone), or are one further event
+(`tail`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.config.schema import RlctlConfig
+from rlctl.data.rollouts import RolloutGroup
+from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.telemetry.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+
+TEACHER_KL = Metric("teacher_kl", "mean", curve="KL(policy || teacher)", column="teach", form=".3f")
+"""The mean of log pi - log teacher over the sampled tokens, which is unbiased for that divergence of the next token."""
+TOP_KL = Metric("top_kl", "mean", curve="divergence from the teacher over its most likely tokens", form=".3f")
+TOP_MASS = Metric("top_mass", "mean", curve="the teacher's probability of its most likely tokens", form=".3f")
+
+
+class Distillation(Grpo):
+    """GRPO's loss with a teacher's log-probs in its advantages, or next to it."""
+
+    requires = frozenset({"teacher_logprobs"})
+
+    def __init__(self, config: RlctlConfig) -> None:
+        super().__init__(config)
+        self.options = config.distillation
+        self.metrics = (TEACHER_KL, *((TOP_KL, TOP_MASS) if self.teacher_top else ()), *self.metrics)
+
+    @property
+    def teacher_top(self) -> int:
+        return self.options.top_k if self.options.loss == "top-k" else 0
+
+    @property
+    def learns_without_advantage(self) -> bool:
+        """The teacher says something of every token, whatever its reward is."""
+        return True
+
+    def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
+        """Return the weighted advantages of the rewards, where they are learned from."""
+        if not self.options.reward_weight:
+            return [np.zeros(len(group.rollouts)) for group in groups]
+        return [self.options.reward_weight * advantages_G for advantages_G in super().batch_advantages(groups)]
+
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+        """Return GRPO's loss, with the divergence over the teacher's most likely tokens where that is the loss."""
+        loss_R = super().token_loss(batch)
+        return loss_R + self.options.weight * self._top_kl(batch) if self.teacher_top else loss_R
+
+    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        """Return how far the policy is from the teacher, and what GRPO measures."""
+        from rlctl.rl.losses import old_logprobs
+
+        found = {"teacher_kl": old_logprobs(batch) - _of_teacher(batch), **super().measure(batch)}
+        if self.teacher_top:
+            assert batch.teacher_top_RK is not None  # its loss was computed before
+            found |= {"top_kl": self._top_kl(batch), "top_mass": batch.teacher_top_RK.exp().sum(-1)}
+        return found
+
+    def _with_penalised_advantages(self, batch: TokenBatch) -> TokenBatch:
+        from rlctl.rl.losses import old_logprobs
+
+        batch = super()._with_penalised_advantages(batch)
+        if self.teacher_top:
+            return batch
+        gain_R = (_of_teacher(batch) - old_logprobs(batch)).detach()
+        return replace(batch, advantages_R=batch.advantages_R + self.options.weight * gain_R)
+
+    def _top_kl(self, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import top_divergence
+
+        if batch.teacher_top_RK is None or batch.top_logprobs_RK is None:
+            raise ValueError("the loss needs the teacher's most likely tokens, and the batch has none")
+        o = self.options
+        return top_divergence(batch.teacher_top_RK, batch.top_logprobs_RK, o.forward_share, tail=o.outside == "tail")
+
+
+def _of_teacher(batch: TokenBatch) -> torch.Tensor:
+    if batch.teacher_logprobs_R is None:
+        raise ValueError("distillation needs a teacher's log-probs, and the batch has none")
+    return batch.teacher_logprobs_R

@@ -1,0 +1,166 @@
+"""The layout of every rank of a policy of transformers' modules that FSDP2 shards, as plain data.
+
+Experts of a layer are stacked as transformers 5 holds them. Sources: torch/distributed/tensor placement types (Shard
+splits as torch.chunk does, so late ranks may hold less or nothing) and torch/distributed/fsdp (each parameter is
+sharded along its first axis, after tensor parallelism has divided it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rlctl.config.parallel import ParallelSpec
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
+from rlctl.models.matrices import FLOAT32_ROLES, Matrix, Role
+from rlctl.weights import hf
+from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
+from rlctl.weights.megatron import piece as piece_of
+from rlctl.weights.transfer_plan import Shard
+
+COLUMN_ROLES = frozenset(
+    {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.GATE, Role.UP, Role.HEAD, Role.MLA_Q}
+    | {Role.MLA_Q_UP, Role.MLA_KV_UP, Role.SHARED_GATE, Role.SHARED_UP, Role.EMBEDDING, Role.SINKS}
+)
+"""Divided along their first axis by tensor parallelism."""
+ROW_ROLES = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
+"""Divided along their second axis."""
+EXPERT_ROLES = frozenset(
+    {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
+    | {Role.EXPERT_GATE_BIAS, Role.EXPERT_UP_BIAS, Role.EXPERT_DOWN_BIAS}
+)
+"""Stacked along their first axis, which expert parallelism divides before FSDP2 does."""
+_STACKED = {
+    Role.EXPERT_GATE: ("gate_up_proj", 0),
+    Role.EXPERT_UP: ("gate_up_proj", 1),
+    Role.EXPERT_DOWN: ("down_proj", 0),
+}
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
+
+
+def module_name(tensor: str) -> str:
+    """The name of a published tensor in transformers' modules; Mixtral's blocks of experts have two names."""
+    return tensor.replace("block_sparse_moe", "mlp")
+
+
+def module_layout(facts: ModelFacts, dtype: str) -> Layout:
+    """Every parameter of transformers' modules, whole: experts of a layer are in `gate_up_proj` [E, 2 I, H] and
+    `down_proj` [E, H, I]."""
+    plain = hf.layout(facts, dtype)
+    stacked = {m.tensor: m for m in weights_of(facts).matrices if m.role in _STACKED and len(m.tensor_shape) == 2}
+    params = {module_name(name): spec for name, spec in plain.params.items() if name not in stacked}
+    pieces = [p.renamed(p.tensor, module_name(p.param)) for p in plain.pieces if p.tensor not in stacked]
+    for matrix in stacked.values():
+        name, spec, own = _stack(facts, matrix, dtype)
+        params[name] = spec
+        pieces.append(own)
+    return Layout(0, params, tuple(pieces))
+
+
+def _stack(facts: ModelFacts, matrix: Matrix, dtype: str) -> tuple[str, ParamSpec, Piece]:
+    assert facts.moe is not None
+    assert matrix.expert is not None
+    module, part = _STACKED[matrix.role]
+    name = module_name(_ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
+    rows, columns = matrix.shape
+    spec = ParamSpec((facts.moe.experts, rows * (2 if module == "gate_up_proj" else 1), columns), dtype)
+    own = piece_of(matrix, (Span(0, rows), Span(0, columns)), name, (matrix.expert, rows * part, 0))
+    return name, spec, own
+
+
+@dataclass(frozen=True)
+class DTensorWorld:
+    """All ranks of one policy. Rank = ((replicate x shards + shard) x tp) + tp rank, context-parallel ranks being
+    shards too; parameters are called as those of transformers' modules."""
+
+    facts: ModelFacts
+    parallel: ParallelSpec
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        return self.parallel.world_size
+
+    @cached_property
+    def modules(self) -> Layout:
+        """Every parameter, whole."""
+        return module_layout(self.facts, self.dtype)
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """Param -> its role; one of them where experts are stacked."""
+        roles = {matrix.tensor: matrix.role for matrix in weights_of(self.facts).matrices}
+        return {piece.param: roles[piece.tensor] for piece in self.modules.pieces}
+
+    def layout(self, rank: int) -> Layout:
+        """Everything that `rank` holds; parameters of which it holds nothing are there with an empty shape."""
+        tp, shard = rank % self.parallel.tp, rank // self.parallel.tp % self.parallel.fsdp_shards
+        whole_params = self.modules.params
+        boxes = {name: self._box(name, spec.shape, tp, shard) for name, spec in whole_params.items()}
+        params = {name: replace(spec, shape=_counts(boxes[name])) for name, spec in whole_params.items()}
+        pieces = [cut(p, p.param, boxes[p.param]) for p in self.modules.pieces if params[p.param].size]
+        return Layout(rank, params, tuple(p for p in pieces if p is not None))
+
+    def shards(self, tensor: str, every: bool = False) -> Sequence[Shard]:
+        """Return the holders of each part of `tensor`: replicas, and the ranks of an axis that does not divide it."""
+        found = []
+        for piece in self.modules.by_tensor.get(tensor, ()):
+            spec = self.modules.params[piece.param]
+            for ranks, box in self._holders(piece.param, spec.shape):
+                part = cut(piece, piece.param, box)
+                if part is not None and all(span.count for span in part.param_box):
+                    found.append(Shard(ranks, ((part, replace(spec, shape=_counts(box))),)))
+        return found
+
+    def _holders(self, name: str, shape: Shape) -> Iterator[tuple[Sequence[int], Box]]:
+        """(ranks, what they hold of a param) of each distinct part."""
+        parallel = self.parallel
+        tps, shards = range(parallel.tp), range(parallel.fsdp_shards)
+        for tp in tps if self.axis(name) is not None else [None]:
+            for shard in shards if self._sharded(name) else [None]:
+                ranks = [
+                    (copy * parallel.fsdp_shards + s) * parallel.tp + t
+                    for copy in range(parallel.replicate)
+                    for s in (shards if shard is None else [shard])
+                    for t in (tps if tp is None else [tp])
+                ]
+                yield ranks, self._box(name, shape, tp or 0, shard or 0)
+
+    def axis(self, name: str) -> int | None:
+        """The axis along which tensor parallelism divides a param; None: every rank has it."""
+        role = self.roles[name]
+        return 0 if role in COLUMN_ROLES else 1 if role in ROW_ROLES else None
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a param holds something of every expert of a layer."""
+        return self.roles.get(name) in EXPERT_ROLES
+
+    def _sharded(self, name: str) -> bool:
+        """Whether FSDP2 shards it: a buffer is whole on every rank."""
+        return self.roles[name] not in FLOAT32_ROLES
+
+    def _box(self, name: str, shape: Shape, tp: int, shard: int) -> Box:
+        box = list(whole(shape))
+        axis = self.axis(name)
+        if axis is not None:
+            box[axis] = _chunk(box[axis], self.parallel.tp, tp)
+        ep = self.parallel.ep
+        if self.is_expert(name) and ep > 1:
+            box[0] = _chunk(_chunk(box[0], ep, shard % ep), self.parallel.fsdp_shards // ep, shard // ep)
+        elif self._sharded(name):
+            box[0] = _chunk(box[0], self.parallel.fsdp_shards, shard)
+        return tuple(box)
+
+
+def _counts(box: Box) -> Shape:
+    return tuple(span.count for span in box)
+
+
+def _chunk(span: Span, parts: int, index: int) -> Span:
+    """The `index`-th of the parts that torch.chunk makes: ceil-sized, the last ones shorter or empty."""
+    size = -(-span.count // parts)
+    first = min(index * size, span.count)
+    return Span(span.start + first, min(size, span.count - first))

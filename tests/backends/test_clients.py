@@ -1,0 +1,72 @@
+"""The teacher of a policy, as the driver asks for it: whose turn the devices are, and who gets which handles."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.batch import TrainBatch, WeightedRollout
+from rlctl.backends.clients import PolicyClient, Teacher
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import TrainingConfig
+from support.engines import tiny_facts
+
+
+class Ranks:
+    """Stands for the ranks of a policy; remembers what each was asked, and answers `teach` with names of handles."""
+
+    def __init__(self, ranks: int, asked: list[str], name: str) -> None:
+        self.ranks, self.asked, self.name = ranks, asked, name
+        self.taught: list[dict[int, list[object]]] = []
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def call(self, method: Any, *args: Any) -> list[Any]:
+        self.asked.append(f"{self.name} {method.__name__}")
+        return [0] * self.ranks
+
+    def call_each(self, method: Any, args_by_rank: list[Any]) -> None:
+        self.call(method)
+        if method.__name__ == "learn_from":
+            self.taught = [args[0] for args in args_by_rank]
+
+    def submit_apart(self, method: Any, args: list[Any], values: list[int]) -> tuple[Any, list[list[str]]]:
+        self.call(method)
+        handles = [[f"rank {rank} value {i}" for i in range(count)] for rank, count in enumerate(values)]
+        return SimpleNamespace(results=lambda: None), handles
+
+
+def client(group: Ranks, parallel: ParallelSpec) -> PolicyClient[Any]:
+    spec = PolicySpec(tiny_facts(tied=False), parallel)
+    return PolicyClient(cast(Any, group), spec, TrainingConfig(), micro_batch_tokens=32)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_teacher_has_the_devices_while_it_computes_and_hands_its_columns_to_the_ranks_that_train(
+    offload: bool,
+) -> None:
+    asked: list[str] = []
+    own, others = Ranks(2, asked, "policy"), Ranks(4, asked, "teacher")
+    policy, taught = client(own, ParallelSpec(dp=2)), client(others, ParallelSpec(tp=2, dp=2))
+    policy.teacher = Teacher(taught, offload)
+    rows = tuple(WeightedRollout(group, sample, 4, 12, 0.0, 1.0) for group in range(4) for sample in range(2))
+    policy.load_batch(TrainBatch((rows,), {group: f"columns {group}" for group in range(4)}))
+    policy.logprobs("teacher_logprobs")
+    between = ["teacher load_batch", "teacher teach"]
+    turn = ["teacher wake", *between, "teacher sleep"] if offload else between
+    assert asked == ["policy load_batch", *turn, "policy learn_from"]
+    given = [handle for rank in own.taught for handles in rank.values() for handle in handles]
+    assert {str(handle).partition(" value")[0] for handle in given} == {"rank 0", "rank 2"}  # one of each tp pair
+    assert {group for rank in own.taught for group in rank} == set(range(4))
+    for rank in range(2):  # a rank that trains gets what it trains on, and no more
+        assert set(own.taught[rank]) == set(policy._shards[rank].columns)
+
+
+def test_other_log_probs_are_the_policys_own() -> None:
+    asked: list[str] = []
+    client(Ranks(1, asked, "policy"), ParallelSpec()).logprobs("old_logprobs")
+    assert asked == ["policy logprobs"]

@@ -1,0 +1,46 @@
+"""Keys that do not go together are refused in a sentence that names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlctl.config.load import resolve
+from rlctl.errors import ConfigError
+
+
+def resolved(*sets: str, algorithm: str = "ppo") -> object:
+    return resolve(flags={"run.algorithm": algorithm}, sets=sets, environment={}).config
+
+
+def test_ppo_needs_no_group_and_only_the_log_probs_that_its_returns_hold() -> None:
+    config = resolve(flags={"run.algorithm": "ppo"}, sets=["batch.generations=1"], environment={}).config
+    assert config.has_critic
+    assert config.logprobs_needed == frozenset()
+    config = resolve(flags={"run.algorithm": "ppo"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
+    assert config.logprobs_needed == {"old_logprobs", "reference_logprobs"}
+    config = resolve(flags={"run.algorithm": "reinforce++"}, sets=["loss.kl_coefficient=0.1"], environment={}).config
+    assert config.logprobs_needed == {"reference_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sets", "said"),
+    [
+        ("ppo", ["advantage.normalize_std=true"], "advantage.normalize_std = true compares the rollouts of a prompt"),
+        ("ppo", ["advantage.per_term=true"], "advantage.per_term = true"),
+        ("ppo", ["training.lora.rank=8"], "training.lora.rank > 0"),
+        ("ppo", ["loss.kl_coefficient=0.1", "loss.needs=[reference_logprobs]"], "add it to loss.needs"),
+        ("ppo", ["batch.generations=1", "filter.groups=drop"], "but filter.groups = drop compares the rollouts"),
+        ("grpo", ["batch.generations=1"], "but advantage.baseline = mean compares the rollouts"),
+        ("reinforce++", ["batch.generations=1", "advantage.normalize_std=true"], "normalize_std = true compares"),
+        ("grpo", ["critic.warmup_steps=2"], "critic.warmup_steps has no effect: advantage.baseline = mean"),
+        ("ppo", ["critic.gae_lambda=1.5"], "critic.gae_lambda"),
+    ],
+)
+def test_what_does_not_go_with_a_critic_or_without_one_is_named(algorithm: str, sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved(*sets, algorithm=algorithm)
+    assert said in f"{error.value.message} {error.value.hint}"
+
+
+def test_reinforce_plus_plus_compares_over_the_batch_and_needs_no_group() -> None:
+    resolved("batch.generations=1", algorithm="reinforce++")

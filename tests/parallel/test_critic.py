@@ -1,0 +1,132 @@
+"""A critic under any parallelism is the same model: against transformers with a head, torch AdamW and plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlctl.backends.clients import only_result
+from rlctl.config.parallel import ParallelSpec
+from support.critic_cases import (
+    COLUMNS,
+    HEAD,
+    Critics,
+    reference_critic,
+    run_critic,
+    run_critic_checkpoint,
+    run_loaded,
+)
+from support.parallel_cases import Case, assemble
+from support.pool import Pool
+from support.reference import Optim, hf_model, make_batch, megatron_weights
+
+Pools = Callable[[int], Pool]
+TOLERANCE = 1e-6
+
+
+@cache
+def reference(kind: str) -> Critics:
+    return reference_critic(kind, make_batch())
+
+
+def weights_of(kind: str) -> dict[str, torch.Tensor]:
+    return megatron_weights(kind, hf_model(kind).state_dict())
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
+
+
+CASES = {
+    "alone": Case("llama-tied"),
+    "tp2": Case(parallel=ParallelSpec(tp=2)),
+    "dp2": Case("llama-tied", ParallelSpec(dp=2)),
+    "pp2": Case("llama-tied", ParallelSpec(pp=2)),
+    "cp2": Case(parallel=ParallelSpec(cp=2)),
+    "ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2)),
+}
+MORE_CASES = {
+    "not-packed": Case(packing=False),
+    "recompute-full": Case("qwen3", recompute="full"),
+    "optimizer-offload": Case(optimizer_offload=True),
+    "tp2-no-sp": Case("llama-tied", ParallelSpec(tp=2, sequence_parallel=False), share_prompts=False),
+    "vpp2": Case("qwen2", ParallelSpec(pp=2, vpp=2), packing=False),
+    "mla-tp2": Case("deepseek", ParallelSpec(tp=2)),
+    "tp2-pp2": Case("llama-tied", ParallelSpec(tp=2, pp=2)),
+    "tp2-cp2": Case("qwen3", ParallelSpec(tp=2, cp=2), share_prompts=False),
+    "ep2-tp2-etp1": Case("qwen3moe", ParallelSpec(tp=2, dp=2, ep=2, etp=1)),
+    "pp2-dp2": Case(parallel=ParallelSpec(pp=2, dp=2), packing=False),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in MORE_CASES.items()),
+    ],
+)
+def test_values_advantages_and_steps_equal_transformers(pools: Pools, case: Case) -> None:
+    ranks = pools(case.parallel.world_size).run(run_critic, case, weights_of(case.kind), make_batch())
+    expected = reference(case.kind)
+    assert all(rank.policy_stayed for rank in ranks)
+    for column in COLUMNS:
+        found = {key: value for rank in ranks for key, value in rank.columns[column].items()}
+        assert found.keys() == expected.columns[column].keys()
+        for key, value in expected.columns[column].items():
+            assert close(found[key], value, 1e-5), (column, key)
+    for step in range(2):
+        result = only_result([rank.piece.results[step] for rank in ranks])
+        for ours, theirs in ((result.loss, expected.losses[step]), (result.grad_norm, expected.norms[step])):
+            assert abs(ours - theirs) <= TOLERANCE * max(1, abs(theirs))
+    params, spread = assemble([rank.piece.params for rank in ranks])
+    assert spread == 0
+    assert params.keys() == expected.params.keys()
+    for name, value in expected.params.items():
+        assert close(params[name], value), (name, (params[name] - value).abs().max())
+    first = only_result([rank.piece.results[0] for rank in ranks])
+    unclip = max(1.0, (first.grad_norm + 1e-6) / Optim().clip)  # clipping scales them in place
+    grads, _ = assemble([rank.piece.grads for rank in ranks])
+    assert grads[HEAD].abs().max() > 0
+    for name, value in expected.grads.items():
+        assert close(grads[name] * unclip, value), (name, (grads[name] * unclip - value).abs().max())
+
+
+CHECKPOINTS = {
+    "alone": (Case(), Case()),
+    "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+def test_policy_and_critic_go_on_where_they_were_saved(pools: Pools, before: Case, after: Case, tmp_path: Path) -> None:
+    directory = tmp_path / "policy"
+    directory.mkdir()
+    pool = pools(before.parallel.world_size)
+    ranks = pool.run(run_critic_checkpoint, before, after, weights_of(before.kind), make_batch(), directory)
+    for model in range(2):
+        straight, resumed = (only_result([pair[model] for rank in ranks for pair in rank[i]]) for i in (0, 2))
+        if before == after:
+            assert straight == resumed
+        assert abs(straight.loss - resumed.loss) < 1e-6
+    kept, loaded = (assemble([rank[i] for rank in ranks])[0] for i in (1, 3))
+    assert kept.keys() == loaded.keys()
+    assert f"critic.{HEAD}" in kept
+    for name, value in kept.items():
+        assert torch.equal(loaded[name], value) if before == after else close(loaded[name], value), name
+
+
+def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(pools: Pools, tmp_path: Path) -> None:
+    model = hf_model("llama-tied")
+    model.save_pretrained(tmp_path)
+    case = Case("llama-tied", ParallelSpec(pp=2))
+    params, _ = assemble(pools(2).run(run_loaded, case, tmp_path))
+    assert not params.pop(HEAD).any()
+    expected = weights_of("llama-tied")
+    assert params.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(params[name], value), name

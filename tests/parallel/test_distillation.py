@@ -1,0 +1,100 @@
+"""A student that learns from a teacher, each under a layout of its own, against transformers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.backends.base import Teaching
+from rlctl.backends.clients import only_result
+from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import RlctlConfig
+from rlctl.rl.algorithms.algorithm import RunLoss
+from rlctl.rl.algorithms.distillation import Distillation
+from support.parallel_cases import WEIGHT, Case, assemble
+from support.pool import Pool
+from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
+from support.taught import run_student, run_teacher, together
+
+Pools = Callable[[int], Pool]
+TOP = 5
+TEACHER_SEED = 7
+
+
+def table(model: object, tokens: np.ndarray, mask: np.ndarray) -> tuple[Tensor, Tensor]:
+    """float64 (log-probs of all tokens [R, V], chosen tokens [R, 1]) of one rollout's response."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    kept = torch.from_numpy(mask)[1:]
+    return torch.log_softmax(model(ids[None]).logits[0, :-1], -1)[kept], ids[1:, None][kept]  # type: ignore[operator]
+
+
+def expected(student: torch.nn.Module, teacher: torch.nn.Module, options: dict) -> tuple[float, float]:
+    """The loss of the batch by the formulas, with its gradient in the student; and the mean of teacher_kl."""
+    batch, total, kls = make_batch(), 0.0, []
+    for group, columns in batch.items():
+        for row in range(columns.rollouts):
+            span = columns.slice(row)
+            tokens, mask = columns.tokens_T[span], columns.loss_mask_T[span]
+            with torch.no_grad():
+                theirs, chosen = table(teacher, tokens, mask)
+            ours, _ = table(student, tokens, mask)
+            sampled, taught = ours.gather(1, chosen)[:, 0], theirs.gather(1, chosen)[:, 0]
+            kls += (sampled - taught).tolist()
+            if options["loss"] == "sampled":
+                gain = advantage(group, row) + (taught - sampled).detach()
+                loss = -(gain * (sampled - sampled.detach()).exp()).sum()
+            else:
+                values, ids = theirs.topk(TOP)
+                log_t, log_p = values.log_softmax(-1), ours.gather(1, ids).log_softmax(-1)
+                loss = (log_t.exp() * (log_t - log_p)).sum()
+                loss = loss - advantage(group, row) * (sampled - sampled.detach()).exp().sum()
+            (WEIGHT * loss).backward()
+            total += float(WEIGHT * loss.detach())
+    return total, float(np.mean(kls))
+
+
+CASES = {
+    "alone": (Case(), Case("qwen3")),
+    "teacher-tp1-student-tp2": (Case(parallel=ParallelSpec(tp=2), chunk=7), Case("qwen3", chunk=5)),
+    "teacher-tp2-student-dp2": (Case(parallel=ParallelSpec(dp=2)), Case("qwen3", ParallelSpec(tp=2))),
+    "teacher-dp2-student-pp2": (Case(parallel=ParallelSpec(pp=2)), Case("qwen3", ParallelSpec(dp=2), packing=False)),
+    "teacher-pp2-student-cp2": (Case(parallel=ParallelSpec(cp=2)), Case("qwen2", ParallelSpec(pp=2))),
+    "teacher-cp2-student-tp2": (Case(parallel=ParallelSpec(tp=2)), Case("qwen3", ParallelSpec(cp=2))),
+}
+
+
+@pytest.mark.parametrize("form", ["sampled", "top-k"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_student_learns_what_its_teacher_says(pools: Pools, name: str, form: str) -> None:
+    student, teacher = CASES[name]
+    options = {"loss": form, "top_k": TOP, "reward_weight": 1}
+    ours, theirs = hf_model("llama").double(), hf_model(teacher.kind, TEACHER_SEED).double()
+    weights = megatron_weights(teacher.kind, {key: value.float() for key, value in theirs.state_dict().items()})
+    loss, kl = expected(ours, theirs, options)
+
+    teaching = Teaching(vocab=256, top=TOP if form == "top-k" else 0)
+    ranks = pools(teacher.parallel.world_size).run(run_teacher, teacher, weights, make_batch(), teaching)
+    for _, kept in ranks:
+        assert kept["optimizer"] is None
+        assert kept["trained"] == 0
+        assert kept["freed"] > 0
+    taught = together([own for own, _ in ranks])
+    config = RlctlConfig.model_validate(
+        {"run": {"algorithm": "distillation"}, "distillation": options, "loss": {"importance_correction": "off"}}
+    )
+    weights = megatron_weights("llama", hf_model("llama").state_dict())
+    run_loss = RunLoss(Distillation(config))
+    found = pools(student.parallel.world_size).run(run_student, student, weights, make_batch(), taught, run_loss)
+
+    result = only_result([rank.results[0] for rank in found])
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert run_loss.metrics([result])["teacher_kl"] == pytest.approx(kl, rel=1e-5)
+    grads, _ = assemble([rank.grads for rank in found])
+    unclip = (result.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
+    named = {name: value.grad.float() for name, value in ours.named_parameters()}
+    for key, value in megatron_weights("llama", named).items():
+        assert torch.allclose(grads[key] * unclip, value, rtol=1e-4, atol=1e-6), key

@@ -1,0 +1,317 @@
+"""A policy of transformers' modules under FSDP2 is the same model: against plain transformers and torch AdamW, and
+against the Megatron backend, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlctl.backends.clients import only_result
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.inspection import inspect
+from rlctl.config.parallel import ParallelSpec
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.families import facts_from_hf_config
+from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_changed, run_checkpoint
+from support.parallel_cases import WEIGHT, Case
+from support.parallel_cases import run_case as run_megatron
+from support.parallel_families import FAMILIES
+from support.parallel_families import hf_model as family_model
+from support.parallel_families import make_batch as family_batch
+from support.pool import Pool
+from support.reference import (
+    Optim,
+    Reference,
+    advantage,
+    hf_model,
+    make_batch,
+    megatron_weights,
+    routed,
+    run_reference,
+    token_loss,
+)
+
+Pools = Callable[[int], Pool]
+Published = Callable[[str], Path]
+WITHOUT_CONFIG = "no config.json next to it: `megatron-to-hf` needs --config-from"
+TOLERANCE = 1e-6
+"""Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """kind -> a directory with the reference's weights."""
+
+    @cache
+    def directory(kind: str) -> Path:
+        place = tmp_path_factory.mktemp(kind)
+        hf_model(kind).save_pretrained(place)
+        return place
+
+    return directory
+
+
+@cache
+def reference(kind: str, temperature: float, replay: bool) -> Reference:
+    return run_reference(kind, batch_of(kind, replay), WEIGHT, temperature)
+
+
+def batch_of(kind: str, replay: bool) -> dict[int, RolloutColumns]:
+    return routed(kind, make_batch()) if replay else make_batch()
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
+
+
+def check(pools: Pools, published: Published, case: Case) -> list[Outcome]:
+    batch = batch_of(case.kind, case.replay)
+    ranks = pools(case.parallel.world_size).run(run_case, case, published(case.kind), batch)
+    expected = reference(case.kind, case.temperature, case.replay)
+    logprobs = {key: value for rank in ranks for key, value in rank.logprobs.items()}
+    assert logprobs.keys() == expected.logprobs.keys()
+    for key, value in expected.logprobs.items():
+        assert close(logprobs[key], value, 1e-5), key  # a log-softmax over logits of size 10
+    for step in range(2):
+        result = only_result([rank.results[step] for rank in ranks])
+        for found, wanted in ((result.loss, expected.losses[step]), (result.grad_norm, expected.norms[step])):
+            assert abs(found - wanted) <= TOLERANCE * max(1, abs(wanted))
+        assert not result.skipped
+        assert result.sums["tokens"] == sum(len(value) for value in expected.logprobs.values())
+    first, params = only_result([rank.results[0] for rank in ranks]), ranks[0].params
+    theirs = {
+        name: value for name, value in expected.module_params.items() if name in params or name != "lm_head.weight"
+    }
+    assert params.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert close(params[name], value, TOLERANCE), (name, (params[name] - value).abs().max())
+    unclip = (first.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
+    for name, value in expected.module_grads.items():
+        ours = ranks[0].grads[name] * unclip
+        assert close(ours, value, TOLERANCE), (name, (ours - value).abs().max())
+    return ranks
+
+
+ALONE = {
+    "packed": Case(),
+    "not-packed": Case(packing=False, share_prompts=False),
+    "chunks": Case("llama-tied", chunk=7, temperature=0.7),
+    "recompute-full": Case("qwen3", recompute="full"),
+    "recompute-selective": Case("qwen2", recompute="selective"),
+    "moe": Case("qwen3moe"),
+    "mla": Case("deepseek", recompute="full"),
+    "replay": Case("qwen3moe", replay=True, recompute="full"),
+}
+
+
+@pytest.mark.parametrize("case", ALONE.values(), ids=ALONE.keys())
+def test_one_process_equals_transformers(pools: Pools, published: Published, case: Case) -> None:
+    check(pools, published, case)
+
+
+PAIRS = {
+    "dp2": Case(parallel=ParallelSpec(dp=2)),
+    "dp2-tied-recompute": Case("llama-tied", ParallelSpec(dp=2), packing=False, recompute="full", chunk=7),
+    "replicate2": Case("qwen2", ParallelSpec(dp=2, replicate=2), share_prompts=False),
+    "cp2": Case("qwen3", ParallelSpec(cp=2)),
+    "moe-dp2": Case("qwen3moe", ParallelSpec(dp=2)),
+    "mla-cp2": Case("deepseek", ParallelSpec(cp=2), recompute="selective"),
+    "moe-ep2": Case("qwen3moe", ParallelSpec(dp=2, ep=2), recompute="full"),
+    "mla-ep2-cp2-replay": Case("deepseek", ParallelSpec(cp=2, ep=2), replay=True),
+    "tp2": Case("qwen2", ParallelSpec(tp=2), share_prompts=False),
+    "tp2-tied-recompute": Case("llama-tied", ParallelSpec(tp=2), recompute="full", chunk=7),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS.keys())
+def test_two_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
+    ranks = check(pools, published, case)
+    if case.parallel.replicate == 1:
+        total = sum(value.numel() for value in ranks[0].params.values())
+        assert max(rank.held for rank in ranks) < 0.51 * total
+
+
+FOURS = {
+    "replicate2-shard2": Case(parallel=ParallelSpec(dp=4, replicate=2)),
+    "dp2-cp2": Case("llama-tied", ParallelSpec(dp=2, cp=2)),
+    "moe-ep2-shard2": Case("qwen3moe", ParallelSpec(dp=4, ep=2)),
+    "tp2-dp2": Case("qwen3", ParallelSpec(tp=2, dp=2)),
+    "tp2-cp2": Case("llama-tied", ParallelSpec(tp=2, cp=2), recompute="selective"),
+    "tp4-of-2-key-heads": Case("qwen2", ParallelSpec(tp=4)),
+}
+
+
+@pytest.mark.parametrize("case", FOURS.values(), ids=FOURS.keys())
+def test_four_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
+    check(pools, published, case)
+
+
+@cache
+def expected_of(family: str) -> Reference:
+    """Log-probs, loss and gradients of a tiny model of the family."""
+    model, out = family_model(family), Reference()
+    total = torch.zeros(())
+    for group, columns in family_batch().items():
+        for row in range(columns.rollouts):
+            span = columns.slice(row)
+            tokens, chosen = (torch.from_numpy(x[span]).long() for x in (columns.tokens_T, columns.loss_mask_T))
+            logits = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)[chosen[1:].bool()]
+            logprobs = logits.gather(1, tokens[1:][chosen[1:].bool()][:, None])[:, 0]
+            entropy = -(logits.exp() * logits).sum(-1)
+            out.logprobs[group, row] = logprobs.detach()
+            zeros, weight = torch.zeros_like(logprobs), torch.tensor(WEIGHT)
+            total = total + token_loss(logprobs, entropy, zeros, torch.tensor(advantage(group, row)), weight)
+    total.backward()
+    out.losses = [float(total.detach())]
+    out.module_grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return out
+
+
+def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelSpec) -> None:
+    family_model(family).save_pretrained(directory)
+    facts = facts_from_hf_config(read_config(directory))
+    case = Case(parallel=parallel, share_prompts=family in ("gemma3", "gpt-oss", "llama3"), micro_batch_tokens=48)
+    ranks = pools(parallel.world_size).run(run_case, case, directory, family_batch(), facts)
+    expected = expected_of(family)
+    for rank in ranks:
+        for key, value in rank.logprobs.items():
+            assert close(value, expected.logprobs[key], 1e-5), key
+    first = only_result([rank.results[0] for rank in ranks])
+    assert abs(first.loss - expected.losses[0]) <= 1e-5
+    unclip = max(1.0, (first.grad_norm + 1e-6) / Optim().clip)
+    for name, value in expected.module_grads.items():
+        ours = ranks[0].grads[name] * unclip
+        assert close(ours, value, TOLERANCE), (name, (ours - value).abs().max())
+
+
+DIFFERENT = ("llama3", "qwen2-yarn", "mistral-windowed", "mixtral", "moonlight", "gemma3", "gpt-oss")
+"""Families whose attention, positions or experts no other test here has."""
+DENSE = ("llama3", "qwen2-yarn", "mistral-windowed", "gemma3")
+
+
+@pytest.mark.parametrize("family", DIFFERENT)
+def test_every_family_is_the_model_of_transformers(pools: Pools, family: str, tmp_path: Path) -> None:
+    check_family(pools, tmp_path, family, ParallelSpec())
+
+
+PRODUCT = [(family, {"dp": 2}) for family in FAMILIES] + [(family, {"cp": 2}) for family in FAMILIES]
+PRODUCT += [(family, {"tp": 2}) for family in DENSE] + [(family, {"tp": 2, "dp": 2}) for family in DENSE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), PRODUCT, ids=[f"{f}-{'-'.join(s)}" for f, s in PRODUCT])
+def test_every_family_under_every_sharding(pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    check_family(pools, tmp_path, family, ParallelSpec(**sizes))
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3moe"])
+def test_bfloat16_is_computed_in_and_float32_is_kept(pools: Pools, published: Published, kind: str) -> None:
+    case = Case(kind, ParallelSpec(dp=2), "bfloat16")
+    ranks = pools(2).run(run_case, case, published(kind), make_batch())
+    expected = reference(kind, 1.0, False)
+    for key, value in ((key, value) for rank in ranks for key, value in rank.logprobs.items()):
+        assert (value - expected.logprobs[key]).abs().mean() < 0.1, key
+    result = only_result([rank.results[0] for rank in ranks])
+    assert result.loss == pytest.approx(expected.losses[0], rel=0.02)
+    assert result.grad_norm == pytest.approx(expected.norms[0], rel=0.05)
+    for name, value in ranks[0].params.items():
+        assert value.dtype == torch.float32
+        assert (value - expected.module_params[name]).abs().max() < 2e-3, name
+
+
+def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -> None:
+    case = Case("qwen3", ParallelSpec(dp=2))
+    pool, weights = pools(2), megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ours, theirs = (
+        pool.run(run_case, case, published(case.kind), make_batch()),
+        pool.run(run_megatron, case, weights, make_batch()),
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.logprobs.keys() == other.logprobs.keys()
+        assert all(close(value, other.logprobs[key], 1e-5) for key, value in one.logprobs.items())
+    for step in range(2):
+        one, other = (only_result([rank.results[step] for rank in ranks]) for ranks in (ours, theirs))
+        assert one.sums.keys() == other.sums.keys()
+        for name in ("loss", "grad_norm"):
+            assert abs(getattr(one, name) - getattr(other, name)) <= TOLERANCE * max(1, abs(getattr(other, name)))
+
+
+SAVED = {
+    "same-dp2": (Case(parallel=ParallelSpec(dp=2)),) * 2,
+    "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
+    "moe-ep2-to-replicate2": (
+        Case("deepseek", ParallelSpec(dp=2, ep=2)), Case("deepseek", ParallelSpec(dp=2, replicate=2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), SAVED.values(), ids=SAVED.keys())
+def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case, after: Case, tmp_path: Path) -> None:
+    """Bitwise under the same sharding and within rounding under another; and a checkpoint is a model to load."""
+    directory = tmp_path / "policy"
+    directory.mkdir()
+    pool = pools(before.parallel.world_size)
+    ranks = pool.run(run_checkpoint, before, after, published(before.kind), make_batch(), directory)
+    straight, resumed = (only_result([rank[i] for rank in ranks]) for i in (0, 1))
+    kept, loaded, model = ranks[0][2:]
+    assert kept.keys() == loaded.keys() == model.keys()
+    if before == after:
+        assert straight == resumed
+        assert all(torch.equal(loaded[name], value) for name, value in kept.items())
+    assert abs(straight.loss - resumed.loss) < 1e-6
+    assert abs(straight.grad_norm / resumed.grad_norm - 1) < 1e-5
+    for name, value in kept.items():
+        assert (loaded[name] - value).abs().max() < 1e-6, name
+    megatron_to_hf(directory, tmp_path / "exported", config_from=published(before.kind))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in model.items())
+    found = inspect(directory)
+    assert (found.format, found.optimizer, found.problems) == ("dtensor torch_dist", True, [WITHOUT_CONFIG])
+    assert any(not torch.equal(model[name], value) for name, value in kept.items())  # of the step before
+
+
+CHANGED = {"dp2": Case("qwen3", ParallelSpec(dp=2)), "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2))}
+
+
+@pytest.mark.parametrize("case", CHANGED.values(), ids=CHANGED.keys())
+def test_a_run_may_change_its_backend_and_change_back(
+    pools: Pools, published: Published, case: Case, tmp_path: Path
+) -> None:
+    """The next steps agree within rounding: weights and moments come through the layouts."""
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
+    second, third, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(4))
+    for ours, theirs in ((changed, second), (back, third)):
+        assert abs(ours.loss - theirs.loss) <= TOLERANCE
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    for _, (straight, ours) in ranks:
+        for name, value in straight.items():
+            assert (ours[name] - value).abs().max() < 1e-6, name
+
+
+def test_a_policy_that_slept_goes_on_as_if_it_had_not(pools: Pools, published: Published) -> None:
+    case = Case("llama-tied", ParallelSpec(dp=2))
+    for (straight, asleep), left, moved in pools(2).run(run_asleep, case, published(case.kind), make_batch()):
+        assert straight[0] == asleep[0]
+        assert all(torch.equal(value, asleep[1][name]) for name, value in straight[1].items())
+        assert left == 0
+        assert not moved
+
+
+def test_a_step_whose_gradient_is_not_finite_is_not_taken(pools: Pools, published: Published) -> None:
+    case = Case(parallel=ParallelSpec(dp=2))
+    ranks = pools(2).run(run_broken, case, published(case.kind), make_batch())
+    assert only_result([rank[0] for rank in ranks]).skipped
+    for _, same, (before, after) in ranks:
+        assert same
+        assert before == []
+        assert len(after) == 1

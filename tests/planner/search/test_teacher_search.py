@@ -1,0 +1,103 @@
+"""The teacher of a plan: its layout, its memory next to the policy's, and its seconds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlctl.cli import run
+from rlctl.errors import NoPlanError
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
+from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.views.explain import explain
+from rlctl.planner.views.render import plan_json, plan_text
+from rlctl.telemetry.phases import Phase
+
+WORK = {"prompts": 64, "generations": 16, "old_logprobs": False}
+
+
+def model(name: str) -> ModelFacts:
+    facts = lookup(name)
+    assert facts is not None
+    return facts
+
+
+def taught(teacher: str | None, student: str = "Qwen3-1.7B", nodes: int = 1, **pins: object) -> Plan:
+    facts = model(teacher) if teacher else None
+    named = {key.replace("_", "."): value for key, value in pins.items()}
+    return make_plan(model(student), make_cluster("h100", nodes), Workload(**WORK), named, teacher=facts)
+
+
+def test_a_small_teacher_is_computed_data_parallel_and_costs_a_forward_pass() -> None:
+    plan, alone = taught("Qwen3-8B"), taught(None)
+    assert plan.teacher is not None
+    assert plan.teacher.choice.parallel.name() == "DP8"
+    assert alone.seconds[Phase.LOGPROBS] == 0
+    assert plan.seconds[Phase.LOGPROBS] == pytest.approx(plan.teacher.seconds)
+    # A forward pass is a third of a training pass, and the teacher has 4.5 times the parameters.
+    ratio = plan.seconds[Phase.LOGPROBS] / alone.seconds[Phase.TRAINING]
+    assert 0.5 < ratio < 3
+    weights = plan.teacher.memory.parts["teacher weights"]
+    assert weights == pytest.approx(2 * count(model("Qwen3-8B")).total, rel=1e-6)
+    assert plan.host_memory - alone.host_memory == pytest.approx(8 * weights, rel=0.2)
+
+
+def test_a_teacher_that_does_not_fit_a_device_is_split() -> None:
+    plan = taught("Qwen3-32B", "Qwen3-4B")
+    assert plan.teacher is not None
+    assert plan.teacher.choice.parallel.model_size > 1
+    assert plan.memory["teacher"].total <= 0.95 * 80 * GIB
+    assert plan.memory["teacher"].parts["teacher weights"] > 0
+    assert plan.memory["training"].parts["teacher asleep"] > 0
+    assert plan.config_values()["teacher.tp"] == plan.teacher.choice.parallel.tp
+
+
+def test_sizes_of_the_teacher_can_be_pinned() -> None:
+    plan = taught("Qwen3-32B", "Qwen3-4B", teacher_tp=2, teacher_pp=2)
+    assert plan.teacher is not None
+    assert plan.teacher.choice.parallel.name() == "TP2 PP2 DP2"
+    rules = {reason.value: reason.rule for reason in plan.reasons}
+    assert rules["teacher.tp=2"] == "It is pinned: teacher.tp=2."
+    assert "TP x PP x CP = 4" in rules["teacher.dp=2"]
+
+
+def test_a_teacher_that_fits_in_no_way_is_named() -> None:
+    with pytest.raises(NoPlanError, match="the teacher needs"):
+        taught("DeepSeek-V3")
+
+
+def test_on_a_cpu_the_teacher_has_a_process_of_its_own() -> None:
+    cluster = ClusterFacts(cpu_device(2, 96 * GIB), 1, 0)
+    plan = make_plan(model("Qwen3-0.6B"), cluster, Workload(4, 4, 256), teacher=model("Qwen3-0.6B"))
+    assert plan.teacher is not None
+    assert plan.teacher.choice.parallel.world_size == 1
+    assert "teacher asleep" not in plan.memory["training"].parts
+
+
+def test_the_plan_tells_of_its_teacher() -> None:
+    plan = taught("Qwen3-8B")
+    assert "teacher     8.2B parameters, DP8, bf16, next to the policy" in plan_text(plan, "m")
+    assert plan_json(plan)["teacher"]["dp"] == 8
+    assert plan_json(taught(None))["teacher"] is None
+    assert "no gradients and no optimizer" in explain(plan)
+
+
+def test_the_command_plans_a_teacher_and_refuses_sizes_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "Qwen/Qwen3-1.7B", "--gpu", "h100", "--json"]
+    assert run([*arguments, "--algorithm", "distillation", "--teacher", "Qwen/Qwen3-8B"]) == 0
+    assert json.loads(capsys.readouterr().out)["teacher"]["world_size"] == 8
+    assert run([*arguments, "--set", "teacher.tp=2"]) == 2
+    assert "teacher.tp = 2 has no effect: there is no teacher" in capsys.readouterr().out
+
+
+def test_a_size_that_the_teacher_does_not_take_is_refused() -> None:
+    """Qwen3-8B has 8 groups of keys, and 36 layers; 8 devices have no place for 6 ranks of one model."""
+    with pytest.raises(NoPlanError, match=r"the teacher as TP16.*heads"):
+        taught("Qwen3-8B", nodes=2, teacher_tp=16, teacher_etp=1, teacher_cp=1)
+    with pytest.raises(NoPlanError, match="the teacher's sizes"):
+        taught("Qwen3-8B", teacher_tp=2, teacher_pp=9)

@@ -1,0 +1,167 @@
+"""Distillation against its formulas in plain Python, in float64; and configurations that ask for it wrongly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.config.load import resolve
+from rlctl.envs.user_function import UserCode
+from rlctl.errors import ConfigError
+from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
+from rlctl.rl.algorithms.available import UserLoss, algorithm_from_config, trial
+from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.rl.loop import make_batch
+from support.groups import group
+from support.token_batches import token_batch
+
+TOKENS, TOP = 9, 4
+GROUPS = [group(0, [1.0, 0.0], [3, 2]), group(1, [0.5, 0.5], [4, 1])]
+
+
+def made(*sets: str, teacher: str | None = "big") -> Algorithm:
+    flags = {"run.algorithm": "distillation", **({"teacher.model": teacher} if teacher else {})}
+    return algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+
+
+def taught(seed: int = 0) -> TokenBatch:
+    """A batch with a teacher's log-probs, of the chosen tokens and of four others."""
+    batch = token_batch(TOKENS, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def tops() -> torch.Tensor:
+        return torch.log_softmax(torch.randn(TOKENS, 7, generator=generator, dtype=torch.float64), -1)[:, :TOP]
+
+    return replace(
+        batch,
+        teacher_logprobs_R=batch.logprobs_R.detach() - 0.3 * torch.arange(TOKENS),
+        teacher_top_RK=tops(),
+        top_logprobs_RK=tops().requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float) -> None:
+    batch = taught()
+    assert batch.old_logprobs_R is not None
+    assert batch.teacher_logprobs_R is not None
+    algorithm = made(f"distillation.reward_weight={weight}", "distillation.weight=2", "loss.clip_high=9")
+    loss_R = algorithm.token_loss(batch)
+    loss_R.sum().backward()
+    assert batch.logprobs_R.grad is not None
+    for i in range(TOKENS):
+        old, engine = batch.old_logprobs_R[i].item(), batch.rollout_logprobs_R[i].item()
+        advantage = batch.advantages_R[i].item() + 2 * (batch.teacher_logprobs_R[i].item() - old)
+        ratio = math.exp(batch.logprobs_R[i].item() - old)
+        kept = min(ratio, 10) if advantage > 0 else max(ratio, 0.8)
+        w = min(math.exp(old - engine), 2.0)
+        assert loss_R[i].item() == pytest.approx(-w * kept * advantage)
+        expected = -w * ratio * advantage if kept == ratio else 0.0
+        assert batch.logprobs_R.grad[i].item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0, 0.25])
+@pytest.mark.parametrize("outside", ["renormalize", "tail"])
+def test_the_top_tokens_are_compared_by_kl(share: float, outside: str) -> None:
+    batch = taught()
+    batch = replace(batch, advantages_R=torch.zeros(TOKENS, dtype=torch.float64))
+    algorithm = made(
+        "distillation.loss=top-k", f"distillation.top_k={TOP}", f"distillation.forward_share={share}",
+        f"distillation.outside={outside}", "distillation.weight=3",
+    )  # fmt: skip
+    loss_R = algorithm.token_loss(batch)
+    assert batch.teacher_top_RK is not None
+    assert batch.top_logprobs_RK is not None
+    for i in range(TOKENS):
+        t, p = (
+            [math.exp(value) for value in logs[i].tolist()] for logs in (batch.teacher_top_RK, batch.top_logprobs_RK)
+        )
+        if outside == "tail":
+            t, p = [*t, 1 - sum(t)], [*p, 1 - sum(p)]
+        t, p = [one / sum(t) for one in t], [one / sum(p) for one in p]
+        forward = sum(a * math.log(a / b) for a, b in zip(t, p, strict=True))
+        reverse = sum(b * math.log(b / a) for a, b in zip(t, p, strict=True))
+        assert loss_R[i].item() == pytest.approx(3 * (share * forward + (1 - share) * reverse))
+    assert torch.autograd.gradcheck(
+        lambda logs: algorithm.token_loss(replace(batch, top_logprobs_RK=logs)), batch.top_logprobs_RK
+    )
+
+
+def test_a_token_that_has_all_the_probability_leaves_a_finite_tail() -> None:
+    sure = torch.tensor([[0.0, -100.0]] * TOKENS, dtype=torch.float64)
+    batch = replace(taught(), teacher_top_RK=sure, top_logprobs_RK=sure.clone().requires_grad_())
+    algorithm = made("distillation.loss=top-k", "distillation.outside=tail", "distillation.forward_share=0.5")
+    loss = algorithm.token_loss(batch).sum()
+    loss.backward()
+    assert batch.top_logprobs_RK is not None
+    assert batch.top_logprobs_RK.grad is not None
+    assert math.isfinite(loss.item())
+    assert batch.top_logprobs_RK.grad.isfinite().all()
+
+
+def test_what_a_step_is_told_of_the_teacher() -> None:
+    batch = taught()
+    assert batch.old_logprobs_R is not None
+    assert batch.teacher_logprobs_R is not None
+    for form, names in (("sampled", {"teacher_kl"}), ("top-k", {"teacher_kl", "top_kl", "top_mass"})):
+        algorithm = made(f"distillation.loss={form}", f"distillation.top_k={TOP}")
+        assert {"teacher_kl", "top_kl", "top_mass"} & {metric.name for metric in algorithm.metrics} == names
+        assert algorithm.teacher_top == (TOP if form == "top-k" else 0)
+        found = RunLoss(algorithm)(batch).sums
+        expected = (batch.old_logprobs_R - batch.teacher_logprobs_R).sum().item()
+        assert found["teacher_kl"].item() == pytest.approx(expected)
+
+
+def test_rewards_are_learned_from_by_their_weight_alone() -> None:
+    """Without it no rollout is left out for want of an advantage."""
+    plain, weighed = (made(f"distillation.reward_weight={weight}") for weight in (0, 0.5))
+    advantages = [[row.advantage for row in make_batch(GROUPS, one, 1).minibatches[0]] for one in (plain, weighed)]
+    assert advantages[0] == [0.0] * 4
+    assert advantages[1] == pytest.approx([0.5 * 0.5 / math.sqrt(0.5), -0.5 * 0.5 / math.sqrt(0.5), 0.0, 0.0], rel=1e-5)
+    alone = [group(0, [0.0], [3])]  # a single rollout has nothing to be compared with, and is learned from
+    assert [row.advantage for row in make_batch(alone, plain, 1).minibatches[0]] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets", "said"),
+    [
+        ({"run.algorithm": "distillation"}, (), "needs a teacher, and there is none"),
+        ({"teacher.model": "big"}, (), "the algorithm grpo learns nothing from a teacher"),
+        ({}, ("loss.needs=[teacher_logprobs]",), "loss.needs = teacher_logprobs needs a teacher"),
+        ({}, ("batch.generations=1",), "set at least 2"),
+        (
+            {"run.algorithm": "distillation", "teacher.model": "big"},
+            ("batch.generations=1", "distillation.reward_weight=1"),
+            "set at least 2",
+        ),
+        (
+            {"run.algorithm": "distillation", "teacher.model": "big"},
+            ("filter.groups=drop",),
+            "filter.groups = drop chooses by rewards",
+        ),
+        (
+            {"run.algorithm": "distillation", "teacher.model": "big"},
+            ("advantage.baseline=critic", "advantage.normalize_std=false"),
+            "advantage.baseline = critic is for rewards",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_named(flags: dict[str, str], sets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        algorithm_from_config(resolve(flags=flags, sets=sets, environment={}).config)
+
+
+def test_a_run_without_learned_rewards_takes_single_rollouts() -> None:
+    assert made("batch.generations=1").config.batch.generations == 1
+
+
+def test_a_loss_of_the_user_s_own_sees_the_teacher(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def own(batch):\n    return (batch.logprobs_R - batch.teacher_logprobs_R) ** 2\n")
+    config = resolve(flags={"teacher.model": "big"}, environment={}).config
+    assert trial(UserLoss(Grpo(config), UserCode.read(f"{file}:own", "Loss"))) == ()

@@ -1,0 +1,260 @@
+"""What runs inside the pool's processes for a policy with a critic, and the same in transformers and plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.backends.base import CriticSpec
+from rlctl.backends.batch import MinibatchResult, WeightedRollout
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.config.schema import RlctlConfig
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
+from support.parallel_cases import (
+    Case,
+    Loss,
+    Piece,
+    column_by_rollout,
+    fill,
+    gather_gradients,
+    pieces,
+    plan_of,
+    rows_of,
+)
+from support.parallel_cases import spec_of as policy_spec_of
+from support.reference import Optim, facts, hf_model, megatron_weights
+
+CLIP = 0.05
+GAMMA, LAMBDA = 0.98, 0.9
+CONFIG = RlctlConfig.model_validate(
+    {
+        "advantage": {"baseline": "critic", "normalize_std": False, "whiten": True},
+        "critic": {"gamma": GAMMA, "gae_lambda": LAMBDA},
+    }
+)
+HEAD = "output_layer.weight"
+COLUMNS = ("values", "returns", "advantages")
+LEFT_OUT = (2, 1)
+"""A rollout that has weight 0 in the loss."""
+
+
+@dataclass
+class Critics:
+    """What is made of a batch in two optimizer steps of a critic, by rollout and by Megatron's names."""
+
+    columns: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class CriticPiece:
+    """One rank's part of it, and whether the policy stayed as it was."""
+
+    piece: Piece
+    columns: dict[str, dict[tuple[int, int], Tensor]]
+    policy_stayed: bool
+
+
+def head_of(kind: str) -> Tensor:
+    """Weights of a value head that is not 0, whose gradient the other weights see."""
+    generator = torch.Generator().manual_seed(7)
+    return 0.1 * torch.randn(1, facts(kind).hidden, generator=generator)
+
+
+def rewarded(batch: dict[int, RolloutColumns]) -> list[WeightedRollout]:
+    """The rollouts with their rewards where advantages are, one of them left out."""
+    rows = rows_of(batch)
+    return [replace(row, token_weight=0.0) if (row.position, row.sample) == LEFT_OUT else row for row in rows]
+
+
+def make_critic(rank: int, case: Case, weights: dict[str, Tensor] | None, *, offload: bool = False) -> MegatronWorker:
+    """A policy with a critic, both on the reference's weights."""
+    spec = policy_spec_of(case)
+    worker = MegatronWorker(
+        rank, case.parallel.world_size, "127.0.0.1", replace(spec, critic=CriticSpec(spec.optimizer, offload))
+    )
+    worker.build()
+    if weights is not None:
+        fill(worker, weights)
+        worker.critic_begin()
+        assert worker.critic is not None
+        fill(worker.critic, weights | {HEAD: head_of(case.kind)})
+        worker.critic_end()
+    return worker
+
+
+def run_critic(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns]) -> CriticPiece:
+    """Advantages, and two optimizer steps of the critic. It takes turns with the policy; under data parallelism it
+    stays next to it, and both sleep between the steps."""
+    turns = case.parallel.dp == 1
+    worker = make_critic(rank, case, weights, offload=turns)
+    critic = worker.critic
+    assert critic is not None
+    before = {name: value.clone() for name, value in worker.parameters().items()}
+    shard = plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    results, grads = [], []
+    worker.critic_begin()
+    worker.estimate(TokenAdvantages(CONFIG))
+    for step in range(2):
+        results.append(worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr))
+        if step == 0:
+            gather_gradients(critic)
+            grads = list(pieces(critic, "grad"))
+        if step == 0 and not turns:
+            sleep_together(worker)
+    params = list(pieces(critic, "data"))
+    worker.critic_end()
+    stayed = all(torch.equal(before[name], value) for name, value in worker.parameters().items())
+    columns = {column: column_by_rollout(worker, shard, column) for column in COLUMNS}
+    return CriticPiece(Piece(results, {}, grads, params), columns, stayed)
+
+
+def sleep_together(worker: MegatronWorker) -> None:
+    """Put both models to sleep, the policy's weights later as for a refit, and wake them."""
+    assert worker.critic is not None
+    worker.critic_end()
+    assert 0 < worker.sleep(keep_weights=True) < worker.sleep()
+    chunks = (*worker.chunks, *worker.critic.chunks)
+    assert not sum(param.untyped_storage().nbytes() for chunk in chunks for param in chunk.parameters())
+    worker.wake()
+    worker.critic_begin()
+
+
+def run_critic_checkpoint(
+    rank: int, before: Case, after: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """(results, parameters of both models) of the second step: uninterrupted, and after save, rebuild as `after`,
+    load."""
+    worker = make_critic(rank, before, weights, offload=True)
+    _take_step(worker, before, batch, rank)
+    worker.save_begin(directory)
+    worker.save_finish()
+    straight = _take_step(worker, before, batch, rank)
+    kept = _all_pieces(worker)
+    worker = make_critic(rank, after, None)
+    worker.load(directory)
+    return [straight], kept, [_take_step(worker, after, batch, rank)], _all_pieces(worker)
+
+
+def _take_step(
+    worker: MegatronWorker, case: Case, batch: dict[int, RolloutColumns], rank: int
+) -> tuple[MinibatchResult | None, MinibatchResult | None]:
+    """Train the critic and then the policy on the batch."""
+    worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)
+    worker.critic_begin()
+    worker.estimate(TokenAdvantages(CONFIG))
+    of_critic = worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr)
+    worker.critic_end()
+    return of_critic, worker.train_minibatch(0, Loss(), Optim().lr)
+
+
+def _all_pieces(worker: MegatronWorker) -> list[Any]:
+    assert worker.critic is not None
+    worker.critic_begin()
+    own = [(f"critic.{name}", *rest) for name, *rest in pieces(worker.critic, "data")]
+    worker.critic_end()
+    return [*own, *pieces(worker, "data")]
+
+
+def run_loaded(rank: int, case: Case, directory: Path) -> list[Any]:
+    """The critic's parameters after a model was loaded for both."""
+    worker = make_critic(rank, case, None)
+    worker.load_model(directory)
+    assert worker.critic is not None
+    return list(pieces(worker.critic, "data"))
+
+
+# --- the same, one rollout at a time
+
+
+def reference_critic(kind: str, batch: dict[int, RolloutColumns]) -> Critics:
+    """Two optimizer steps of torch's AdamW on transformers' model with a head, advantages by loops in float64."""
+    model, optim, out = hf_model(kind), Optim(), Critics()
+    head = torch.nn.Parameter(head_of(kind))
+    values_of = _Values(model, head)
+    rows = rewarded(batch)
+    with torch.no_grad():
+        old = {(row.position, row.sample): values_of(batch, row) for row in rows}
+    out.columns = _targets(old, rows)
+    named = {name: p for name, p in model.named_parameters() if not name.startswith("lm_head")}
+    decay = [p for p in named.values() if p.dim() > 1]
+    plain = [p for p in named.values() if p.dim() == 1]
+    groups = [{"params": [*decay, head], "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    for step in range(2):
+        adam.zero_grad()
+        total = 0.0
+        for row in rows:
+            key = row.position, row.sample
+            values, returns = values_of(batch, row), out.columns["returns"][key]
+            clipped = old[key] + (values - old[key]).clamp(-CLIP, CLIP)
+            worse = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+            loss = row.token_weight * 0.5 * worse.sum()
+            loss.backward()
+            total += loss.item()
+        if step == 0:
+            out.grads = _named(kind, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
+            out.grads[HEAD] = torch.zeros_like(head) if head.grad is None else head.grad.clone()
+        out.losses.append(total)
+        out.norms.append(float(torch.nn.utils.clip_grad_norm_([*named.values(), head], optim.clip)))
+        adam.step()
+    out.params = _named(kind, {n: p.detach() for n, p in (*named.items(), *_buffers(model))})
+    out.params[HEAD] = head.detach()
+    return out
+
+
+class _Values:
+    """The value of each chosen token, before it, by a model of transformers without its output layer."""
+
+    def __init__(self, model: Any, head: Tensor) -> None:
+        self._model, self._head = model, head
+
+    def __call__(self, batch: dict[int, RolloutColumns], row: WeightedRollout) -> Tensor:
+        columns = batch[row.position]
+        span = columns.slice(row.sample)
+        tokens = torch.from_numpy(columns.tokens_T[span].astype("int64"))
+        mask = torch.from_numpy(columns.loss_mask_T[span])[1:]
+        hidden = self._model.model(tokens[None]).last_hidden_state[0]
+        return (hidden[:-1] @ self._head[0])[mask]
+
+
+def _buffers(model: Any) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in model.named_buffers() if "e_score_correction_bias" in name]
+
+
+def _named(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    embedding = weights["model.embed_tokens.weight"]
+    found = megatron_weights(kind, weights | {"lm_head.weight": embedding})
+    return {name: value for name, value in found.items() if name != HEAD}
+
+
+def _targets(
+    old: dict[tuple[int, int], Tensor], rows: list[WeightedRollout]
+) -> dict[str, dict[tuple[int, int], Tensor]]:
+    """Values, returns and whitened advantages of each rollout."""
+    advantages: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        values = [float(v) for v in old[row.position, row.sample]]
+        found, following, later = [], 0.0, 0.0
+        for t in reversed(range(len(values))):
+            reward = row.advantage if t == len(values) - 1 else 0.0
+            delta = reward + GAMMA * following - values[t]
+            later = delta + GAMMA * LAMBDA * later
+            following = values[t]
+            found.append(later)
+        advantages[row.position, row.sample] = found[::-1]
+    returns = {key: torch.tensor(found) + old[key] for key, found in advantages.items()}
+    counted = [a for key, found in advantages.items() if key != LEFT_OUT for a in found]
+    mean = sum(counted) / len(counted)
+    std = (sum((a - mean) ** 2 for a in counted) / len(counted)) ** 0.5
+    white = {key: (torch.tensor(found) - mean) / (std + 1e-6) for key, found in advantages.items()}
+    return {"values": old, "returns": returns, "advantages": white}

@@ -1,0 +1,168 @@
+"""What runs in the pool's processes: a policy of transformers' modules under FSDP2 on the reference's weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlctl.backends.batch import MinibatchResult
+from rlctl.backends.dtensor.worker import DTensorWorker
+from rlctl.data.rollouts import RolloutColumns
+from rlctl.models.facts import ModelFacts
+from support.parallel_cases import BrokenLoss, Case, Loss, column_by_rollout, plan_of, spec_of
+from support.parallel_cases import make_worker as make_megatron
+from support.reference import Optim
+
+Batch = dict[int, RolloutColumns]
+
+
+@dataclass
+class Outcome:
+    """One rank's results of two steps; whole tensors by transformers' names on rank 0."""
+
+    results: list[MinibatchResult | None]
+    logprobs: dict[tuple[int, int], Tensor]
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+    held: int
+    """Elements of parameters on this rank."""
+
+
+def make_worker(
+    rank: int, case: Case, directory: Path, *, load: bool = True, facts: ModelFacts | None = None
+) -> DTensorWorker:
+    """A worker in the pool's process group, on the weights in `directory`; `facts`: where they are no case's."""
+    spec = replace(spec_of(case), model_dir=directory)
+    spec = replace(spec, facts=facts) if facts else spec
+    worker = DTensorWorker(rank, case.parallel.world_size, "127.0.0.1", spec)
+    worker.prepare()
+    worker.build()
+    if load:
+        worker.load_model(directory)
+    return worker
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def wholes(worker: DTensorWorker, what: str) -> dict[str, Tensor]:
+    """Parameters (`data`, with stored buffers) or gradients (`grad`), whole. Collective."""
+    worker.parameters()
+    inner = worker.model.inner
+    named = dict(inner.named_parameters())
+    if what == "grad":
+        return {name: whole(value.grad) for name, value in named.items() if value.grad is not None}
+    buffers = {name: inner.get_buffer(name) for name in worker._buffers}
+    return {name: whole(value) for name, value in (named | buffers).items()}
+
+
+def run_case(rank: int, case: Case, directory: Path, batch: Batch, facts: ModelFacts | None = None) -> Outcome:
+    worker = make_worker(rank, case, directory, facts=facts)
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    worker.logprobs("old_logprobs")
+    logprobs = column_by_rollout(worker, shard, "old_logprobs")
+    results: list[Any] = []
+    grads: dict[str, Tensor] = {}
+    for step in range(2):
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        if step == 0:
+            grads = wholes(worker, "grad")
+    params = wholes(worker, "data")
+    held = sum(value.numel() for value in worker.parameters().values())
+    return Outcome(results, logprobs, grads if rank == 0 else {}, params if rank == 0 else {}, held)
+
+
+def run_checkpoint(rank: int, before: Case, after: Case, directory: Path, batch: Batch, saved: Path) -> tuple:
+    """(result, parameters) of the second step: uninterrupted, and after save, rebuild as `after`, load. And what a
+    worker holds that was given the checkpoint for a model."""
+    worker = make_worker(rank, before, directory)
+    worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
+    worker.train_minibatch(0, Loss(), Optim().lr)
+    worker.save_begin(saved)
+    straight = worker.train_minibatch(0, Loss(), Optim().lr)  # while the snapshot is written
+    digests = worker.save_finish()
+    assert worker.damaged_files(saved, digests) == []
+    kept = wholes(worker, "data")
+    other = make_worker(rank, after, directory, load=False)
+    other.load_model(saved)
+    published = wholes(other, "data")
+    other.load(saved)
+    other.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
+    resumed = other.train_minibatch(0, Loss(), Optim().lr)
+    loaded = wholes(other, "data")
+    return (straight, resumed, kept, loaded, published) if rank == 0 else (straight, resumed, {}, {}, {})
+
+
+def run_changed(
+    rank: int, case: Case, directory: Path, weights: dict[str, Tensor], batch: Batch, places: list[Path]
+) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    """The third step of Megatron's, and of a run that goes on with FSDP2 after one and with Megatron after two; and
+    the weights behind it, by transformers' names in FSDP2's case."""
+    load = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    straight = make_megatron(rank, case, weights)
+    straight.load_batch(load, list)
+    straight.train_minibatch(0, Loss(), Optim().lr)
+    straight.save(places[0])
+    results: list[Any] = [straight.train_minibatch(0, Loss(), Optim().lr)]
+    results.append(straight.train_minibatch(0, Loss(), Optim().lr))
+    changed = make_worker(rank, case, directory, load=False)
+    changed.load(places[0])
+    changed.load_batch(load, list)
+    results.append(changed.train_minibatch(0, Loss(), Optim().lr))
+    changed.save(places[1])
+    back = make_megatron(rank, case, None)
+    back.load(places[1])
+    back.load_batch(load, list)
+    results.append(back.train_minibatch(0, Loss(), Optim().lr))
+    return results, [dict(straight.parameters()), dict(back.parameters())]
+
+
+def run_asleep(rank: int, case: Case, directory: Path, batch: Batch) -> tuple:
+    """(results and parameters of two steps without a sleep between them and with one), bytes left asleep, and whether
+    weights stayed where they were."""
+    found: list[Any] = []
+    left, moved = 0, False
+    for sleeps in (False, True):
+        worker = make_worker(rank, case, directory)
+        worker.hold_reference()
+        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        places = {name: value.data_ptr() for name, value in worker.parameters().items()}
+        results: list[Any] = [worker.train_minibatch(0, Loss(), Optim().lr)]
+        if sleeps:
+            before = {name: value.clone() for name, value in worker.parameters().items()}
+            part = worker.sleep(keep_weights=True)
+            assert all(torch.equal(value, before[name]) for name, value in worker.parameters().items())
+            assert 0 < part < worker.sleep()
+            tensors = [
+                value._local_tensor if isinstance(value, DTensor) else value for value in worker._named().values()
+            ]
+            tensors += list((worker._reference or {}).values())
+            left = sum(value.untyped_storage().nbytes() for value in tensors)
+            worker.wake()
+        results.append(worker.train_minibatch(0, Loss(), Optim().lr))
+        worker.logprobs("reference_logprobs")
+        results.append(worker.logprob_difference("reference_logprobs"))
+        if not sleeps:  # what refits read stays where it is
+            moved = any(value.data_ptr() != places[name] for name, value in worker.parameters().items())
+        found.append((results, {name: value.clone() for name, value in worker.parameters().items()}))
+    return found, left, moved
+
+
+def run_broken(rank: int, case: Case, directory: Path, batch: Batch) -> tuple:
+    """The result of a step whose gradient is not finite, whether the weights stayed, and the parameters that are not
+    finite before and after one of them is spoilt."""
+    worker = make_worker(rank, case, directory)
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    before = {name: value.clone() for name, value in worker.parameters().items()}
+    result = worker.train_minibatch(0, BrokenLoss(), Optim().lr)
+    same = all(torch.equal(value, before[name]) for name, value in worker.parameters().items())
+    odd = [worker.parameters_not_finite()]
+    next(iter(worker.parameters().values()))[-1] = torch.inf
+    return result, same, [*odd, worker.parameters_not_finite()]

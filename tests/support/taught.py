@@ -1,0 +1,61 @@
+"""What runs inside the pool's processes for a student and its teacher, each a policy of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from rlctl.backends.base import Teaching
+from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss
+from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.data.rollouts import RolloutColumns
+from support.parallel_cases import Case, Piece, fill, gather_gradients, make_worker, pieces, plan_of, spec_of
+from support.reference import Optim
+
+Taught = dict[int, list[GroupLogprobs]]
+
+
+def run_teacher(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], teaching: Teaching
+) -> tuple[Taught, dict[str, Any]]:
+    """The log-probs that this rank gives, by group, and what there is of optimizer and gradients; the teacher has been
+    in host memory before."""
+    worker = MegatronWorker(rank, case.parallel.world_size, "127.0.0.1", replace(spec_of(case), teaches=teaching))
+    worker.build()
+    fill(worker, weights)
+    freed = worker.sleep()
+    worker.wake()
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    worker.load_batch(shard, list)
+    _, values = worker.teach()
+    kept = [parameter for chunk in worker.chunks for parameter in chunk.parameters() if parameter.requires_grad]
+    found = {"optimizer": worker.optimizer, "trained": len(kept), "freed": freed}
+    return {group: [own] for group, own in zip(shard.columns, values, strict=False)}, found
+
+
+def together(ranks: list[Taught]) -> Taught:
+    """What all ranks of a teacher gave, by group."""
+    found: Taught = {}
+    for rank in ranks:
+        for group, parts in rank.items():
+            found.setdefault(group, []).extend(parts)
+    return found
+
+
+def run_student(
+    rank: int,
+    case: Case,
+    weights: dict[str, Tensor],
+    batch: dict[int, RolloutColumns],
+    taught: Taught,
+    loss: MicroBatchLoss,
+) -> Piece:
+    """One optimizer step on what a teacher gave."""
+    worker = make_worker(rank, case, weights)
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    worker.learn_from(taught, list)
+    result = worker.train_minibatch(0, loss, Optim().lr)
+    gather_gradients(worker)
+    return Piece([result], {}, list(pieces(worker, "grad")), [])
