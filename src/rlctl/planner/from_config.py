@@ -127,6 +127,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         old_logprobs="old_logprobs" in config.logprobs_needed,
         reference="reference_logprobs" in config.logprobs_needed,
         packing=config.training.packing,
+        dynamic=config.training.dynamic_batching,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,
     )
