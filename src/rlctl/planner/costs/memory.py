@@ -16,7 +16,7 @@ from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Const
 from rlctl.planner.inputs.workload import Workload
 
 MOMENTS_BYTES = 8
-"""Of a parameter: Adam's two moments in float32."""
+"""Adam's two moments of a parameter, in float32."""
 
 
 @dataclass(frozen=True)
