@@ -57,6 +57,17 @@ def test_gradients_in_bf16_leave_room_for_no_recompute() -> None:
     assert (made.training.parallel.dp, made.training.recompute) == (8, "none")
 
 
+def test_dynamic_batching_costs_its_padding_and_not_whole_rows() -> None:
+    shape = {"mean_new_tokens": 795, "max_new_tokens": 4096}
+    ways = {"packed": {}, "dynamic": {"packing": False, "dynamic": True}, "alone": {"packing": False}}
+    seconds = {
+        name: plan("Llama-3.1-8B", **shape, **way).seconds[Phase.TRAINING]  # type: ignore[arg-type]
+        for name, way in ways.items()
+    }
+    assert seconds["packed"] < seconds["dynamic"] < 1.1 * seconds["packed"]
+    assert seconds["alone"] > 1.5 * seconds["dynamic"]
+
+
 def test_70b_needs_model_parallelism() -> None:
     made = plan("Llama-3.1-70B", nodes=8)
     assert made.training.parallel.tp * made.training.parallel.pp >= 4
