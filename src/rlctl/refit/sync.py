@@ -222,8 +222,8 @@ class WeightSync:
         self._tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
 
     def _replace(self, lost: list[int]) -> None:
-        """Start new engines for `lost`; where they do not start and others are left, those go on alone. What is set
-        aside is started once Ray has another place for it, as when a lost host is back."""
+        """Start new engines for `lost`; where they do not start and others are left, those go on alone. Engines
+        that are set aside are started once Ray has another place for them, as when a lost host is back."""
         here = self.engines.group.placed(lost)
         away = [rank for rank in lost if rank not in here]
         if len(away) == len(self.engines):  # nothing is left to go on with: wait for a place
