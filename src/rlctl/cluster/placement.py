@@ -40,11 +40,11 @@ class Placement:
 
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
         others = sorted({bundle.node_id for bundle in away_from})
-        selector = [{NODE_LABEL: f"!in({','.join(others)})"}] * count if others else None
+        elsewhere: dict[str, Any] = {}
+        if others:
+            elsewhere["bundle_label_selector"] = [{NODE_LABEL: f"!in({','.join(others)})"}] * count
         self._gpus = gpus
-        self.group = placement_group(
-            [dict(unit) for _ in range(count)], strategy="PACK", bundle_label_selector=selector
-        )
+        self.group = placement_group([dict(unit) for _ in range(count)], strategy="PACK", **elsewhere)
         try:
             self.bundles = self._discover(range(count), gpus, timeout_s)
         except GetTimeoutError:

@@ -118,7 +118,8 @@ class ValueModel(PolicyModel):
     """A critic: the last pipeline stage returns float32 [1, R], the value at the position before each chosen token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"share_embeddings_and_output_weights": False})
+        kwargs["share_embeddings_and_output_weights"] = False
+        super().__init__(*args, **kwargs)
         if self.post_process:
             self.output_layer = ValueHead(self.config)
 
@@ -148,7 +149,7 @@ def build_model(
         temperature=spec.temperature,
         chunk=spec.logprob_chunk_tokens,
         vocab=facts.vocab,
-        top=Top(teaches.top, teaches.vocab) if teaches and teaches.top else None,
+        top=Top(teaches.top, teaches.vocab) if teaches is not None and teaches.top else None,
     )
     _use_row_rotary(model, facts)
     _correct_experts(model, spec.parallel)

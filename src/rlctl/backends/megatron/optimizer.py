@@ -132,7 +132,8 @@ def buffers_of(chunks: list[Any]) -> Iterator[Any]:
     """Megatron's buffers of gradients (and parameters) around model chunks, those of experts last."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):  # a teacher's have none
-            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+            wrapped: Any = chunk  # its `buffers` are a list, where those of a module are a method
+            yield from (*wrapped.buffers, *wrapped.expert_parallel_buffers)
 
 
 def gradients(chunks: list[Any]) -> Iterator[Tensor]:
