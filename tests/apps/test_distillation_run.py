@@ -69,6 +69,9 @@ def test_a_student_comes_nearer_to_a_larger_teacher_and_goes_on_where_it_was(
     assert done.returncode == 0, done.stderr
     resumed = read_metrics(part / "metrics.jsonl")
     assert [line["teacher_kl"] for line in resumed] == pytest.approx(kl[:5], rel=1e-4)
+    done = run_here("train", "grpo", "--resume", "--run-dir", str(part), "--steps", "9", "--teacher", str(tiny_llama))
+    assert done.returncode == 2
+    assert f"{tiny_llama} is not the teacher that the run began with" in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from rlctl import cli
 from rlctl.commands.output import JsonMode
 from rlctl.runs.directory import RunDirectory
-from rlctl.runs.samples import chosen, one_line, sample_text
+from rlctl.runs.samples import chosen, one_line, read_samples, sample_text
 from support.groups import group
 
 
@@ -110,10 +110,12 @@ def test_a_sample_of_messages_is_read_too() -> None:
     assert len(line) <= 60
 
 
-def test_samples_of_a_run_without_rewards_say_so() -> None:
+def test_samples_of_a_run_without_rewards_say_so(run_directory: Path) -> None:
     none = row(1, 0.0) | {"reward": None, "terms": {}}
     assert "no reward" in sample_text(none)
     assert one_line(none, "best", 80).startswith("sample  3 + 4?")
     unscored = [replace(one, reward=None) for one in group(1, [0.0, 0.0], [3, 3]).rollouts]
     groups = [replace(group(1, [0.0, 0.0], [3, 3]), rollouts=tuple(unscored))]
     assert len(chosen(groups, 2)) == 2
+    (run_directory / "rollouts" / "step_10.jsonl").write_text(json.dumps(none) + "\n")
+    assert [one["reward"] for one in read_samples(run_directory, 10)] == [None]

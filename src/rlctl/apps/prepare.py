@@ -215,8 +215,8 @@ def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: b
 
 
 def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
-    """Raise InputError unless a number stands for the same token in the policy and in its teacher. Which tokens end a
-    completion may differ, as they do between a base model and one that was trained on it."""
+    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
+    a completion may be others, as they are of a base model and one that was trained on it."""
     theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
     ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
     different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())

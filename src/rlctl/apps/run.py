@@ -344,7 +344,10 @@ class Machine:
         """Return `system` of a metrics line. Processes that are gone are left out."""
         driver = self._driver.sample()
         try:
-            return system_metrics(driver, self._crew.policy.group.usage(), self._crew.engines.group.usage())
+            ranks = self._crew.policy.group.usage()
+            if self._crew.teacher is not None:
+                ranks += self._crew.teacher.group.usage()
+            return system_metrics(driver, ranks, self._crew.engines.group.usage())
         except RlctlError:  # Ray is broken, which the step that needs it tells
             return system_metrics(driver, [], [])
 

@@ -389,7 +389,7 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """What is learned from a teacher, with `--algorithm distillation`."""
+    """The loss of `--algorithm distillation`, which learns from a teacher."""
 
     loss: Literal["sampled", "top-k"] = "sampled"
     """Form of the divergence: `sampled` takes log teacher - log policy of the chosen token as its advantage (reverse
@@ -404,7 +404,7 @@ class DistillationConfig(Section):
     forward_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """With `top-k`, the part of KL(teacher || policy) in the loss; the rest of it is KL(policy || teacher)."""
     outside: Literal["renormalize", "tail"] = "renormalize"
-    """With `top-k`, what becomes of all other tokens: leave them out and let the others add up to 1, or count them as
+    """With `top-k`, the treatment of all other tokens: leave them out and let the `top_k` add up to 1, or count them as
     one further event."""
 
 

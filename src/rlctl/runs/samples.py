@@ -68,7 +68,7 @@ def read_samples(run: Path, step: int | None = None) -> list[Sample]:
         try:
             for line in filter(None, written_text(steps[number]).split("\n")):  # others may be in a text
                 found.append({"step": number} | json.loads(line))
-                if not isinstance(found[-1].get("reward", 0.0), int | float):
+                if not isinstance(found[-1].get("reward"), int | float | None):  # a run may have no rewards
                     raise TypeError("a reward is no number")
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(

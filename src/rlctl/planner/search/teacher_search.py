@@ -1,13 +1,14 @@
 """The layout of a teacher: it computes log-probs next to the policy, on the policy's devices.
 
 It waits in host memory while others compute, except on a CPU, where that is the same memory. Its rows are those of the
-policy. Where no size is given, the fastest layout is taken of those that fit beside what the policy keeps on a device.
+policy. Where no size is given, the fastest layout is taken of those that fit next to what the policy keeps on a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import policy_problems
@@ -17,7 +18,15 @@ from rlctl.planner.costs import memory as mem
 from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.parameters import stages
 from rlctl.planner.inputs.cluster import GIB
-from rlctl.planner.search.policy_search import SIMPLICITY, Reject, Request, TrainingCandidate, complexity, powers
+from rlctl.planner.search.policy_search import (
+    SIMPLICITY,
+    Reject,
+    Request,
+    TrainingCandidate,
+    complexity,
+    powers,
+    values_to_try,
+)
 
 CONTEXT_BYTES = 0.5 * GIB
 """Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
@@ -30,9 +39,9 @@ class TeacherPlan:
     facts: ModelFacts
     choice: TrainingChoice
     memory: mem.PhaseMemory
-    """What the teacher itself takes while it computes."""
+    """Memory of the teacher itself while it computes."""
     asleep: float
-    """What its process keeps on the device while others compute."""
+    """Memory that its process keeps on the device while others compute."""
     seconds: float
     """Its log-probs of a step, with the way from host memory and back."""
 
@@ -100,31 +109,23 @@ def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:
 
 
 def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> Iterator[TrainingChoice]:
-    cluster = request.cluster
+    cluster, on_cpu = request.cluster, request.cluster.is_cpu
     joined = max(cluster.link_domain, cluster.gpus_per_node)
-
-    def sizes(name: str, options: list[int]) -> list[int]:
-        pinned = request.pin(f"teacher.{name}")
-        return options if pinned is None else [pinned]
-
     precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
-    most = [1] if cluster.is_cpu else powers(min(facts.heads, joined, devices, 16))
-    for tp in sizes("tp", most):
-        for pp in sizes("pp", [1] if cluster.is_cpu else powers(min(facts.layers, devices, 64))):
-            for cp in sizes("cp", [1]):
-                for ep in sizes("ep", [1] if cluster.is_cpu or not facts.moe else powers(facts.moe.experts)):
-                    least = -(-ep // (tp * cp)) if facts.moe else 1
-                    fitting = least if cluster.is_cpu else devices // (tp * pp * cp)
-                    for dp in sizes("dp", [fitting]):
-                        etp = request.pin("teacher.etp", 1)
-                        world = tp * pp * cp * dp
-                        if dp < 1 or (world > devices and not cluster.is_cpu) or (tp * cp * dp) % (ep * etp):
-                            continue
-                        parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
-                        threads = None
-                        if cluster.is_cpu:
-                            threads = max(1, cluster.device.cores // max(1, world // cluster.nodes))
-                        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads)
+    experts = facts.moe.experts if facts.moe else 1
+    tps = values_to_try(request, "teacher.tp", [1] if on_cpu else powers(min(facts.heads, joined, devices, 16)))
+    pps = values_to_try(request, "teacher.pp", [1] if on_cpu else powers(min(facts.layers, devices, 64)))
+    cps = values_to_try(request, "teacher.cp", [1])
+    eps = values_to_try(request, "teacher.ep", [1] if on_cpu else powers(experts))
+    etp = request.pin("teacher.etp", 1)
+    for tp, pp, cp, ep in product(tps, pps, cps, eps):
+        dp = request.pin("teacher.dp", -(-ep // (tp * cp)) if on_cpu else devices // (tp * pp * cp))
+        world = tp * pp * cp * dp
+        if dp < 1 or (world > devices and not on_cpu) or (tp * cp * dp) % (ep * etp):
+            continue
+        threads = max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None
+        parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads)
 
 
 def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:

@@ -43,12 +43,11 @@ class Distillation(Grpo):
 
     def __init__(self, config: RlctlConfig) -> None:
         super().__init__(config)
-        self.options = config.distillation
         self.metrics = (TEACHER_KL, *((TOP_KL, TOP_MASS) if self.teacher_top else ()), *self.metrics)
 
     @property
     def teacher_top(self) -> int:
-        return self.options.top_k if self.options.loss == "top-k" else 0
+        return self.config.distillation.top_k if self.config.distillation.loss == "top-k" else 0
 
     @property
     def learns_without_advantage(self) -> bool:
@@ -57,14 +56,15 @@ class Distillation(Grpo):
 
     def batch_advantages(self, groups: Sequence[RolloutGroup]) -> list[np.ndarray]:
         """Return the weighted advantages of the rewards, where they are learned from."""
-        if not self.options.reward_weight:
+        weight = self.config.distillation.reward_weight
+        if not weight:
             return [np.zeros(len(group.rollouts)) for group in groups]
-        return [self.options.reward_weight * advantages_G for advantages_G in super().batch_advantages(groups)]
+        return [weight * advantages_G for advantages_G in super().batch_advantages(groups)]
 
     def token_loss(self, batch: TokenBatch) -> torch.Tensor:
         """Return GRPO's loss, with the divergence over the teacher's most likely tokens where that is the loss."""
         loss_R = super().token_loss(batch)
-        return loss_R + self.options.weight * self._top_kl(batch) if self.teacher_top else loss_R
+        return loss_R + self.config.distillation.weight * self._top_kl(batch) if self.teacher_top else loss_R
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return how far the policy is from the teacher, and what GRPO measures."""
@@ -83,14 +83,14 @@ class Distillation(Grpo):
         if self.teacher_top:
             return batch
         gain_R = (_of_teacher(batch) - old_logprobs(batch)).detach()
-        return replace(batch, advantages_R=batch.advantages_R + self.options.weight * gain_R)
+        return replace(batch, advantages_R=batch.advantages_R + self.config.distillation.weight * gain_R)
 
     def _top_kl(self, batch: TokenBatch) -> torch.Tensor:
         from rlctl.rl.losses import top_divergence
 
         if batch.teacher_top_RK is None or batch.top_logprobs_RK is None:
             raise ValueError("the loss needs the teacher's most likely tokens, and the batch has none")
-        o = self.options
+        o = self.config.distillation
         return top_divergence(batch.teacher_top_RK, batch.top_logprobs_RK, o.forward_share, tail=o.outside == "tail")
 
 
