@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.load import Resolved, from_sources
-from rlctl.config.sources import Source, flatten, sources_in_order
+from rlctl.config.sources import Source, Value, flatten, sources_in_order
 from rlctl.errors import InputError, missing_package
 from rlctl.rl.algorithms.available import register as register_algorithm
 
@@ -122,12 +122,6 @@ def evaluate(
 
     Raises InputError for a task or model that is wrong, and NoPlanError where a model does not fit.
     """
-    from rlctl.apps.evaluate import contenders, evaluation
-    from rlctl.apps.evaluate import evaluate as run_evaluation
-    from rlctl.config.sources import Value
-    from rlctl.envs.statistics import default_ks
-    from rlctl.runs.sample_file import SampleFile
-
     for name, number in (("n", n), ("limit", limit)):
         if number is not None and number < 1:
             raise InputError(f"{name}={number} leaves nothing to sample.", "Give a number from 1.")
@@ -136,10 +130,16 @@ def evaluate(
         chosen = [] if name is None else [Value("model.name", name, "program")]
         return from_sources([Source(list(config.given())), Source(chosen)])
 
-    with installed_engines(), SampleFile(None if output is None else Path(output)) as file:
+    with installed_engines():
+        from rlctl.apps.evaluate import contenders, evaluation
+        from rlctl.apps.evaluate import evaluate as run_evaluation
+        from rlctl.envs.statistics import default_ks
+        from rlctl.runs.sample_file import SampleFile
+
         found = contenders([str(model) for model in models], [Path(run) for run in run_dirs], steps, of_model, n)
         job = evaluation(found, tasks, n, k or default_ks(n), limit)
-        return [result.to_json() for result in run_evaluation(job, file, tell)]
+        with SampleFile(None if output is None else Path(output)) as file:
+            return [result.to_json() for result in run_evaluation(job, file, tell)]
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -175,6 +175,15 @@ def test_a_part_of_a_file_is_not_its_beginning_and_grows(tmp_path: Path) -> None
     assert len(one_of(resolver(), str(file), limit=None).tasks[0].rows) == 50
 
 
+@pytest.mark.usefixtures("untried")
+def test_a_file_is_not_judged_by_the_scorer_of_a_run_s_own_task(tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"prompt": "3 + 4?", "answer": "7"}\n')
+    terms = [{"name": "task", "weight": 2.0}, {"name": "math-verify"}]
+    task = one_of(resolver(reward__terms=terms), str(file)).tasks[0]
+    assert [(term.name, term.weight) for term in task.rewards.terms] == [("exact-match", 2.0), ("math-verify", 1.0)]
+
+
 def without_validation(path: Path) -> list[dict]:
     lines = [without_timing(line) for line in read_metrics(path / "metrics.jsonl")]
     return [{key: value for key, value in line.items() if not key.startswith("validation")} for line in lines]

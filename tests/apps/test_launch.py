@@ -132,7 +132,7 @@ def test_a_dry_run_of_several_sources_shows_each_with_its_share_and_reward(files
     shown = json.loads(capsys.readouterr().out)
     assert shown["notes"][1:9] == [
         "data: sums.jsonl (8 prompts, 75.0% of the prompts)",
-        "data: words.jsonl (1 prompts, 25.0% of the prompts)",
+        "data: words.jsonl (1 prompt, 25.0% of the prompts)",
         "sums.jsonl: reward: exact-match",
         "sums.jsonl: answer: the last number of the completion (the reference answers are numbers)",
         "sums.jsonl: accuracy: exact-match",

@@ -136,7 +136,7 @@ def test_the_command_writes_one_report_or_compares_runs(
 
 def test_what_is_no_run_or_took_no_step_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert rlctl(["report", str(tmp_path / "nothing")]) == 2
-    assert "nothing is no run" in capfd.readouterr().err
+    assert capfd.readouterr().err.startswith(f"rlctl: {tmp_path / 'nothing'} is no run")  # no flag is named
     empty = made_run(tmp_path / "empty", steps=0)
     with pytest.raises(InputError, match="no finished step"):
         compare_runs([empty.path], None)

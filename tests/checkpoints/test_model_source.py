@@ -114,15 +114,26 @@ def test_name_that_is_none() -> None:
 
 
 def test_cached_name_needs_no_network(tiny_llama: Path, tmp_path: Path) -> None:
-    """The layout of the hub's cache: refs/main names the snapshot."""
+    """The layout of the hub's cache: refs/main names the snapshot. A file of it that is damaged is named."""
     repository = tmp_path / "hub" / "models--someone--tiny"
     shutil.copytree(tiny_llama, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
-    code = "from rlctl.checkpoints.model_source import resolve_model; print(resolve_model('someone/tiny').directory)"
+    code = """
+from rlctl.checkpoints.model_source import resolve_model
+found = resolve_model("someone/tiny").directory
+print(found)
+(found / "model.safetensors").write_bytes(b"")
+try:
+    resolve_model("someone/tiny")
+except ValueError as error:
+    print(error)
+"""
     env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
-    assert done.stdout.strip() == str(repository / "snapshots" / ("0" * 40)), done.stderr
+    found, damaged = done.stdout.splitlines()
+    assert found == str(repository / "snapshots" / ("0" * 40)), done.stderr
+    assert damaged.startswith(f"{found}/model.safetensors is no safetensors file, or it is truncated")
 
 
 def test_converted_models_go_where_the_environment_says() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,8 @@ from support.reference import (
 
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
+EVEN = 252
+"""A vocabulary that two ranks divide."""
 WITHOUT_CONFIG = "no config.json next to it: `megatron-to-hf` needs --config-from"
 TOLERANCE = 1e-6
 """Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
@@ -98,6 +101,14 @@ def check(pools: Pools, published: Published, case: Case) -> list[Outcome]:
     return ranks
 
 
+def marked(table: dict[str, Any], *quick: str) -> list[Any]:
+    """The cases of a table; those that are not `quick` are slow tests."""
+    assert set(quick) <= set(table)
+    marks = {name: () if name in quick else pytest.mark.slow for name in table}
+    entries = {name: case if isinstance(case, tuple) else (case,) for name, case in table.items()}
+    return [pytest.param(*entries[name], id=name, marks=marks[name]) for name in table]
+
+
 ALONE = {
     "packed": Case(),
     "not-packed": Case(packing=False, share_prompts=False),
@@ -110,7 +121,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("case", ALONE.values(), ids=ALONE.keys())
+@pytest.mark.parametrize("case", marked(ALONE, "packed", "chunks", "recompute-selective", "mla", "replay"))
 def test_one_process_equals_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)
 
@@ -118,6 +129,7 @@ def test_one_process_equals_transformers(pools: Pools, published: Published, cas
 PAIRS = {
     "dp2": Case(parallel=ParallelSpec(dp=2)),
     "dp2-tied-recompute": Case("llama-tied", ParallelSpec(dp=2), packing=False, recompute="full", chunk=7),
+    "dp2-states-on-host": Case("qwen3", ParallelSpec(dp=2), optimizer_offload=True),
     "replicate2": Case("qwen2", ParallelSpec(dp=2, replicate=2), share_prompts=False),
     "cp2": Case("qwen3", ParallelSpec(cp=2)),
     "moe-dp2": Case("qwen3moe", ParallelSpec(dp=2)),
@@ -129,7 +141,10 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS.keys())
+QUICK = ("dp2-tied-recompute", "replicate2", "cp2", "moe-ep2", "mla-ep2-cp2-replay", "tp2-tied-recompute")
+
+
+@pytest.mark.parametrize("case", marked(PAIRS, *QUICK))
 def test_two_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     ranks = check(pools, published, case)
     if case.parallel.replicate == 1:
@@ -147,7 +162,7 @@ FOURS = {
 }
 
 
-@pytest.mark.parametrize("case", FOURS.values(), ids=FOURS.keys())
+@pytest.mark.parametrize("case", marked(FOURS, "tp2-dp2", "moe-ep2-shard2"))
 def test_four_processes_equal_transformers(pools: Pools, published: Published, case: Case) -> None:
     check(pools, published, case)
 
@@ -155,7 +170,7 @@ def test_four_processes_equal_transformers(pools: Pools, published: Published, c
 @cache
 def expected_of(family: str) -> Reference:
     """Log-probs, loss and gradients of a tiny model of the family."""
-    model, out = family_model(family), Reference()
+    model, out = family_model(family, EVEN), Reference()
     total = torch.zeros(())
     for group, columns in family_batch().items():
         for row in range(columns.rollouts):
@@ -174,7 +189,7 @@ def expected_of(family: str) -> Reference:
 
 
 def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelSpec) -> None:
-    family_model(family).save_pretrained(directory)
+    family_model(family, EVEN).save_pretrained(directory)
     facts = facts_from_hf_config(read_config(directory))
     case = Case(parallel=parallel, share_prompts=family in ("gemma3", "gpt-oss", "llama3"), micro_batch_tokens=48)
     ranks = pools(parallel.world_size).run(run_case, case, directory, family_batch(), facts)
@@ -190,12 +205,14 @@ def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelS
         assert close(ours, value, TOLERANCE), (name, (ours - value).abs().max())
 
 
-DIFFERENT = ("llama3", "qwen2-yarn", "mistral-windowed", "mixtral", "moonlight", "gemma3", "gpt-oss")
+DIFFERENT = {
+    name: name for name in ("llama3", "qwen2-yarn", "mistral-windowed", "mixtral", "moonlight", "gemma3", "gpt-oss")
+}
 """Families whose attention, positions or experts no other test here has."""
 DENSE = ("llama3", "qwen2-yarn", "mistral-windowed", "gemma3")
 
 
-@pytest.mark.parametrize("family", DIFFERENT)
+@pytest.mark.parametrize("family", marked(DIFFERENT, "qwen2-yarn", "gemma3", "gpt-oss"))
 def test_every_family_is_the_model_of_transformers(pools: Pools, family: str, tmp_path: Path) -> None:
     check_family(pools, tmp_path, family, ParallelSpec())
 
@@ -210,7 +227,7 @@ def test_every_family_under_every_sharding(pools: Pools, family: str, sizes: dic
     check_family(pools, tmp_path, family, ParallelSpec(**sizes))
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3moe"])
+@pytest.mark.parametrize("kind", [pytest.param("llama-tied", marks=pytest.mark.slow), "qwen3moe"])
 def test_bfloat16_is_computed_in_and_float32_is_kept(pools: Pools, published: Published, kind: str) -> None:
     case = Case(kind, ParallelSpec(dp=2), "bfloat16")
     ranks = pools(2).run(run_case, case, published(kind), make_batch())
@@ -244,6 +261,7 @@ def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -
 
 SAVED = {
     "same-dp2": (Case(parallel=ParallelSpec(dp=2)),) * 2,
+    "same-dp2-states-on-host": (Case(parallel=ParallelSpec(dp=2), optimizer_offload=True),) * 2,
     "dp2-to-tp2": (Case("llama-tied", ParallelSpec(dp=2)), Case("llama-tied", ParallelSpec(tp=2))),
     "moe-ep2-to-replicate2": (
         Case("deepseek", ParallelSpec(dp=2, ep=2)), Case("deepseek", ParallelSpec(dp=2, replicate=2)),
@@ -251,7 +269,7 @@ SAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "after"), SAVED.values(), ids=SAVED.keys())
+@pytest.mark.parametrize(("before", "after"), marked(SAVED, "same-dp2-states-on-host", "dp2-to-tp2"))
 def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case, after: Case, tmp_path: Path) -> None:
     """Bitwise under the same sharding and within rounding under another; and a checkpoint is a model to load."""
     directory = tmp_path / "policy"
@@ -279,7 +297,7 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
 CHANGED = {"dp2": Case("qwen3", ParallelSpec(dp=2)), "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2))}
 
 
-@pytest.mark.parametrize("case", CHANGED.values(), ids=CHANGED.keys())
+@pytest.mark.parametrize("case", marked(CHANGED, "moe-dp2-ep2"))
 def test_a_run_may_change_its_backend_and_change_back(
     pools: Pools, published: Published, case: Case, tmp_path: Path
 ) -> None:
@@ -298,13 +316,22 @@ def test_a_run_may_change_its_backend_and_change_back(
             assert (ours[name] - value).abs().max() < 1e-6, name
 
 
-def test_a_policy_that_slept_goes_on_as_if_it_had_not(pools: Pools, published: Published) -> None:
-    case = Case("llama-tied", ParallelSpec(dp=2))
+@pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_policy_that_slept_goes_on_as_if_it_had_not(pools: Pools, published: Published, offload: bool) -> None:
+    case = Case("llama-tied", ParallelSpec(dp=2), optimizer_offload=offload)
     for (straight, asleep), left, moved in pools(2).run(run_asleep, case, published(case.kind), make_batch()):
         assert straight[0] == asleep[0]
         assert all(torch.equal(value, asleep[1][name]) for name, value in straight[1].items())
         assert left == 0
         assert not moved
+
+
+def test_frozen_routers_keep_their_weights(pools: Pools, published: Published) -> None:
+    case = Case("qwen3moe", ParallelSpec(dp=2), freeze_router=True)
+    params = pools(2).run(run_case, case, published(case.kind), make_batch())[0].params
+    begun = hf_model(case.kind).state_dict()
+    stayed = {name for name, value in params.items() if torch.equal(value, begun[name])}
+    assert stayed == {name for name in begun if name.endswith("mlp.gate.weight")}
 
 
 def test_a_step_whose_gradient_is_not_finite_is_not_taken(pools: Pools, published: Published) -> None:

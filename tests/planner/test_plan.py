@@ -57,6 +57,17 @@ def test_gradients_in_bf16_leave_room_for_no_recompute() -> None:
     assert (made.training.parallel.dp, made.training.recompute) == (8, "none")
 
 
+def test_dynamic_batching_costs_its_padding_and_not_whole_rows() -> None:
+    shape = {"mean_new_tokens": 795, "max_new_tokens": 4096}
+    ways = {"packed": {}, "dynamic": {"packing": False, "dynamic": True}, "alone": {"packing": False}}
+    seconds = {
+        name: plan("Llama-3.1-8B", **shape, **way).seconds[Phase.TRAINING]  # type: ignore[arg-type]
+        for name, way in ways.items()
+    }
+    assert seconds["packed"] < seconds["dynamic"] < 1.1 * seconds["packed"]
+    assert seconds["alone"] > 1.5 * seconds["dynamic"]
+
+
 def test_70b_needs_model_parallelism() -> None:
     made = plan("Llama-3.1-70B", nodes=8)
     assert made.training.parallel.tp * made.training.parallel.pp >= 4
@@ -404,6 +415,9 @@ def test_texts_name_model_machine_and_numbers() -> None:
     assert "8.030B parameters" in explain(made)
     other = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), Workload(), {"training.tp": 4})
     assert any(line.startswith("* training.tp") for line in compare_text(made, other, ("a", "b")).splitlines())
+    assert made.generation is not None
+    (tokens,) = [line for line in compare_text(made, other, ("a", "b")).splitlines() if "kv_cache_tokens" in line]
+    assert f"{made.generation.kv_cache_tokens:,}" in tokens
 
 
 def test_configuration_keys_become_pins_and_plan_values_valid_keys() -> None:

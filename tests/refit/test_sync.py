@@ -131,12 +131,12 @@ def test_engines_of_a_lost_host_are_set_aside_and_taken_back(
     before = client.engines
     client.set_aside([0])
     assert client.engines == before[1:]
-    monkeypatch.setattr(placement, "stands", lambda bundles: False)
-    assert not client.take_back(told.append)
-    monkeypatch.undo()
+    assert not client.take_back(told.append)  # its place is where it was
+    monkeypatch.setattr(placement, "moved", lambda bundles: True)
     assert client.take_back(told.append)
     assert client.engines[0] == before[1]  # one that comes back is another engine, after those that stayed
     assert [found[0][1] for found in group.call(Party.take) if found] == ["engine 0 starts"]
+    monkeypatch.undo()
     assert not client.take_back(told.append)
     assert told == []
     group.kill()

@@ -147,7 +147,7 @@ def test_the_loss_is_that_of_the_worse_of_value_and_clipped_value(clip: float | 
 
 def result(values: ValueBatch) -> MinibatchResult:
     found = ClippedValueLoss(0.2)(values)
-    return MinibatchResult(0.0, {name: float(value) for name, value in found.sums.items()}, {}, 2.0, 1e-5, False, 1)
+    return MinibatchResult(0.0, {name: float(value) for name, value in found.sums.items()}, {}, 2.0, False)
 
 
 def test_metrics_are_of_all_tokens_that_count() -> None:

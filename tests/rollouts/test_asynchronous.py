@@ -446,6 +446,13 @@ def test_finished_groups_come_back_with_their_columns(make: Any, tmp_path: Path)
     assert [rollout.first_version for rollout in batch.groups[0].rollouts] == [VERSION] * 2
 
 
+def test_a_run_of_synchronous_rollouts_goes_on_asynchronously(make: Any, tmp_path: Path) -> None:
+    source, engines, _ = make(steps=3)
+    source.restore({"trained": [[0, 3]], "finished": [], "under_way": []}, tmp_path)
+    assert positions(source.next(2)) == [4, 5]
+    assert len(engines.begun) == 2  # of the last step
+
+
 def test_a_damaged_file_of_finished_groups_is_named(make: Any, tmp_path: Path) -> None:
     source, _, _ = make("wait")
     source.next(0)

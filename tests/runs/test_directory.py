@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
-from rlctl.runs.directory import MANIFEST, RunDirectory, newest_run, write_json
+from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run, write_json
 from rlctl.runs.interrupt import StopRequest
+from rlctl.runs.sample_file import SampleFile
+from rlctl.runs.samples import read_samples
 
 
 @pytest.fixture
@@ -120,6 +122,20 @@ def test_rollouts_are_json_lines_numbered_from_one(run):
     run.write_rollouts(1, [{"text": "é"}, {"text": "b"}])
     lines = (run.path / "rollouts" / "step_1.jsonl").read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["é", "b"]
+
+
+def test_half_of_a_character_is_written_and_comes_back(run, tmp_path):
+    """A row of the data may hold it in any field, and a name of a file that is no UTF-8."""
+    half = "a\ud800b"
+    run.write_manifest({"config": {}, "command": [half, "\udcff"]})
+    run.write_rollouts(1, [{"answer": half}])
+    assert [sample["answer"] for sample in read_samples(run.path)] == [half]
+    assert run.manifest()["command"] == [half, "\udcff"]
+    assert not is_edited(run.manifest())
+    with SampleFile(tmp_path / "samples.jsonl") as file:
+        file.begin("t", "m", {"suffix": half})
+    with SampleFile(tmp_path / "samples.jsonl") as file:
+        file.begin("t", "m", {"suffix": half})
 
 
 def test_between_steps_the_first_signal_asks_and_the_second_stops():

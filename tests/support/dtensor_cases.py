@@ -146,6 +146,7 @@ def run_asleep(rank: int, case: Case, directory: Path, batch: Batch) -> tuple:
             tensors += list((worker._reference or {}).values())
             left = sum(value.untyped_storage().nbytes() for value in tensors)
             worker.wake()
+            assert not case.optimizer_offload or all(s.untyped_storage().nbytes() == 0 for s in worker._states())
         results.append(worker.train_minibatch(0, Loss(), Optim().lr))
         worker.logprobs("reference_logprobs")
         results.append(worker.logprob_difference("reference_logprobs"))

@@ -101,12 +101,12 @@ class Outcome:
     grads: list[tuple[str, Tensor, int, int, int | None]]
 
 
-def hf_model(family: str) -> Any:
+def hf_model(family: str, vocab: int = VOCAB) -> Any:
     """A random float32 model whose norms, biases and sinks matter."""
     import transformers
 
     name, changes = FAMILIES[family]
-    config = BASE | changes
+    config = BASE | changes | {"vocab_size": vocab}
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(1)
     values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}

@@ -189,8 +189,10 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
         _require_source(name)
         data = config.data.model_copy(update={"name": name, "params": {}, "size": None})
         source = open_prompts(data)
-        if all(term.name == "task" for term in reward.terms):
-            reward = reward.model_copy(update={"terms": (RewardTerm(name="exact-match"),)})
+        # A run's terms may have the scorer of its own task among others.
+        named = ("exact-match" if term.name == "task" else term.name for term in reward.terms)
+        terms = [RewardTerm(name=name, weight=term.weight) for name, term in zip(named, reward.terms, strict=True)]
+        reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
     plan = prepare_rewards(reward, source)
     if limit is None and name.startswith(GYM_PREFIX):
         limit = GYM_PROMPTS

@@ -292,13 +292,13 @@ class EngineClient:
         _start_again(self.group, ranks)
 
     def set_aside(self, ranks: Sequence[int]) -> None:
-        """Go on without `ranks`, whose host is lost."""
-        self._aside.append(self.group.drop(ranks))
+        """Go on without `ranks`, which cannot be started where they were."""
+        self._aside += [self.group.drop([rank]) for rank in sorted(ranks, reverse=True)]
 
     def take_back(self, tell: Callable[[str], None]) -> bool:
-        """Start the engines that were set aside and have a place again; return whether there are any. `tell` hears of
-        those that do not start, which are given up."""
-        back = [one for one in self._aside if len(one.placed(range(len(one)))) == len(one)]
+        """Start the engines that were set aside and have another place now; return whether there are any. `tell` hears
+        of those that do not start, which are given up."""
+        back = [one for one in self._aside if one.moved()]
         self._aside = [one for one in self._aside if one not in back]
         taken = False
         for engines in back:

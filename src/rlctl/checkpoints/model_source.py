@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from rlctl.checkpoints.hf.hf_files import read_config
-from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole
+from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.config.nemo_rl.mapping_rules import OTHER_INPUTS
 from rlctl.config.paths import user_path
@@ -114,13 +114,15 @@ def from_cache(name: str, revision: str | None, patterns: list[str], weights: bo
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        directory = snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True)
-        check_directory(Path(directory), weights=weights)
+        directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
+        read_config(directory)
+        if weights:  # only that they are there: damaged ones are told, and another download would not replace them
+            shard_files(directory)
     except HFValidationError as error:
         raise InputError(f"model {name}: neither a directory nor a hub name such as `owner/model`.") from error
     except (LocalEntryNotFoundError, InputError):
         return None
-    return Path(directory)
+    return directory
 
 
 def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | None:

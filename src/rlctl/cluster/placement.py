@@ -87,6 +87,10 @@ class Placement:
         nodes = {self._nodes().get(bundle.index) for bundle in bundles}
         return len(nodes) == 1 and nodes <= alive
 
+    def moved(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether `bundles` are on one node that is another than they were on. A host that comes back is another."""
+        return self.stands(bundles) and self._nodes().get(bundles[0].index) != bundles[0].node_id
+
     def renewed(self, bundles: Sequence[Bundle], timeout_s: float) -> tuple[Bundle, ...]:
         """Return `bundles` with the node and the device that they are on now; Ray places those of a lost node again."""
         nodes = self._nodes()

@@ -289,6 +289,10 @@ class WorkerGroup(Generic[W_co]):
         """Return those of `ranks` whose devices are there; the others are on a lost host."""
         return [rank for rank in ranks if self._placement.stands(self.specs[rank].bundles)]
 
+    def moved(self) -> bool:
+        """Whether every rank's devices are on another host than its process was."""
+        return all(self._placement.moved(spec.bundles) for spec in self.specs)
+
     def drop(self, ranks: Sequence[int]) -> WorkerGroup[W_co]:
         """End the processes of `ranks` and go on as the group of the others; return those, for `join`."""
         dropped = self.part(ranks)

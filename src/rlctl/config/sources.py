@@ -341,7 +341,8 @@ def unknown_variable(name: str) -> str:
     """Say that an environment variable means nothing, and which one was probably meant."""
     text = name.removeprefix(PREFIX).lower()
     spelled = {known.replace(".", "_"): known for known in known_keys()}
-    meant = spelled.get(text) or nearest(text)
+    sections = {known.partition(".")[0] for known in known_keys()}
+    meant = spelled.get(text) or (text if text in sections else nearest(text))
     close = difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
     if close or meant is None:
         hint = f"did you mean {close[0]}?" if close else f"a key is set by {PREFIX}<SECTION>__<KEY>."

@@ -128,6 +128,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         reference="reference_logprobs" in config.logprobs_needed,
         critic=config.has_critic,
         packing=config.training.packing,
+        dynamic=config.training.dynamic_batching,
         share_prompts=config.training.share_prompts,
         goal=config.run.goal,
         staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,

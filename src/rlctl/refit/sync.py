@@ -158,7 +158,7 @@ class WeightSync:
         """Let engines whose host came back take part again; return whether there are any."""
         if not self.engines.take_back(self._tell):
             return False
-        self._tell(f"the lost host is back: going on with {len(self.engines)} engine(s)")
+        self._tell(f"a lost host is back: going on with {len(self.engines)} engine(s)")
         self.session.reform(self.engines.group)
         return True
 
@@ -222,8 +222,8 @@ class WeightSync:
         self._tell(f"engine {', '.join(map(str, lost))} is lost ({_cause(error)} See {logs}): starting another")
 
     def _replace(self, lost: list[int]) -> None:
-        """Start new engines for `lost`, on a lost host once it is back; where they do not start and others are left,
-        those go on alone."""
+        """Start new engines for `lost`; where they do not start and others are left, those go on alone. Engines
+        that are set aside are started once Ray has another place for them, as when a lost host is back."""
         here = self.engines.group.placed(lost)
         away = [rank for rank in lost if rank not in here]
         if len(away) == len(self.engines):  # nothing is left to go on with: wait for a place
@@ -233,14 +233,12 @@ class WeightSync:
         except (WorkerError, WaitTimeoutError) as error:
             if len(lost) == len(self.engines):
                 raise
-            self.engines.group.drop(lost)
+            self.engines.set_aside(lost)  # Ray may not know yet that their host is lost
             self._tell(f"no other could be started ({_cause(error)}): going on with {len(self.engines)} engine(s)")
             return
         if away:
             self.engines.set_aside(away)
-            self._tell(
-                f"the host of {len(away)} of them is lost: going on with {len(self.engines)} engine(s) until it is back"
-            )
+            self._tell(f"the host of {len(away)} of them is lost: going on with {len(self.engines)} engine(s)")
 
 
 def _cause(error: RlctlError) -> str:

@@ -170,8 +170,10 @@ class AsynchronousSource:
         with self._changed:
             self._progress.finished = groups
             self._progress.in_vain = {position for position, group in groups.items() if not self._fills(group)}
-            self._progress.admitted = {int(position): version for position, version in state["admitted"].items()}
-            self._batches = state["batches"]
+            # A run of synchronous rollouts that goes on here has neither of the two.
+            admitted = state.get("admitted", {})
+            self._progress.admitted = {int(position): version for position, version in admitted.items()}
+            self._batches = state.get("batches", self._ledger.first_open // self._config.batch.prompts)
 
     # Admission
 

@@ -144,9 +144,10 @@ class PromptStream:
         """Return a line for each source: its name, size and share of the prompts."""
         total = sum(self._mixing.parts)
         shares = [f", {part / total:.1%} of the prompts" if part < total else "" for part in self._mixing.parts]
+        counts = [len(source.prompts) for source in self.sources]
         return [
-            f"data: {source.label or source.prompts.label} ({len(source.prompts)} prompts{share})"
-            for source, share in zip(self.sources, shares, strict=True)
+            f"data: {source.label or source.prompts.label} ({count:,} prompt{'s' * (count != 1)}{share})"
+            for source, count, share in zip(self.sources, counts, shares, strict=True)
         ]
 
     def _first(self, limit: int) -> Iterator[PromptRow]:

@@ -183,7 +183,7 @@ class RunDirectory:
         try:
             found = json.loads(written_text(path))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise InputError(f"--run-dir {self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
+            raise InputError(f"{self.path} is no run: it has no {MANIFEST}.", "Check the path.") from error
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read: {error}.", "Start a new run.") from error
         if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
@@ -204,9 +204,7 @@ class RunDirectory:
         """Write sampled completions of one step to step_N.jsonl (N counts from 1) of rollouts/ or another folder."""
         directory = self.path / folder
         directory.mkdir(exist_ok=True)
-        (directory / f"step_{step}.jsonl").write_text(
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-        )
+        (directory / f"step_{step}.jsonl").write_bytes(b"".join(json_line(row) for row in rows))
 
     def new_checkpoint(self, step: int) -> NewCheckpoint:
         """Return a checkpoint to be written after `step` finished steps."""
@@ -385,10 +383,16 @@ class NewCheckpoint:
         shutil.rmtree(self._aside, ignore_errors=True)
 
 
+def json_line(value: Any, indent: int | None = None) -> bytes:
+    """Return `value` as JSON that people can read. Half of a character, as texts from elsewhere and names of files may
+    hold, is written as the escape that JSON has for it."""
+    return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON: a reader sees the old or the new file, never a part."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.write_bytes(json_line(value, indent=2))
     _flush(aside)
     aside.replace(path)
     _flush(path.parent)

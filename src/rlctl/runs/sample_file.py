@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from rlctl.config.files import problem_with
 from rlctl.errors import InputError, RlctlError
+from rlctl.runs.directory import json_line
 
 JUDGED = {"right", "score", "answer_given"}
 """Fields of a sample that metrics are made of."""
@@ -100,7 +101,7 @@ class SampleFile:
         if self._file is None:
             return
         try:
-            self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
+            self._file.write(b"".join(json_line(record) for record in records))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:

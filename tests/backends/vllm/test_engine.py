@@ -132,9 +132,8 @@ def test_a_sample_that_takes_too_long_ends_with_what_it_has(engine: HostedEngine
     assert set(late) == {("timeout", 2, ((3, 2),))}
     assert len(late) > len(ends) / 2
     assert largest_logprob_error(groups, policy, sampling) < TOLERANCE
-    assert {result.finish_reasons for result, _, _ in generate(engine, Sampling(4, timeout_s=60.0))} == {
-        ("length",) * 4
-    }
+    in_time = generate(engine, Sampling(4, timeout_s=60.0))
+    assert "timeout" not in {reason for result, _, _ in in_time for reason in result.finish_reasons}
 
 
 def test_submitted_groups_are_given_back_one_by_one_as_if_they_were_generated(

@@ -53,13 +53,10 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
     if spec.router_replay and spec.facts.moe is None:
         yield "training.router_replay", "the model has no experts"
-    for key, asked in (
-        ("training.lora.rank", spec.lora.rank > 0),
-        ("training.optimizer_offload", spec.optimizer_offload),
-        ("teacher.model", spec.teaches is not None),
-    ):
-        if asked:
-            yield key, "training.backend = dtensor does not have it yet"
+    if spec.lora.rank:
+        yield "training.lora.rank", "training.backend = dtensor has no adapters yet"
+    if spec.teaches is not None:
+        yield "teacher.model", "training.backend = dtensor has no teachers yet"
 
 
 BACKEND = PolicyBackend("dtensor", "rlctl.backends.dtensor.worker:DTensorWorker", layouts, arguments, refuse)

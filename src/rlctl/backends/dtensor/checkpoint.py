@@ -40,7 +40,7 @@ class Save:
     def __init__(self, directory: Path, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         # Its own group: what it exchanges in the background must not meet what training does.
-        self._group = torch.distributed.new_group(backend="gloo")
+        self._group: Any = torch.distributed.new_group(backend="gloo")
         state = dict(_state(weights, optimizer))
         writing = state_dict_saver.async_save(state, storage_writer=Writer(directory), process_group=self._group)
         self._directory, self._digests = directory, dict[str, str]()

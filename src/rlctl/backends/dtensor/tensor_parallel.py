@@ -78,7 +78,8 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
                 made[id(parameter)] = divided(parameter, mesh, world.axis(full_name))
             module._parameters[name] = made[id(parameter)]
         if isinstance(module, nn.Embedding):
-            module.forward = partial(_embed, module, group)
+            lookup: Any = partial(_embed, module, group)
+            module.forward = lookup
         elif own:
             kept = _narrow(world, next(iter(own.values())), group)
             module.forward = partial(with_local_parameters, module, module.forward, tuple(own), kept)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlctl.backends.batch import LogprobColumn
 from rlctl.backends.dtensor.backend import layouts
-from rlctl.backends.host_memory import Offloaded
+from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
@@ -25,6 +25,9 @@ from rlctl.weights.dtensor import DTensorWorld
 
 class DTensorWorker(PolicyRank):
     """One rank."""
+
+    _states_away: Offloaded | None = None
+    """With `training.optimizer_offload`: the optimizer's states, but for its steps and the saves."""
 
     # --- life cycle
 
@@ -48,6 +51,7 @@ class DTensorWorker(PolicyRank):
         self._buffers = [name for name in world.roles if name in dict(self.model.inner.named_buffers())]
         self._reference = None
         self._rows = []
+        self._state_memory = HostMemory()
 
     # --- weights
 
@@ -78,6 +82,8 @@ class DTensorWorker(PolicyRank):
         world = self.layouts()
         load_rank(Path(directory), world, self.rank, dict(self.parameters()), world.facts)
         self.optimizer.state.clear()
+        self._states_away = None
+        self._state_memory.rewind()
 
     def hold_reference(self) -> None:
         self._reference = {name: value.clone() for name, value in self.parameters().items()}
@@ -105,19 +111,28 @@ class DTensorWorker(PolicyRank):
 
     def sleep(self, keep_weights: bool = False) -> int:
         """The bytes returned include those of an earlier `sleep` that kept the weights."""
-        from rlctl.backends.dtensor.model import local_part
-
         weights = self.parameters()
         self.clear_gradients()
-        states = [
-            local_part(value)
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        moving = [*states, *(self._reference or {}).values(), *(() if keep_weights else weights.values())]
+        moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights.values())]
         self._offloaded.append(Offloaded(moving, (), self.host_memory()))
         return sum(part.device_bytes for part in self._offloaded)
+
+    def _states(self) -> list[Tensor]:
+        """This rank's part of the optimizer's states, live."""
+        from rlctl.backends.dtensor.model import local_part
+
+        found = (value for state in self.optimizer.state.values() for value in state.values())
+        return [local_part(value) for value in found if isinstance(value, Tensor)]
+
+    @contextlib.contextmanager
+    def _states_here(self) -> Iterator[None]:
+        """Bring states that wait in host memory to the device for a moment. Activations are not there then."""
+        if self._states_away is not None:
+            self._states_away.restore()
+            self._state_memory.rewind()
+        yield
+        offloads = self.spec.optimizer_offload
+        self._states_away = Offloaded(self._states(), (), self._state_memory) if offloads else None
 
     # --- batches
 
@@ -127,7 +142,8 @@ class DTensorWorker(PolicyRank):
     def take_step(self, lr: float, weight_decay: float | None) -> StepOutcome:
         from rlctl.backends.dtensor.optimizer import take_step
 
-        return take_step(self.spec, self.optimizer, lr, weight_decay)
+        with self._states_here():
+            return take_step(self.spec, self.optimizer, lr, weight_decay)
 
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
         """Every rank has the output. Gradients stay sharded between micro-batches, as the plan counts their memory;
@@ -159,15 +175,19 @@ class DTensorWorker(PolicyRank):
     def begin_save(self, directory: Path) -> Save:
         from rlctl.backends.dtensor.checkpoint import Save as DTensorSave
 
-        return DTensorSave(directory, self._named(), self.optimizer)
+        with self._states_here():
+            return DTensorSave(directory, self._named(), self.optimizer)
 
     def load(self, directory: Path | str) -> None:
         from rlctl.backends.dtensor.checkpoint import load, moments_of, set_steps
 
         directory = require_policy(Path(directory))
         if names_modules(directory):
-            load(directory, self._named(), self.optimizer)
+            with self._states_here():
+                load(directory, self._named(), self.optimizer)
             return
         self.load_model(directory)
-        moments, world = moments_of(self._named(), self.optimizer), self.layouts()
-        set_steps(self.optimizer, load_moments(directory, world, self.rank, moments, world.facts))
+        world = self.layouts()
+        with self._states_here():
+            moments = moments_of(self._named(), self.optimizer)
+            set_steps(self.optimizer, load_moments(directory, world, self.rank, moments, world.facts))

@@ -9,6 +9,7 @@ once: `SafetensorsWriter` writes the header itself and then appends one block of
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import struct
@@ -85,8 +86,11 @@ def require_whole(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    if problem := problem_with(file):  # opening a pipe would not return
-        raise InputError(f"{file} cannot be read: {problem}.", "Download it again.")
+    problem = problem_with(file)  # opening a pipe would not return
+    if problem is None and not os.access(file, os.R_OK):  # the library says that there is no such file
+        problem = os.strerror(errno.EACCES)
+    if problem:
+        raise InputError(f"{file} cannot be read: {problem}.", "Make it readable, or download the model again.")
     try:
         with safe_open(str(file), framework="numpy") as opened:
             yield opened

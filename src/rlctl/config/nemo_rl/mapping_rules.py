@@ -240,7 +240,7 @@ ALGORITHMS = {
     "dpo": "direct preference optimization (DPO)",
     "rm": "the training of reward models (RM)",
     "distillation": "distillation from texts that are given, or across tokenizers",
-    "ppo": "PPO with a value model",
+    "ppo": "PPO with a value model in keys of NeMo-RL (rlctl's own is `--algorithm ppo`)",
 }
 """Sections of NeMo-RL's other algorithms, which rlctl does not run yet."""
 TASKS = {

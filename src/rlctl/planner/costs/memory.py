@@ -15,6 +15,9 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.workload import Workload
 
+MOMENTS_BYTES = 8
+"""Adam's two moments of a parameter, in float32."""
+
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -56,7 +59,8 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         gathered = 2 * params.largest_layer * 2 * (choice.parallel.dp * choice.parallel.cp > 1)
         shard = 4 * params.owned(choice.parallel)
         frozen = {"reference": shard} if choice.reference and choice.adapters is None else {}
-        return {"weights": shard + gathered, "gradients": 4 * updated, "optimizer": 8 * updated} | frozen
+        moments = 0.0 if choice.optimizer_offload else MOMENTS_BYTES * updated
+        return {"weights": shard + gathered, "gradients": 4 * updated, "optimizer": moments} | frozen
     shards = master_and_moments(choice) * updated
     # FP8 keeps quantised copies of the matrices next to the BF16 ones.
     weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
@@ -81,9 +85,11 @@ def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluste
 
 def visiting_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> float:
     """Device memory of an update whose states live in host memory: a part of these, or those of the largest parameter,
-    and gradients in bfloat16, which Megatron widens for it."""
+    and gradients in bfloat16, which Megatron widens for it. With FSDP2 all of them."""
     states = master_and_moments(choice)
     owned = trained_parameters(facts, stage, choice).owned(choice.parallel)
+    if choice.sharding == "full":
+        return MOMENTS_BYTES * owned
     width = max(facts.intermediate, facts.vocab / 2 if stage.embedding or stage.head else 0.0)
     largest = 2 * width * facts.hidden / choice.parallel.tp if choice.adapters is None else 0.0
     widened = 4 * owned if choice.gradient_bytes == 2 and choice.precision != "float32" else 0.0

@@ -76,8 +76,9 @@ class TrainingTime:
 
 def micro_batches(choice: TrainingChoice, workload: Workload, constants: Constants = DEFAULTS) -> tuple[int, float]:
     """(micro-batches of one optimizer step on one data-parallel rank, tokens in each, all context ranks together)."""
-    if workload.rollouts and workload.packing:
+    if workload.rollouts and (workload.packing or workload.dynamic):
         tokens = workload.trained_tokens(constants.length_sigma) * constants.step_imbalance
+        tokens *= 1 + constants.dynamic_padding * workload.dynamic
         tokens /= workload.optimizer_steps * choice.parallel.dp
         number = max(1, math.ceil(tokens / (choice.micro_batch_tokens * constants.packing_fill)))
         fill = constants.packing_fill if number > 1 else 1

@@ -49,6 +49,8 @@ class Constants:
     """Tokens of the busiest rank over the mean."""
     packing_fill: float = 0.93
     """Share of a packed row that is tokens."""
+    dynamic_padding: float = 0.04
+    """Padding over tokens where rollouts of like length are padded to the longest (docs/training.md)."""
     step_imbalance: float = 1.05
     """Slowest data-parallel rank over the mean."""
     optimizer_step_s: float = 0.15

@@ -37,6 +37,8 @@ class Workload:
     trains: bool = True
     """False: completions alone; there are engines and no policy."""
     packing: bool = True
+    dynamic: bool = False
+    """Rollouts of like length are padded to the longest, as many as fit a micro-batch."""
     share_prompts: bool = False
     """Rollouts of a group in one row stand behind a single copy of their prompt."""
     goal: Goal = "fast"

@@ -189,8 +189,7 @@ def memory_savings(request: Request) -> list[dict[str, Any]]:
     """Recompute modes and optimizer offload to try, the cheapest in time first."""
     modes = [request.pin("training.recompute")] if request.pin("training.recompute") else ["none", "selective", "full"]
     offload = request.pin("training.optimizer_offload")
-    both = offload is None and not request.cluster.is_cpu and not request.fsdp
-    places = [False, True] if both else [bool(offload)]
+    places = [False, True] if offload is None and not request.cluster.is_cpu else [bool(offload)]
     return [{"recompute": mode, "optimizer_offload": place} for place in places for mode in modes]
 
 

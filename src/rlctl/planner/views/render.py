@@ -241,6 +241,10 @@ def compare_text(left: Plan, right: Plan, names: tuple[str, str]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value is None else str(value)
