@@ -67,8 +67,13 @@ CASES = {
 }
 
 
+QUICK = ("teacher-tp1-student-tp2",)
+
+
 @pytest.mark.parametrize("form", ["sampled", "top-k"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_a_student_learns_what_its_teacher_says(pools: Pools, name: str, form: str) -> None:
     student, teacher = CASES[name]
     options = {"loss": form, "top_k": TOP, "reward_weight": 1}
