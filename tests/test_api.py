@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,13 +76,14 @@ def test_a_plan_from_a_program() -> None:
 def test_an_evaluation_that_cannot_be_is_named_as_on_the_command_line(tmp_path: Path) -> None:
     config = rlctl.load_config(values={"cluster.gpu": "cpu"})
     task = "reasoning-gym:chain_sum"
-    for given, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "no model to evaluate"),
         ({"models": ["a/b"], "n": 0}, "n=0 leaves nothing to sample"),
         ({"models": ["a/b"], "k": [4]}, "pass@4 needs at least 4 samples"),
         ({"models": ["a/b"], "steps": [4]}, "there is no --run-dir"),
         ({"run_dirs": [tmp_path]}, "is no run"),
-    ):
+    ]
+    for given, message in cases:
         with pytest.raises(InputError, match=message):
             rlctl.evaluate(config, [task], **given)
 
