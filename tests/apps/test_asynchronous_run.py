@@ -66,10 +66,10 @@ def test_however_often_it_is_killed_a_run_trains_on_each_prompt_once(tiny_llama,
     """Thirty kills over both orders: most soon after a step, some while the run starts."""
     run_dir, log, chance = tmp_path / "run", tmp_path / "log", random.Random(len(settings))
     steps = 0
-    arguments = command(tiny_llama, run_dir, *ASYNC, *settings, "--steps", "100")
+    arguments = command(tiny_llama, run_dir, *ASYNC, *settings, "--steps", "150")
     for kill in range(KILLS):
         if kill % 5 == 4:
-            killed_at_random(arguments, run_dir, log, 0, chance, within_s=20.0)
+            killed_at_random(arguments, run_dir, log, 0, chance, within_s=10.0)
         else:
             killed_at_random(arguments, run_dir, log, steps + 1, chance, within_s=2.0)
         steps = len(results(run_dir))
@@ -77,10 +77,10 @@ def test_however_often_it_is_killed_a_run_trains_on_each_prompt_once(tiny_llama,
     done = finish(resume(run_dir))
     assert done.returncode == 0, done.stderr
     lines = results(run_dir)
-    assert [line["step"] for line in lines] == list(range(1, 101))
+    assert [line["step"] for line in lines] == list(range(1, 151))
     assert max(line["staleness"]["max"] for line in lines) == 1
     trained = [p for line in lines for first, last in line["positions"] for p in range(first, last + 1)]
-    assert (sorted(trained) if settings else trained) == list(range(200))
+    assert (sorted(trained) if settings else trained) == list(range(300))
 
 
 def test_an_engine_that_dies_during_an_asynchronous_run_is_replaced(tiny_llama, tmp_path):
