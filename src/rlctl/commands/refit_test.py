@@ -70,6 +70,7 @@ def refit_test(
     preset: options.Preset = None,
     config: options.Config = None,
     set_: options.Set = None,
+    backend: options.Backend = None,
     tp: TP = None,
     dp: DP = None,
     generation_tp: GenerationTP = None,
