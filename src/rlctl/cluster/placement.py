@@ -40,7 +40,7 @@ class Placement:
 
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
         others = sorted({bundle.node_id for bundle in away_from})
-        selector = [{NODE_LABEL: f"!in({','.join(others)})"}] * count if others else None
+        selector: Any = [{NODE_LABEL: f"!in({','.join(others)})"}] * count if others else None
         self._gpus = gpus
         self.group = placement_group(
             [dict(unit) for _ in range(count)], strategy="PACK", bundle_label_selector=selector
