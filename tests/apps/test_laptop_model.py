@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.apps import laptop_model
-from rlctl.apps.laptop_model import find_model
+from rlctl.apps.open_model import find_model
 from rlctl.checkpoints.model_source import stored_parameters
 from rlctl.errors import MachineError
 

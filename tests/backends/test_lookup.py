@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.apps.engine_arguments import EngineArguments
-from rlctl.apps.prepare import planned_crew
+from rlctl.apps.planned_crew import planned_crew
 from rlctl.backends import lookup
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import PolicyBackend, SectionArguments, policy_backend, register_backend, require_backend

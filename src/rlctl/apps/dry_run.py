@@ -9,19 +9,9 @@ from typing import Any
 
 from rlctl.apps.engine_arguments import EngineArguments, differences
 from rlctl.apps.generate import CompletionJob
-from rlctl.apps.laptop_model import find_model
-from rlctl.apps.prepare import (
-    ASSUMED_GPU,
-    Job,
-    NamedModel,
-    check_names,
-    check_plan,
-    planned_crew,
-    planned_teacher,
-    prepare_job,
-    published_facts,
-    runnable_plan,
-)
+from rlctl.apps.open_model import NamedModel, find_model, published_facts
+from rlctl.apps.planned_crew import planned_crew, planned_teacher
+from rlctl.apps.prepare import ASSUMED_GPU, Job, check_names, check_plan, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron

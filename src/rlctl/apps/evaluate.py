@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.generate import CompletionJob, completion_job, of_run, require_room, started_engines
-from rlctl.apps.prepare import Tell
 from rlctl.backends.clients import EngineClient
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.objects import fetch
 from rlctl.config.load import DEFAULT, Resolved, from_sources
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm, RlctlConfig

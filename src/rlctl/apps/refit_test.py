@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from rlctl.apps import refit_report
 from rlctl.apps.crew import CrewSpec, start_crew
-from rlctl.apps.prepare import converts, device_of, open_model, planned_crew, require_devices, runnable_plan
+from rlctl.apps.open_model import open_model
+from rlctl.apps.planned_crew import converts, device_of, planned_crew
+from rlctl.apps.prepare import require_devices, runnable_plan
 from rlctl.apps.refit_report import LogprobLimit
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend

@@ -231,7 +231,8 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
 def _without_effect(config: RlctlConfig) -> dict[str, str]:
     """Return the fields of Megatron that do nothing in the configured model, and why; a file must not have them. It is
     empty for a model that is neither local nor in the catalog, because `import` asks no hub."""
-    from rlctl.apps.prepare import idle_fields, published_facts
+    from rlctl.apps.open_model import published_facts
+    from rlctl.apps.prepare import idle_fields
     from rlctl.models.catalog import lookup
 
     name = config.model.name or ""

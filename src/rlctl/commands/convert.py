@@ -79,7 +79,7 @@ def hf_to_megatron(
     if (revision or trust_remote_code) and user_path(source).is_dir():
         flag = "--revision" if revision else "--trust-remote-code"
         raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
-    from rlctl.apps.laptop_model import find_model
+    from rlctl.apps.open_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import conversion_directory
     from rlctl.checkpoints.conversion.stream import progress_bar
@@ -141,7 +141,7 @@ def megatron_to_hf(
         raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
     if not force:
         require_absent(destination)
-    from rlctl.apps.laptop_model import find_model
+    from rlctl.apps.open_model import find_model
     from rlctl.apps.publish import publish, require_hub, run_of, write_card
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion import peft_adapters

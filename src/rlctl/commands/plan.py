@@ -173,7 +173,7 @@ def show_plan(resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
 
 def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -> None:
     from rlctl.apps.engine_arguments import EngineArguments, differences
-    from rlctl.apps.prepare import planned_crew
+    from rlctl.apps.planned_crew import planned_crew
     from rlctl.planner.views.explain import explain as arithmetic
     from rlctl.planner.views.render import plan_json, plan_text, wrapped
 

@@ -1,0 +1,102 @@
+"""Finding and opening the models that a configuration names, and what is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rlctl.apps.laptop_model import supply
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
+from rlctl.config.paths import user_path
+from rlctl.config.schema import ModelConfig, RlctlConfig
+from rlctl.data.chat import load_tokenizer
+from rlctl.errors import InputError
+from rlctl.models.catalog import lookup, near
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import facts_from_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+find_model = partial(resolve_model, otherwise=supply)
+"""`resolve_model` of `checkpoints/model_source.py`, with the laptop preset's model as the last resort."""
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that `model.name` names: its files, and what is known of it."""
+
+    source: ModelSource
+    facts: ModelFacts
+
+
+def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel:
+    """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
+    none, or none that rlctl knows the family of."""
+    if not model.name:
+        raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
+    source = find_model(
+        model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
+    )
+    return NamedModel(source, facts_from_hf_config(read_config(source.directory)))
+
+
+def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFacts:
+    """Find out about a model without its weights: from a local directory's configuration, the catalog, or the hub's
+    configuration, in this order.
+
+    Raises InputError, with near names of the catalog, for a model that none of them has.
+    """
+    if not model.name:
+        raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
+    if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
+        return known
+    try:
+        directory = find_model(model.name, model.revision, weights=False, tell=tell).directory
+    except InputError as error:
+        close = near(model.name)
+        raise InputError(
+            error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
+        ) from error
+    return facts_from_hf_config(read_config(directory))
+
+
+def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:
+    """Find or fetch the teacher as `open_model` does the model; None: the run has none. Raises InputError where it
+    takes fewer tokens than the run's rollouts have."""
+    if not config.teacher.model:
+        return None
+    wanted = ModelConfig(
+        name=config.teacher.model,
+        revision=config.teacher.revision,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    try:
+        found = open_model(wanted, tell, weights=weights)
+    except InputError as error:
+        raise InputError(f"teacher.model: {error.message}", error.hint) from error
+    if (length := config.model.max_length) and length > found.facts.max_length:
+        raise InputError(
+            f"--max-length {length} is more than the {found.facts.max_length} tokens that the teacher "
+            f"{config.teacher.model} takes.",
+            "Lower it.",
+        )
+    return found
+
+
+def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase, teacher: NamedModel) -> None:
+    """Raise InputError unless a number stands for the same token in the policy and in its teacher. The tokens that end
+    a completion may be others, as they are of a base model and one that was trained on it."""
+    theirs = load_tokenizer(teacher.source.directory, ModelConfig(trust_remote_code=config.model.trust_remote_code))
+    ours_of, theirs_of = tokenizer.get_vocab(), theirs.get_vocab()
+    different = sum(ours_of.get(token) != theirs_of.get(token) for token in ours_of.keys() | theirs_of.keys())
+    special = set(tokenizer.all_special_ids) ^ set(theirs.all_special_ids)
+    if different or special:
+        what = (f"{different:,} tokens of their vocabularies differ" if different else
+                f"the special tokens differ ({', '.join(map(str, sorted(special)[:5]))})")  # fmt: skip
+        raise InputError(
+            f"The teacher {config.teacher.model} does not read the tokens of {config.model.name}: {what}.",
+            "A teacher needs the policy's tokenizer: choose one of the same family.",
+        )
