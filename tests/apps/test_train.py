@@ -7,11 +7,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,7 +21,6 @@ from rlctl.planner.views.run_comparison import compare_memory, compare_run
 from rlctl.rl.agreement import LIMITS
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
-from support.commands import Run
 from support.processes import beyond_loopback, family_of
 from support.runs import (
     LIMIT_S,
@@ -52,20 +49,6 @@ def even(completion, answer, prompt, scored=[], **row):
         return {}["a step too far"]
     return float(len(completion) % 2 == 0)
 """
-
-
-@pytest.fixture
-def here(run_here: Run) -> Callable[[list[str]], subprocess.CompletedProcess[str]]:
-    """As `finish`, in the process of the tests."""
-    return lambda arguments: run_here(*arguments[1:])
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tiny_llama, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
-    done = finish(command(tiny_llama, run_dir, "--json"))
-    assert done.returncode == 0, done.stderr
-    return run_dir, done
 
 
 def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rlctl.apps.evaluate import Result
-from rlctl.commands.eval import as_json, table
+from rlctl.commands.eval import table
 from rlctl.envs.statistics import Estimate
 
 
@@ -15,11 +15,11 @@ def result(model: str, values: list[float], task: str = "gsm8k", samples: int = 
 
 
 def test_json_has_value_and_error_of_each_metric() -> None:
-    assert json.loads(json.dumps(as_json(result("m", [1.0, 0.0, 0.0, 0.0])))) == {
+    assert json.loads(json.dumps(result("m", [1.0, 0.0, 0.0, 0.0]).to_json())) == {
         "task": "gsm8k", "model": "m", "samples": 4,
         "metrics": {"mean@1": {"value": 0.25, "stderr": 0.25}, "pass@1": {"value": 0.25, "stderr": 0.25}},
     }  # fmt: skip
-    assert as_json(result("m", [1.0]))["metrics"]["mean@1"] == {"value": 1.0, "stderr": None}
+    assert result("m", [1.0]).to_json()["metrics"]["mean@1"] == {"value": 1.0, "stderr": None}
 
 
 def test_models_stand_side_by_side_with_their_difference() -> None:

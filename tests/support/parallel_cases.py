@@ -67,6 +67,8 @@ class Piece:
     grads: list[tuple[str, Tensor, int, int, int | None]]
     """name, local tensor, part, parts, split axis (None: whole)"""
     params: list[tuple[str, Tensor, int, int, int | None]]
+    tokens: int = 0
+    """Tokens of the rows that this rank computed, padding not counted."""
 
 
 class Loss:
@@ -173,7 +175,7 @@ def run_case(
         if step == 0:
             gather_gradients(worker)
             grads = list(pieces(worker, "grad"))
-    return Piece(results, logprobs, grads, list(pieces(worker, "data")))
+    return Piece(results, logprobs, grads, list(pieces(worker, "data")), tokens_of(worker))
 
 
 def run_without(
@@ -191,8 +193,13 @@ def run_without(
         gather_gradients(worker)
         grads = list(pieces(worker, "grad"))
         results.append(worker.train_minibatch(0, loss, Optim().lr))
-        found.append(Piece(results, {}, grads, list(pieces(worker, "data"))))
+        found.append(Piece(results, {}, grads, list(pieces(worker, "data")), tokens_of(worker)))
     return found
+
+
+def tokens_of(worker: MegatronWorker) -> int:
+    """Tokens of the loaded rows, shared prompts counted once, padding not counted."""
+    return sum(row.tokens for minibatch in worker._rows for row in minibatch)
 
 
 def gather_gradients(worker: MegatronWorker) -> None:

@@ -20,11 +20,13 @@ from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
+from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
 from rlctl.errors import ConfigError
 
-MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *ALGORITHMS)
-"""Top-level keys that a NeMo-RL file has and an rlctl file never does."""
+OWN = RlctlConfig.model_fields.keys()
+MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
+"""Top-level keys that a NeMo-RL file has and an rlctl file never does (which has a section `distillation` too)."""
 
 
 OF_THE_ALGORITHM = ("loss_fn", "data", "env", "teacher", "teachers", "value")
