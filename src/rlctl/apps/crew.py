@@ -123,7 +123,7 @@ class Crew:
 @contextlib.contextmanager
 def start_crew(spec: CrewSpec, log_dir: Path, doing: Callable[[str], None] = lambda what: None) -> Iterator[Crew]:
     """Start all processes at once and stop them at the end; on an error or an interrupt they are ended at once. `doing`
-    hears what is waited for: the two engines start side by side, and the second takes what is left of it."""
+    hears what is waited for: policy and engines start side by side, and the second takes what is left of it."""
     with _placed(_places(spec), spec.limits, log_dir) as start:
         ranks: WorkerGroup[SendingPolicy] = start.policy(spec)
         taught = start.teacher(spec, spec.teacher) if spec.teacher is not None else None

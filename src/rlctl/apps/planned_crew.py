@@ -17,7 +17,7 @@ from rlctl.planner.make_plan import Plan
 
 
 def device_of(plan: Plan) -> Device:
-    """The kind of device that both engines compute on."""
+    """The kind of device that policy and engines compute on."""
     return "cpu" if plan.cluster.is_cpu else "cuda"
 
 

@@ -46,7 +46,7 @@ class RefitTestJob:
     source: ModelSource
     facts: ModelFacts
     plan: Plan
-    """How `train` would lay out both engines."""
+    """How `train` would lay out policy and engines."""
     receive: Receive = "auto"
     repeat: int = 2
 
@@ -80,7 +80,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
 
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
-    """Start both engines, test, and stop them."""
+    """Start policy and engines, test, and stop them."""
     if converts(job.config, job.plan):
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
     address = job.config.cluster.ray_address

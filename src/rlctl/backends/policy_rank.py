@@ -70,7 +70,7 @@ class PolicyRank(ABC):
         self._offloaded: list[Offloaded] = []
         self._host_memory: HostMemory | None = None
 
-    # --- what an engine does
+    # --- what a backend does
 
     @abstractmethod
     def prepare(self) -> None:

@@ -70,7 +70,7 @@ def ray_session(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # every failure is in the result that is waited for
-    # We choose devices ourselves: two engines share each GPU, which Ray's own masking cannot express.
+    # We choose devices ourselves: policy and engine share each GPU, which Ray's own masking cannot express.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # At its end Ray would set SIGTERM back to what kills at once, and nothing would be cleared up or told any more.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True

@@ -59,7 +59,7 @@ Backend: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="Training engine: megatron, dtensor (transformers' modules with FSDP2), or auto.",
+        help="The backend that trains: megatron, dtensor (transformers' modules with FSDP2), or auto.",
     ),
 ]
 MaxLength: TypeAlias = Annotated[

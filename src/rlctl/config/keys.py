@@ -27,7 +27,7 @@ LAID_OUT = {
         "threads", "colocated", "devices",
     ),
 }  # fmt: skip
-"""Keys of how the two engines and a teacher are laid out, by section: the planner decides what of them is unset."""
+"""Keys of how policy, teacher and engines are laid out, by section: the planner decides what of them is unset."""
 LAYOUT = (
     "training.backend", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu",
     *(f"{section}.{key}" for section, keys in LAID_OUT.items() for key in keys),

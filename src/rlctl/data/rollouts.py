@@ -26,7 +26,7 @@ TokensByVersion = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class RolloutColumns:
     """The token-sized columns of one group. They live in the object store. In training they pass through the driver
-    only where a checkpoint holds finished groups (`save_groups`)."""
+    only where a checkpoint holds finished groups (`save_groups`), or where engines are on nodes of their own."""
 
     tokens_T: np.ndarray  # int32
     offsets_G: np.ndarray  # int32 [G + 1]: rollout g holds tokens_T[offsets_G[g] : offsets_G[g + 1]]

@@ -928,7 +928,7 @@ def engine_devices(found: Found) -> None:
     """Map the devices that engines have to themselves, and the number of engines on them."""
     resources = "policy.generation.colocated.resources"
     if found.get("policy.generation.colocated.enabled") is not False:
-        found.skip("both engines are on the same devices")
+        found.skip("policy and engines are on the same devices")
     elif found.name != f"{resources}.gpus_per_node" and found.get(f"{resources}.gpus_per_node") is not None:
         found.skip(f"read with {resources}.gpus_per_node")
     else:

@@ -78,7 +78,7 @@ class Constants:
     (published memory profiles; 40 before 0.17)."""
     # Refit
     refit_fixed_s: float = 2.0
-    """Waking, sleeping and cache reset, where both engines share devices."""
+    """Waking, sleeping and cache reset, where policy and engines share devices."""
     refit_handshake_s: float = 0.2
     """Starting and ending a transfer on all ranks (a published 8 GB shard-to-shard refit takes 0.21 to 0.34 s)."""
     refit_piece_s: float = 1e-5

@@ -224,7 +224,7 @@ def _refit_fits(
     memory = mem.refit_memory(request.facts, choice, request.cluster, engine.weights, request.constants)
     if memory.total <= request.budget:
         return True
-    why = f"refit needs {memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} for the weights of both engines"
+    why = f"refit needs {memory.total / GIB:.0f} GiB of {request.budget / GIB:.0f} for the weights of policy and engine"
     log.add("training")(choice, f"with {engine.choice.name()}: {why}", memory.total / request.budget)
     return False
 

@@ -53,7 +53,7 @@ def _apart(plan: Plan) -> str:
         return "The engines sample while the policy trains (rollouts.mode=async)."
     if "generation.devices" in plan.pins:
         return "They have devices of their own (generation.devices)."
-    return "No plan with both engines on the same devices fits that can be run."
+    return "No plan with policy and engines on the same devices fits that can be run."
 
 
 def _reason(plan: Plan, key: str, value: object, rule: str) -> Reason:
