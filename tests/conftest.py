@@ -34,7 +34,7 @@ SHARING = {"backends": "engines", "refit": "engines", "test_vector_math.py": "en
 """Folders whose tests share engines and pools, by the name of what they share; other folders stand alone."""
 
 
-LONGEST = ("apps", "backends", "refit", "parallel")
+LONGEST = ("faults", "apps", "backends", "refit", "parallel")
 """Folders that take longest: they come first, so that two processes end at about the same time."""
 
 

@@ -312,7 +312,6 @@ def test_other_layouts_compute_the_same_run(here, uninterrupted, tiny_llama, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_published_files_train_as_their_conversion_does(here, uninterrupted, tiny_llama, converted_models, tmp_path):
     """Every other run of these tests starts from a conversion, which the first of them made."""
     assert list(converted_models.glob(f"rlctl/{tiny_llama.name}-*-float32/release/metadata.json"))
@@ -323,7 +322,6 @@ def test_published_files_train_as_their_conversion_does(here, uninterrupted, tin
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_a_megatron_checkpoint_trains_as_the_model_it_was_converted_from(here, uninterrupted, tiny_llama, tmp_path):
     converted, run_dir = tiny_llama.with_name("tiny-llama-in-megatron"), tmp_path / "run"
     hf_to_megatron(tiny_llama, converted)
@@ -420,7 +418,6 @@ def test_an_engine_on_two_ranks_computes_the_same_run_and_generates(here, uninte
 
 
 @pytest.mark.slow
-@pytest.mark.guard
 def test_router_replay_leaves_a_run_as_it_is_where_both_sides_choose_alike(
     here, experts_on_one_rank, tiny_qwen3_moe, tmp_path
 ):
