@@ -9,7 +9,7 @@ import platform
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl import __version__
 from rlctl.apps.crew import CrewSpec
@@ -49,9 +49,6 @@ from rlctl.rollouts.validation import ValidationSet
 from rlctl.telemetry.loggers import wanted_loggers
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 ASSUMED_GPU = "h100"

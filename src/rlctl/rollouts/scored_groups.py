@@ -57,7 +57,8 @@ class GroupMaker:
         return tuple(sample_seed(self._config.run.seed, position, sample) for sample in samples)
 
     def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
-        """Return what `scored` does; `rows` has the row of each position."""
+        """Have completions scored as the function `scored` does, with this run's seeds and scorer; `rows` has the row
+        of each position."""
         seeds = {result.group: self._seeds(result.group) for result in results}
         return scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
 
