@@ -57,8 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if guard and folder_of(nodeid) == "apps":
-                return nodeid  # whole runs, each with processes of its own
+            if guard:
+                return nodeid  # mostly whole runs, each with processes of its own
             return SHARING.get(folder_of(nodeid), folder_of(nodeid))
 
     return ByFolder(config, log)
