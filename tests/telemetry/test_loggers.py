@@ -60,6 +60,21 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_ran_again(tmp_pa
     assert values == [(1, 1), (2, 2), (3, 3.2), (4, 4.2)]
 
 
+def test_tensorboard_on_a_full_disk_is_an_error_for_its_caller_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no thread of its own, which would print a traceback."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    before = threading.active_count()
+    logger = TensorBoardLogger(logged(tmp_path))
+    logger._writer._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left on device"):
+        logger.log(1, {"train/reward": 0.5})
+    assert threading.active_count() == before
+    assert not failed
+
+
 def test_unset_there_is_tensorboard_and_wandb_where_its_key_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
