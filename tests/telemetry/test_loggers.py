@@ -68,7 +68,7 @@ def test_tensorboard_on_a_full_disk_is_an_error_for_its_caller_alone(
     monkeypatch.setattr(threading, "excepthook", failed.append)
     before = threading.active_count()
     logger = TensorBoardLogger(logged(tmp_path))
-    logger._writer._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    monkeypatch.setattr(logger._writer, "_writer", open("/dev/full", "wb", buffering=0))  # noqa: SIM115
     with pytest.raises(OSError, match="No space left on device"):
         logger.log(1, {"train/reward": 0.5})
     assert threading.active_count() == before
