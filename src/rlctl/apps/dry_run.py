@@ -11,7 +11,7 @@ from rlctl.apps.engine_arguments import EngineArguments, differences
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.open_model import NamedModel, find_model, published_facts
 from rlctl.apps.planned_crew import planned_crew, planned_teacher
-from rlctl.apps.prepare import ASSUMED_GPU, Job, check_names, check_plan, prepare_job, runnable_plan
+from rlctl.apps.prepare import ASSUMED_GPU, Job, checked_algorithm, check_plan, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
@@ -97,7 +97,7 @@ def dry_train(resolved: Resolved) -> DryRun:
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     told: list[str] = []
-    check_names(resolved, told.append)
+    checked_algorithm(resolved, told.append)
     try:
         job = prepare_job(resolved)
     except (InputError, MachineError) as error:

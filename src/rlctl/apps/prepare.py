@@ -196,7 +196,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    algorithm, config = check_names(resolved, tell), resolved.config
+    algorithm, config = checked_algorithm(resolved, tell), resolved.config
     named = open_teacher(config, weights=False)
     early = check_plan(resolved, open_model(config.model, weights=False).facts, teacher=named.facts if named else None)
     if starts:
@@ -235,7 +235,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher)
 
 
-def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
+def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
     """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
     yet, and names of backends, files, scorers, algorithms and packages that are not there."""
     resolved.require_supported()
