@@ -38,7 +38,8 @@ from rlctl.planner.costs.generation import (
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.make_plan import make_plan
+from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
 
 FITTED = (

@@ -21,7 +21,8 @@ from rlctl.planner.from_config import cluster_from_config, pins_from_config, pla
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan, refuse_unrunnable
+from rlctl.planner.make_plan import make_plan, refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text

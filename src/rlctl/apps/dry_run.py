@@ -11,7 +11,7 @@ from rlctl.apps.engine_arguments import EngineArguments, differences
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.open_model import NamedModel, find_model, published_facts
 from rlctl.apps.planned_crew import planned_crew, planned_teacher
-from rlctl.apps.prepare import ASSUMED_GPU, Job, checked_algorithm, check_plan, prepare_job, runnable_plan
+from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
@@ -21,7 +21,8 @@ from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
-from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
 from rlctl.runs.directory import Checkpoint, RunDirectory
 

@@ -13,7 +13,7 @@ from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.make_plan import Plan
+from rlctl.planner.result import Plan
 
 
 def device_of(plan: Plan) -> Device:

@@ -37,7 +37,8 @@ from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import local_gpus, plan_from_config
-from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared

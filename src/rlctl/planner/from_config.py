@@ -19,7 +19,8 @@ from rlctl.planner.choice import Adapters, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.make_plan import make_plan
+from rlctl.planner.result import Plan
 
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128

@@ -12,7 +12,7 @@ from rlctl.planner.costs.parameters import Stage, count, rank_parameters, stages
 from rlctl.planner.costs.time import refit_time, remote_share, tensor_count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.make_plan import Plan
+from rlctl.planner.result import Plan
 from rlctl.planner.search.teacher_search import TeacherPlan
 
 
