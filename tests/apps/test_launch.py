@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlctl.apps.prepare import Job, prepare_job
-from rlctl.apps.train import continued, resumed_job
+from rlctl.apps.train import continued, resumed_job, unused_place
 from rlctl.cli import run
 from rlctl.config.load import resolve
 from rlctl.errors import InputError
@@ -186,6 +186,12 @@ def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files,
         assert done.returncode == 3, done.stderr
         assert "--ray-address 127.0.0.1:1" in done.stderr
         assert not (files / "run").exists()
+
+
+def test_runs_without_a_name_that_begin_at_the_same_time_each_have_a_directory(tmp_path):
+    assert [unused_place(tmp_path / "runs" / "sums").name for _ in range(3)] == ["sums", "sums-2", "sums-3"]
+    (tmp_path / "file").touch()
+    assert unused_place(tmp_path / "file" / "sums") == tmp_path / "file" / "sums"  # which nobody can make
 
 
 def begun(arguments: list[str], path: Path, data: str | list[str] = "sums.jsonl") -> None:

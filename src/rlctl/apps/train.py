@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[L
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     job = prepare_job(resolved, display.say, starts=True)
-    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
+    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
     with _locked(run, run.create):
         try:
             display.log_to(run.log)
@@ -178,6 +179,20 @@ def _overruled(value: Value, stored: dict[str, Any]) -> bool:
     """Return whether an algorithm sets a value that the user has set when the run began."""
     before = stored.get(value.key, {"origin": DEFAULT})["origin"]
     return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))
+
+
+def unused_place(place: Path) -> Path:
+    """Make `place`, or with a number behind its name where it is there: another run may have begun in this second."""
+    for number in itertools.count(1):
+        numbered = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        try:
+            numbered.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break  # `create` says why
+        return numbered
+    return place
 
 
 def _name(job: Job) -> str:

@@ -40,6 +40,8 @@ Ts = TypeVarTuple("Ts")
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
 USAGE_LIMIT_S = 2.0
+HOST_LOOK_S = 10.0
+"""Between two looks at whether the hosts of processes that start are there."""
 # How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
@@ -156,13 +158,14 @@ class PendingCall(Generic[R]):
     refs: list[Any]
     """Ray's handles of the results, in rank order."""
 
-    def results(self) -> list[R]:
-        """Wait for the results, in rank order; the first rank that fails ends the wait.
+    def results(self, look: Callable[[], None] | None = None) -> list[R]:
+        """Wait for the results, in rank order; the first rank that fails ends the wait, and so does an error of `look`,
+        which is called now and then.
 
         Raises WorkerError (a worker died or raised), WaitTimeoutError (which names the ranks that did not answer), or
         the RlctlError that a worker raised itself.
         """
-        return _wait_for_all([self], self.group.call_timeout_s)[0]
+        return _wait_for_all([self], self.group.call_timeout_s, look)[0]
 
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
         """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
@@ -244,15 +247,22 @@ class WorkerGroup(Generic[W_co]):
         return self.hosts[rank].start.remote(self._worker_class, self.specs[rank].kwargs)
 
     def ready(self) -> None:
-        """Wait until every worker is constructed. Raises WorkerError when one dies or raises, WaitTimeoutError when one
-        is not ready in `start_timeout_s`; the processes are ended then."""
+        """Wait until every worker is constructed. Raises WorkerError when one dies or raises or its host is lost,
+        WaitTimeoutError when one is not ready in `start_timeout_s`; the processes are ended then."""
         try:
-            self.pids = PendingCall(self.within(self.start_timeout_s), "start", self._started).results()
+            starting = PendingCall(self.within(self.start_timeout_s), "start", self._started)
+            self.pids = starting.results(self._require_hosts)
             for rank, pid in enumerate(self.pids):
                 log.info("%s rank %d is process %d; its output is in %s", self.name, rank, pid, self.log_path(rank))
         except BaseException:
             self.kill()
             raise
+
+    def _require_hosts(self) -> None:
+        """Raise WorkerError where the host of a rank is lost. Ray would let its process wait for another one."""
+        placed = self.placed(range(len(self)))
+        if lost := [spec.bundles[0].node for rank, spec in enumerate(self.specs) if rank not in placed]:
+            raise WorkerError(f"The host {lost[0]} was lost while a process of {self.name} started on it.")
 
     def restart(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
@@ -468,7 +478,9 @@ def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: floa
     return of_first, of_second
 
 
-def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[list[Any]]:
+def _wait_for_all(
+    calls: Sequence[PendingCall[Any]], timeout_s: float, look: Callable[[], None] | None = None
+) -> list[list[Any]]:
     import ray
 
     place = {ref: (index, rank) for index, call in enumerate(calls) for rank, ref in enumerate(call.refs)}
@@ -476,8 +488,12 @@ def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[l
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
     while pending:
-        done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        done, pending = ray.wait(pending, timeout=left if look is None else min(left, HOST_LOOK_S))
         require_processes(RAYLET)  # the workers died with it, and are not the cause
+        if not done and look is not None and left > HOST_LOOK_S:
+            look()
+            continue
         if not done:
             break
         for ref in done:

@@ -110,6 +110,11 @@ class Import:
         """Lines on what runs, but not exactly as written."""
         return [line for line, _ in grouped(self.of("changed"))]
 
+    @property
+    def unknown(self) -> list[str]:
+        """Lines on what nobody knows, which is left out."""
+        return [line for line, _ in grouped(self.of("not known"))]
+
     def of(self, status: Status) -> list[Entry]:
         return [entry for entry in self.entries if entry.status == status]
 
@@ -566,7 +571,7 @@ def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
         elif otherwise is not None:
             otherwise(found)
         else:
-            found.say("not known", f"neither NeMo-RL's as rlctl knows it nor a field of {TARGETS[section].words()}")
+            found.say("not known", f"rlctl does not know this key, nor is it a field of {TARGETS[section].words()}")
 
     return rule
 
