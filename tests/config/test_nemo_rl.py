@@ -623,6 +623,26 @@ def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_p
     assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
 
 
+@pytest.mark.parametrize(
+    ("sampler", "values", "told"),
+    [
+        ({"name": "in_order", "max_lookahead_versions": 2}, ("async", 2, "keep", "position"), "mapped"),
+        ({"name": "in_order", "max_staleness_versions": 2}, ("async", 1, "keep", "position"), "mapped"),
+        ({"name": "windowed", "max_staleness_versions": 3}, ("async", 3, "keep", "arrival"), "changed"),
+        ({"name": "in_order", "max_lookahead_versions": 0}, ("sync", None, None, None), "mapped"),
+        ({"name": "custom", "target": "mine:Sampler"}, (None, None, None, None), "not yet"),
+    ],
+)
+def test_the_sampler_of_a_single_controller_says_how_old_rollouts_may_be(
+    tmp_path: Path, sampler: dict[str, object], values: tuple[object, ...], told: str
+) -> None:
+    found = recipe(tmp_path, async_rl={"sampler": sampler, "max_inflight_prompts": 4}, grpo__async_grpo=None)
+    keys = ("rollouts.mode", "rollouts.max_staleness", "refit.in_flight", "rollouts.order")
+    assert tuple(found.values.get(key) for key in keys) == values
+    assert status(found, "async_rl.sampler.name") == told
+    assert status(found, "async_rl.max_inflight_prompts") == "not applicable"
+
+
 MEGATRON_FORM = {
     "model.name": "Qwen/Qwen2.5-7B-Instruct",
     "model.tokenizer": None,

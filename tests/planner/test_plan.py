@@ -637,9 +637,17 @@ def test_devices_of_engines_that_cannot_be_are_refused(pins: dict[str, object], 
         make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(), pins)
 
 
-def test_engines_on_the_policys_gpus_cannot_sample_while_it_trains() -> None:
-    made = make_plan(model("Qwen3-0.6B"), make_cluster("h100", 1, 1), Workload(staleness=1))
-    with pytest.raises(ConfigError, match=r"rollouts\.mode = async"):
-        refuse_unrunnable(made)
-    asked = make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(staleness=1), {"generation.colocated": True})
-    assert not asked.runnable
+def test_engines_on_the_policys_gpus_take_turns_with_it_and_leave_no_tail() -> None:
+    one, lagging = make_cluster("h100", 1, 1), Workload(staleness=1, in_flight="keep")
+    facts = model("Qwen3-0.6B")
+    made, turns = make_plan(facts, one, lagging), make_plan(facts, one, Workload())
+    assert made.runnable
+    assert made.colocated
+    reason = next(one for one in made.reasons if one.value.startswith("generation.colocated"))
+    assert "pause while the policy trains" in reason.rule
+    scoring = turns.seconds[Phase.REWARD]
+    assert 0 < made.seconds[Phase.WAITING] < turns.seconds[Phase.GENERATION]
+    assert made.rollouts_s == pytest.approx(made.seconds[Phase.WAITING] + scoring)  # scored while the policy trains
+    asked = make_plan(model("Qwen3-8B"), make_cluster("h100"), lagging, {"generation.colocated": True})
+    assert asked.runnable
+    assert asked.waits is None

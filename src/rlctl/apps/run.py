@@ -17,6 +17,7 @@ from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
+from rlctl.cluster.workers import telling_waits
 from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
@@ -122,6 +123,7 @@ def _train(
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
+        stack.enter_context(telling_waits(display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))

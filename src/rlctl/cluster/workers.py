@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
@@ -46,6 +46,8 @@ HOST_LOOK_S = 10.0
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
 PEER_CAUSE_S = 15.0
+QUIET_S = 60.0
+"""Time without an answer or a sign of progress after which it is said who is waited for, again and again."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +172,11 @@ class PendingCall(Generic[R]):
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
         """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
         the result of a rank that has none. Raises what a worker raised on purpose at once."""
-        import ray
-
         limit = self.group.call_timeout_s
         rank_of, pending, deadline = {ref: i for i, ref in enumerate(self.refs)}, self.refs, time.monotonic() + limit
         found: list[Any] = [None] * len(self.refs)
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            require_processes(RAYLET)
+            done, pending = _next_done([self], pending, deadline)
             if not done:
                 for rank in map(rank_of.__getitem__, pending):
                     found[rank] = _late([self], [(0, rank)], limit)
@@ -478,22 +477,63 @@ def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: floa
     return of_first, of_second
 
 
+class _Waits:
+    """Who hears of long waits."""
+
+    tell: Callable[[str], None] = staticmethod(lambda text: None)
+
+
+@contextlib.contextmanager
+def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within the block `tell` hears who is waited for, after each minute without an answer or a sign of progress."""
+    before, _Waits.tell = _Waits.tell, tell
+    try:
+        yield
+    finally:
+        _Waits.tell = before
+
+
+def _next_done(
+    calls: Sequence[PendingCall[Any]], pending: list[Any], deadline: float, look: Callable[[], None] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Wait for the first of `pending`, handles of `calls`, until `deadline`; return what is done, and what is not."""
+    import ray
+
+    told = list[dict[int, tuple[int, int]]]()
+    begun = said = time.monotonic()
+    pause_s = QUIET_S if look is None else HOST_LOOK_S
+    while True:
+        left = deadline - time.monotonic()
+        done, rest = ray.wait(pending, timeout=max(0.0, min(left, pause_s)))
+        require_processes(RAYLET)  # the workers died with it, and are not the cause
+        if done or left <= pause_s:
+            return done, rest
+        if look is not None:
+            look()
+        if time.monotonic() - said < QUIET_S:
+            continue
+        said = time.monotonic()
+        before, told = told, [call.group.progress() for call in calls]
+        if told == before or not any(told):
+            waited_for = " and ".join(filter(None, (_unanswered(call, rest) for call in calls)))
+            _Waits.tell(f"the run has waited {time.monotonic() - begun:.0f} s for {waited_for}")
+
+
+def _unanswered(call: PendingCall[Any], pending: Sequence[Any]) -> str:
+    """The ranks whose answers are among `pending`, and the method; empty: there are none."""
+    ranks = [str(rank) for rank, ref in enumerate(call.refs) if ref in pending]
+    return f"{call.group.name} rank {', '.join(ranks)} (`{call.method}`)" if ranks else ""
+
+
 def _wait_for_all(
     calls: Sequence[PendingCall[Any]], timeout_s: float, look: Callable[[], None] | None = None
 ) -> list[list[Any]]:
-    import ray
-
     place = {ref: (index, rank) for index, call in enumerate(calls) for rank, ref in enumerate(call.refs)}
     results: list[list[Any]] = [[None] * len(call.refs) for call in calls]
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
     while pending:
-        left = max(0.0, deadline - time.monotonic())
-        done, pending = ray.wait(pending, timeout=left if look is None else min(left, HOST_LOOK_S))
-        require_processes(RAYLET)  # the workers died with it, and are not the cause
-        if not done and look is not None and left > HOST_LOOK_S:
-            look()
-            continue
+        done, pending = _next_done(calls, pending, deadline, look)
         if not done:
             break
         for ref in done:

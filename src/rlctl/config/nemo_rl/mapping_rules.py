@@ -929,6 +929,46 @@ def asynchronous(rule: Rule) -> Rule:
     return when(lambda found: found.get("grpo.async_grpo.enabled") is True, rule, "grpo.async_grpo is off")
 
 
+def sampler(found: Found) -> None:
+    """Map the batches of NeMo-RL's single controller, and how old their rollouts may be. There, engines always go on
+    with what is under way when new weights come."""
+    name = found.get("async_rl.sampler.name") or "in_order"
+    if name not in SAMPLERS:
+        found.say("not yet", f"rlctl has rollouts.order, and knows {', '.join(SAMPLERS)}", "rollouts.order")
+        return
+    order, otherwise = SAMPLERS[name]
+    knob = found.get(f"async_rl.sampler.{'max_lookahead' if name == 'in_order' else 'max_staleness'}_versions")
+    lag = 1 if knob is None else knob
+    if lag == 0:
+        found.map("rollouts.mode", "sync")
+        return
+    found.set("rollouts.mode", "async")
+    found.set("rollouts.max_staleness", lag)
+    found.set("refit.in_flight", "keep")
+    if otherwise:
+        found.set("rollouts.order", order)
+        found.say("changed", f"rollouts.order: {order}; {otherwise}")
+    else:
+        found.map("rollouts.order", order)
+
+
+def sampler_lag(found: Found) -> None:
+    """Map a sampler's lag where the recipe does not name the sampler."""
+    if found.get("async_rl.sampler.name") is None:
+        sampler(found)
+    else:
+        found.skip("read with async_rl.sampler.name")
+
+
+SAMPLERS = {
+    "in_order": ("position", None),
+    "weight_fifo": ("arrival", "groups that finished first come first, and old ones are waited for"),
+    "ready_first": ("arrival", "groups that are as old as they may be are waited for"),
+    "windowed": ("arrival", "only what can still be trained on is begun, and nothing is thrown away"),
+}
+"""Samplers of NeMo-RL's single controller: `rollouts.order`, and in which way it differs."""
+
+
 def engine_devices(found: Found) -> None:
     """Map the devices that engines have to themselves, and the number of engines on them."""
     resources = "policy.generation.colocated.resources"

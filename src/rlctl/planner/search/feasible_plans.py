@@ -46,7 +46,7 @@ def _modes(request: Request) -> list[bool]:
         return [bool(colocated)]
     if cluster.is_cpu or cluster.gpus < 2:
         return [True]
-    return [False] if request.workload.staleness is not None else [True, False]
+    return [False, True] if request.workload.staleness is not None else [True, False]
 
 
 class _RejectionLog:
@@ -364,9 +364,10 @@ def _seconds(
         if request.workload.staleness is None:
             seconds[Phase.REWARD] = _reward_seconds(request)
         else:
-            # Side by side on devices of their own; who shares a processor takes turns on it.
-            meanwhile = sum(seconds.values()) if request.workload.overlaps and not colocated else 0.0
-            seconds[Phase.WAITING] = max(0.0, _rollout_seconds(request, generation) - meanwhile)
+            # Who shares devices takes turns on them; the rest of the rollouts' work goes on while the policy trains.
+            turn = _generation_seconds(request, generation) if colocated else 0.0
+            meanwhile = sum(seconds.values()) if request.workload.overlaps else 0.0
+            seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, generation) - turn - meanwhile)
         mover = _mover(request, colocated)
         seconds[Phase.REFIT] = refit_time(
             facts, training.choice, generation, cluster, colocated, constants, mover=mover

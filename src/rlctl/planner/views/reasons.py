@@ -32,6 +32,8 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
         yield from _generation_reasons(plan, generation, request)
     if training is not None and generation is not None:
         together = "All devices work in every phase."
+        if plan.workload.staleness is not None and not cluster.is_cpu:
+            together = "The engines pause while the policy trains, and rollouts that are under way are kept."
         yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan))
         if plan.engine_devices:
             trains = plan.total_s - sum(plan.seconds[phase] for phase in (*ROLLOUT_PHASES, Phase.REFIT))
