@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlctl.apps.dry_run import about
 from rlctl.apps.prepare import Job, prepare_job
 from rlctl.apps.train import continued, resumed_job, unused_place
 from rlctl.cli import run
@@ -296,6 +297,26 @@ def test_a_size_that_the_planner_chose_becomes_the_users_when_it_is_set():
     assert (merged.config.training.tp, merged.origin["training.tp"]) == (2, "--set")
     assert (merged.config.training.pp, merged.origin["training.pp"]) == (2, "--set")
     assert not changes
+
+
+def test_a_backend_that_the_planner_chose_goes_on_unless_another_is_asked_for(files, tiny_llama):
+    stored = {"config": resolve(environment={}).with_values({"training.backend": "dtensor"}).to_json()}
+    for given, expected in ((["training.dp=2"], "dtensor"), (["training.backend=megatron"], "megatron")):
+        merged, changes = continued(stored, resolve(sets=given, environment={}))
+        assert (merged.config.training.backend, changes) == (expected, [])
+    begun(train(tiny_llama), files / "run")
+    stored = RunDirectory(files / "run").manifest()
+    assert stored["config"]["training.backend"] == {"value": "megatron", "origin": "planner"}
+    reason = stored["plan"]["reasons"][0]
+    assert (reason["value"], "one rank of either" in reason["rule"]) == ("training.backend=megatron", True)
+    after, said = go_on(files / "run", set_=["training.dp=2"], backend="dtensor")
+    assert after.plan.backend == "dtensor"
+    assert any("goes on as DP2 by dtensor" in line for line in said)
+    again, _ = go_on(files / "run", set_=["training.replicate=2", "training.dp=2"], backend="auto")
+    assert again.plan.backend == "dtensor", "megatron has no copies of sharded weights"
+    assert [
+        line for line in about(again) if line.startswith("backend: dtensor; megatron cannot: training.replicate")
+    ], about(again)
 
 
 def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():

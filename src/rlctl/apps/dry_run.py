@@ -13,6 +13,7 @@ from rlctl.apps.open_model import NamedModel, find_model, published_facts
 from rlctl.apps.planned_crew import planned_crew, planned_teacher
 from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
+from rlctl.backends.lookup import POLICY
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
@@ -168,7 +169,16 @@ def about(job: Job) -> list[str]:
         *job.prompts.describe(),
         *(job.rewards.describe() if job.rewards is not None else ["reward: none"]),
         *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
+        *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),
     ]
+
+
+def _other_backend(plan: Plan) -> list[str]:
+    """Say why another backend than the usual one trains, where nobody asked for it."""
+    if plan.backend == POLICY or "training.backend" in plan.pins:
+        return []
+    why = next(reason.rule for reason in plan.reasons if reason.value == f"training.backend={plan.backend}")
+    return [f"backend: {plan.backend}; {why}"]

@@ -136,12 +136,13 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
     if now is None:
         return None
     before = replace(now.parallel, **{size: then[size] for size in SIZES if size in then})
-    if before == now.parallel:
+    backend = then.get("backend", job.plan.backend)
+    if (backend, before) == (job.plan.backend, now.parallel):
         return None
-    return (
-        f"training was laid out as {before.name()} and goes on as {now.parallel.name()}: equal within rounding, not "
-        "bitwise"
-    )
+    was, now_is = before.name(), now.parallel.name()
+    if backend != job.plan.backend:
+        was, now_is = f"{was} by {backend}", f"{now_is} by {job.plan.backend}"
+    return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
 
 
 @contextlib.contextmanager
@@ -164,7 +165,8 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
     if any(value.key == "run.algorithm" for value in changed):
         values = [value for value in values if not value.origin.startswith(ALGORITHM)]
     if any(value.key in LAYOUT for value in changed):
-        values = [value for value in values if value.origin != PLANNER]
+        # A backend that the planner chose goes on too, unless another is asked for.
+        values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
     changes = []
     for value in changed:
         if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:

@@ -513,10 +513,25 @@ def dtensor_adapters(found: Found) -> None:
     """Map the rank of adapters on all layers; others are named as the model names them."""
     if found.get(f"{DTENSOR}.lora_cfg.enabled") is not True:
         found.skip("LoRA is off")
-    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or found.get(f"{DTENSOR}.lora_cfg.exclude_modules"):
+    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or any(
+        found.get(f"{DTENSOR}.lora_cfg.{named}") for named in ("exclude_modules", "target_modules")
+    ):
         found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
     else:
         found.map("training.lora.rank", found.value)
+
+
+def sharded_states_on_host(found: Found) -> None:
+    """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
+    to("training.optimizer_offload", {True: True, False: False})(found)
+    if found.value is True:
+        found.result.entries.pop()
+        found.say("changed", "training.optimizer_offload: the optimizer's states alone are in host memory, no weights")
+
+
+def copies(found: Found) -> None:
+    """Map the copies of the sharded weights; one is what there is without the key."""
+    found.map("training.replicate", None if found.value == 1 else found.value)
 
 
 def engine(found: Found) -> None:
