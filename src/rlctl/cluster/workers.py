@@ -478,7 +478,7 @@ def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: floa
 
 
 class _Waits:
-    """Who hears of long waits."""
+    """The one who hears of long waits."""
 
     tell: Callable[[str], None] = staticmethod(lambda text: None)
 
