@@ -288,7 +288,8 @@ def _data_seconds(
     element = 4 if choice.precision == "float32" else 2
     owned = params.owned(choice.parallel)
     if choice.sharding == "full":
-        gathered = (2 * 2 * number + 4) * params.total * (ranks - 1) / ranks
+        whole = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice))
+        gathered = (2 * 2 * number * whole + 4 * params.total) * (ranks - 1) / ranks
         exposed = max(0.0, gathered / rate - constants.data_overlap * compute)
     else:
         shared = params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / choice.parallel.expert_dp)
