@@ -294,7 +294,6 @@ def test_fsdp_is_planned_with_its_own_sizes(capsys: pytest.CaptureFixture[str]) 
         ("training.pp=2", "FSDP2 has no pipeline stages"),
         ("training.tp=4", "does not divide experts yet"),
         ("training.replicate=16", "do not make 16 equal copies"),
-        ("training.lora.rank=8", "training.lora.rank is refused"),
         ("megatron.moe_router_fusion=true", "megatron.moe_router_fusion is refused"),
         ("ddp.overlap_grad_reduce=true", "ddp.overlap_grad_reduce is refused"),
     ],

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from rlctl.backends.context_parallel import GatherContext
+from rlctl.backends.lora import is_adapter
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
 
@@ -45,6 +46,22 @@ class ShareOut(torch.autograd.Function):
         out = grad.new_empty((grad.shape[0] * ctx.group.size(), *grad.shape[1:]))
         torch.distributed.all_gather_into_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
+
+
+class GatherValues(torch.autograd.Function):
+    """The values of the tokens of all ranks. Each rank computes the same from them, and keeps the gradient of its own
+    tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = values_T.new_empty(values_T.shape[0] * group.size())
+        torch.distributed.all_gather_into_tensor(out, values_T.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 def gather_tokens(x_1TH: Tensor, group: Any) -> Tensor:
@@ -75,7 +92,8 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
             parameter = module._parameters[name]
             assert parameter is not None
             if id(parameter) not in made:  # tied weights stay tied
-                made[id(parameter)] = divided(parameter, mesh, world.axis(full_name))
+                axis = world.adapter_axis(full_name) if is_adapter(name) else world.axis(full_name)
+                made[id(parameter)] = divided(parameter, mesh, axis)
             module._parameters[name] = made[id(parameter)]
         if isinstance(module, nn.Embedding):
             lookup: Any = partial(_embed, module, group)
@@ -86,6 +104,21 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
     for layer in inner.model.layers:
         for module in (layer.self_attn, layer.mlp):
             module.forward = partial(_on_whole_rows, module.forward, group)
+
+
+def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank of `mesh` the parameters of a module that sees the tokens of the rank alone."""
+    names = tuple(module._parameters)
+    for name in names:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        module._parameters[name] = divided(parameter, mesh, None)
+    module.forward = partial(with_local_parameters, module, module.forward, names, None)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, a gradient or a state; a view of the live memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def divided(parameter: nn.Parameter, mesh: DeviceMesh, axis: int | None) -> nn.Parameter:
@@ -107,10 +140,10 @@ def _local(parameter: Any, kept: Narrow | None) -> Tensor:
     """This rank's part of a parameter, whose gradient becomes the parameter's."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if kept is not None:
+    whole = parameter.placements[0].is_replicate()
+    if kept is not None and not whole:
         gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return gathered.narrow(0, kept.start, kept.rows)
-    whole = parameter.placements[0].is_replicate()
     return parameter.to_local(grad_placements=[Partial()] if whole else parameter.placements)
 
 
