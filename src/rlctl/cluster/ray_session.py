@@ -29,6 +29,7 @@ from rlctl.errors import ClusterError, MachineError
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
 START_ATTEMPTS = 3
 # Ray ends every process this long after its control process died. We end the run in our own words before.
 GCS_PATIENCE_S = 3600
@@ -145,6 +146,19 @@ def dead_process(*kinds: str) -> str | None:
         if any(info.process.poll() is not None for info in node.all_processes.get(kind, ())):
             return PROCESSES[kind]
     return None
+
+
+def control_answers() -> bool:
+    """Whether Ray's control process answers. Ray itself would ask it for a minute, and then end this process without a
+    word of ours."""
+    from ray._private import worker
+    from ray.exceptions import RayError
+
+    try:
+        worker.global_worker.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
+    except RayError:
+        return False
+    return True
 
 
 def require_processes(*kinds: str) -> None:
