@@ -65,10 +65,10 @@ def test_the_script_for_two_nodes_is_a_shell_script_with_known_flags() -> None:
 
 SRUN = """#!{python}
 import os, subprocess, sys
-hosts, words = {hosts}, sys.argv[1:]
-flags = dict(word.lstrip("-").partition("=")[::2] for word in words if word.startswith("--"))
+hosts, words, flags = {hosts}, sys.argv[1:], {{}}
 while words[0].startswith("--"):
-    words.pop(0)
+    flag, _, value = words.pop(0).lstrip("-").partition("=")
+    flags[flag] = value
 wanted = [flags["nodelist"]] if "nodelist" in flags else [name for name in hosts if name != flags.get("exclude")]
 assert len(wanted) == int(flags["nodes"]) == int(flags["ntasks"])
 inside = [["nsenter", "-t", str(hosts[name]), "--net", "--mount", "--uts", *words] for name in wanted]

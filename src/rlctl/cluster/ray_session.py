@@ -11,6 +11,7 @@ import ctypes
 import getpass
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -120,9 +121,12 @@ def asks_for_token(address: str) -> bool:
 def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
+    base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    if not base.is_dir():
+        raise MachineError(f"Ray keeps its files in {base}, which is no directory.", "Make it, or change RAY_TMPDIR.")
     with contextlib.ExitStack() as stack:
         try:
-            own = stack.enter_context(lasting_folder(Path(os.environ.get("RAY_TMPDIR", "/tmp"))))
+            own = stack.enter_context(lasting_folder(base))
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
             stack.enter_context(_ending_descendants())
             with _children_survive_the_terminal():
@@ -226,6 +230,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
             environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
             with _protected_token(), _on_loopback(), environment:
+                provide_token(token_path())
                 ray.init(
                     address="local",
                     job_config=_job(),
@@ -289,15 +294,26 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def token_path() -> Path:
+    """Where Ray keeps this user's token."""
+    return Path(os.path.expanduser("~/.ray/auth_token"))
+
+
 @contextlib.contextmanager
 def _protected_token() -> Iterator[None]:
     """Keep the token that Ray makes for this user from the others, who could read it. Ray itself does not."""
-    token = Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):
-        token.parent.mkdir(mode=0o700, exist_ok=True)
+        token_path().parent.mkdir(mode=0o700, exist_ok=True)
     yield
     with contextlib.suppress(OSError):
-        token.chmod(0o600)
+        token_path().chmod(0o600)
+
+
+def provide_token(token: Path) -> None:
+    """Give this process, and those that it starts, a token of their own where none can be kept at `token`, as in a home
+    that cannot be written to."""
+    if not token.exists() and not os.access(token.parent, os.W_OK | os.X_OK):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _require_answer(address: str) -> None:
