@@ -71,6 +71,7 @@ while words[0].startswith("--"):
     flags[flag] = value
 wanted = [flags["nodelist"]] if "nodelist" in flags else [name for name in hosts if name != flags.get("exclude")]
 assert len(wanted) == int(flags["nodes"]) == int(flags["ntasks"])
+words = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *words]
 inside = [["nsenter", "-t", str(hosts[name]), "--net", "--mount", "--uts", *words] for name in wanted]
 started = [subprocess.Popen(one) for one in inside]
 sys.exit(max(one.wait() for one in started))
