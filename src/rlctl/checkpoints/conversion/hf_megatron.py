@@ -120,8 +120,9 @@ def megatron_to_hf(
     options = options or Options()
     found = find(source)
     if found is None:
-        hint = "Name a directory with latest_checkpointed_iteration.txt or .metadata."
-        raise InputError(f"{source} is no Megatron checkpoint.", hint)
+        why = "is no Megatron checkpoint" if source.exists() else "does not exist"
+        hint = "Name a run, or a directory with latest_checkpointed_iteration.txt or .metadata."
+        raise InputError(f"{source} {why}.", hint)
     if options.verify:
         require_undamaged(found)
     model = exported_weights(found, config_from, options.tell)
