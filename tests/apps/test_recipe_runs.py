@@ -63,7 +63,7 @@ def test_a_recipe_of_dtensor_trains_as_it_is_written(
     family = next((family for family in ("gemma3", "llama") if family[:5] in named), "qwen2")
     model = write_tiny_family(tmp_path / "model", family)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "cluster": None} | asked))
+    recipe.write_text(yaml.safe_dump(asked | {"defaults": str(RECIPES / "base.yaml"), "cluster": None}))
     (tmp_path / "reward.py").write_text(REWARD)
     done = here([
         "rlctl", "train", "grpo", "--config", str(recipe), *TASK, "--model", str(model), "--gpu", "cpu", "--steps", "2",
