@@ -89,7 +89,7 @@ def set_part(world: DTensorWorld, rank: int, name: str, own: Tensor, whole: Tens
     local_part(own).copy_(part.to(own.dtype))
 
 
-def adapter_parameters(inner: nn.Module) -> dict[str, nn.Parameter]:
+def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
     """A and B of each adapted layer; A that several layers share is there for each of them, so that a checkpoint can be
     read a layer at a time."""
     return {
