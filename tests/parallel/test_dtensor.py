@@ -294,7 +294,11 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
     assert any(not torch.equal(model[name], value) for name, value in kept.items())  # of the step before
 
 
-CHANGED = {"dp2": Case("qwen3", ParallelSpec(dp=2)), "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2))}
+CHANGED = {
+    "dp2": Case("qwen3", ParallelSpec(dp=2)),
+    "dp2-states-on-host": Case("llama-tied", ParallelSpec(dp=2), optimizer_offload=True),
+    "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
+}
 
 
 @pytest.mark.parametrize("case", marked(CHANGED, "moe-dp2-ep2"))

@@ -133,10 +133,13 @@ def test_both_backends_train_the_same_adapters(pools: Pools, published: Publishe
         assert close(ours[0].params[f"model.layers.{layer}.self_attn.o_proj.lora_b"], value, TOLERANCE)
 
 
-CHANGED = {"dp2": case_of("qwen3", dp=2), "mla-dp2-ep2": case_of("deepseek", dp=2, ep=2)}
+CHANGED = {
+    "dp2-states-on-host": replace(case_of("qwen3", dp=2), optimizer_offload=True),
+    "mla-dp2-ep2": case_of("deepseek", dp=2, ep=2),
+}
 
 
-@pytest.mark.parametrize("name", ["dp2", pytest.param("mla-dp2-ep2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dp2-states-on-host", pytest.param("mla-dp2-ep2", marks=pytest.mark.slow)])
 def test_a_run_with_adapters_may_change_its_backend(
     pools: Pools, published: Published, name: str, tmp_path: Path
 ) -> None:
