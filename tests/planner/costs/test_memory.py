@@ -94,9 +94,12 @@ def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
     whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, Adapters(16)))
     own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=Adapters(16))).total / 8
     assert adapted == pytest.approx(
-        {"weights": whole["weights"] + 4 * own, "gradients": 4 * own, "optimizer": 8 * own}  # and no reference
-    )
-    states = {name: value for name, value in whole.items() if name != "reference"}
+        {  # and no reference
+            "weights": whole["weights"] + 4 * own, "gradients": 4 * own, "optimizer": 8 * own,
+            "gathered": whole["gathered"],
+        }
+    )  # fmt: skip
+    states = {name: value for name, value in whole.items() if name not in ("reference", "gathered")}
     both = state_bytes(LLAMA_8B, stage, replace(plain, critic=True))
     assert both == whole | {"critic": sum(states.values())}
     assert state_bytes(LLAMA_8B, stage, replace(plain, critic=True, critic_offload=True)) == whole
