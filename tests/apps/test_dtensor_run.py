@@ -12,6 +12,7 @@ import pytest
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from support.runs import STEPS, command, results, resume, same_run
+from support.tiny_models import write_tiny_llama
 
 
 @pytest.mark.slow
@@ -95,11 +96,14 @@ def test_a_critic_is_trained_and_gone_on_with_by_the_other_backend(here, tiny_ll
 
 @pytest.mark.slow
 def test_a_teacher_teaches_the_same_on_both_backends(here, tiny_llama, tmp_path) -> None:
-    form = ("--algorithm", "distillation", "--teacher", str(tiny_llama), "--set", "distillation.loss=top-k")
+    teacher = write_tiny_llama(tmp_path / "teacher", seed=5, num_hidden_layers=3)
+    form = ("--algorithm", "distillation", "--teacher", str(teacher), "--set", "distillation.loss=top-k")
     for name in ("megatron", "dtensor"):
         done = here(command(tiny_llama, tmp_path / name, *form, "--backend", name, "--steps", "2"))
         assert done.returncode == 0, done.stderr
     theirs, ours = (results(tmp_path / name) for name in ("megatron", "dtensor"))
     assert [line.keys() for line in ours] == [line.keys() for line in theirs]
     for one, other in zip(ours, theirs, strict=True):
-        assert one["teacher_kl"] == pytest.approx(other["teacher_kl"], rel=1e-3, abs=1e-6)
+        assert other["teacher_kl"] > 0
+        for name in ("teacher_kl", "loss", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
