@@ -22,7 +22,7 @@ from rlctl.config.schema import OptimizerConfig
 from rlctl.errors import ConfigError, InputError, RlctlError
 from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count
-from rlctl.planner.from_config import plan_from_config
+from rlctl.planner.from_config import completions_workload, plan_from_config
 from rlctl.planner.make_plan import Plan
 from rlctl.weights.dtensor import DTensorWorld
 from support.parallel_families import FAMILIES, OTHERS, REFUSED, hf_model
@@ -86,6 +86,8 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
     (why,) = planned("megatron").not_runnable_because
     assert "family Qwen2MoeForCausalLM has no weight map" in why
     assert "--backend dtensor trains it without one" in why
+    engines = completions_workload(resolve(flags=node, environment={}).config, facts, [16], 1)
+    assert plan_from_config(resolve(flags=node, environment={}).config, facts, workload=engines).runnable
     with pytest.raises(RlctlError, match="how Qwen2MoeForCausalLM divides over ranks is not known"):
         planned("dtensor", tp=2)
     spec = PolicySpec(facts, ParallelSpec(), optimizer=OptimizerConfig(), temperature=1.0, router_replay=True)
