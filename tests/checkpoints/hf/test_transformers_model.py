@@ -28,7 +28,7 @@ from rlctl.weights.dtensor import DTensorWorld
 from support.parallel_families import FAMILIES, OTHERS, REFUSED, hf_model
 
 TRAINED = [family for family in OTHERS if family not in REFUSED]
-QUICK = ("gemma3", "qwen2-yarn", "gpt-oss", "deepseek-v3", "granite", "smollm3")
+QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite")
 
 
 def slowly(families: list[str], *quick: str) -> list[Any]:
@@ -56,7 +56,7 @@ def test_a_buffer_that_transformers_cannot_compute_again_is_refused(tmp_path: Pa
         fill_buffers(inner.to_empty(device="cpu"))
 
 
-@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe", "gemma2"))
+@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe"))
 def test_a_family_without_a_file_is_loaded_by_its_modules(family: str, tmp_path: Path) -> None:
     """Every rank's part of what transformers itself loads, and nothing else; counted as transformers counts."""
     plain = hf_model(family)
@@ -76,7 +76,7 @@ def test_a_family_without_a_file_is_loaded_by_its_modules(family: str, tmp_path:
 def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_path: Path) -> None:
     hf_model("qwen2-moe").save_pretrained(tmp_path)
     facts = facts_in(tmp_path)
-    node = {"cluster.gpu": "h100", "cluster.gpus_per_node": 2}
+    node = {"cluster.gpu": "cpu"}
 
     def planned(backend: str, **more: int) -> Plan:
         flags = node | {"training.backend": backend} | {f"training.{key}": value for key, value in more.items()}
