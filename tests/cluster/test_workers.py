@@ -223,6 +223,14 @@ def test_a_rank_is_done_without_and_comes_back_as_the_last(group):
     assert len(set(group.pids)) == len(group) == 2
 
 
+def test_a_process_whose_host_is_lost_while_it_starts_is_not_waited_for(group, monkeypatch):
+    monkeypatch.setattr("rlctl.cluster.workers.HOST_LOOK_S", 0.01)
+    monkeypatch.setattr(Placement, "stands", lambda self, bundles: bundles != group.specs[1].bundles)
+    with pytest.raises(WorkerError, match="was lost while a process of counter started on it"):
+        group.restart([1])
+    assert group.part([0]).call(Counter.rank_plus, 1) == [1]
+
+
 def test_bundles_stay_away_from_the_nodes_of_others(placement):
     with pytest.raises(MachineError, match=r"1 CPU slots on other nodes than [\d.]+, and Ray could not reserve them"):
         Placement(1, gpus=False, timeout_s=0.5, away_from=placement.bundles)

@@ -9,6 +9,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.commands.output import JsonMode
+from rlctl.config.nemo_rl.recipe import import_recipe
 
 RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
 FORM = str(RECIPES / "megatron_form.yaml")
@@ -57,6 +58,7 @@ def test_all_reports_every_key_by_section_with_a_reason(capsys: pytest.CaptureFi
     mapped = out.partition("These keys are in the configuration:\n")[2].partition("\nThese keys become nothing")[0]
     sections = [line.strip().partition(".")[0] for line in mapped.splitlines()]
     assert sections == sorted(sections)
+    assert all(f"\n  {entry.key} = " in out for entry in import_recipe(Path(FORM)).entries)
 
 
 def test_what_is_written_comes_without_the_report_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

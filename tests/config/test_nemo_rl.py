@@ -344,7 +344,8 @@ def test_a_recipes_fields_may_have_no_effect_also_when_it_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("policy__megatron_cfg__moe_router_dtyp", "nor a field of Megatron-Core"),
+        ("policy__megatron_cfg__moe_router_dtyp", "nor is it a field of Megatron-Core"),
+        ("policy__megatron_cfg__tensor_model_paralel_size", "mean policy.megatron_cfg.tensor_model_parallel_size?"),
         ("grpo__num_prompt_per_step", "did you mean grpo.num_prompts_per_step"),
         ("a_section_of_tomorrow__key", "rlctl does not know this key"),
     ],
@@ -354,7 +355,15 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
     name = key.replace("__", ".")
     assert [entry.note for entry in result.entries if entry.key == name and said in entry.note]
     assert status(result, name) == "not known"
-    resolve(files=[result.path], environment={}).require_supported()
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    assert [line for line in resolved.notes if line.startswith(f"left out: {name} = fp32") and said in line]
+
+
+def test_a_reference_of_an_unknown_key_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
+    result = recipe(tmp_path, run_name="${oc.env:RLCTL_NO_SUCH_NAME}-first")
+    assert status(result, "run_name") == "not known"
+    assert result.unsupported == []
 
 
 @pytest.mark.parametrize(

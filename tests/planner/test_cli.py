@@ -312,9 +312,13 @@ def test_fsdp_refuses_by_key_and_names_the_other_backend(
 
 
 def test_copies_of_sharded_weights_are_fsdps(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = rlctl(capsys, *NODE, "--set", "training.replicate=2")
+    copies = ("--set", "training.replicate=2", "--json")
+    code, _, err = rlctl(capsys, *NODE, "--backend", "megatron", *copies)
     assert code == 2
     assert "training.backend=dtensor" in err
+    code, out, _ = rlctl(capsys, *NODE, *copies)
+    assert code == 0
+    assert json.loads(out)["training"]["backend"] == "dtensor"
 
 
 def test_the_cheapest_change_is_one_that_runs_and_fits(capsys: pytest.CaptureFixture[str]) -> None:

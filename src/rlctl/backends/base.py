@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from rlctl.transport.movers import Received
     from rlctl.transport.rounds import Connection, Need
-    from rlctl.weights.fingerprints import Reading
+    from rlctl.weights.readings import Reading
     from rlctl.weights.transfer_plan import World
 
 Device = Literal["cpu", "cuda"]

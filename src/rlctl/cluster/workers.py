@@ -40,6 +40,8 @@ Ts = TypeVarTuple("Ts")
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
 USAGE_LIMIT_S = 2.0
+HOST_LOOK_S = 10.0
+"""Between two looks at whether the hosts of processes that start are there."""
 # How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
@@ -158,13 +160,14 @@ class PendingCall(Generic[R]):
     refs: list[Any]
     """Ray's handles of the results, in rank order."""
 
-    def results(self) -> list[R]:
-        """Wait for the results, in rank order; the first rank that fails ends the wait.
+    def results(self, look: Callable[[], None] | None = None) -> list[R]:
+        """Wait for the results, in rank order; the first rank that fails ends the wait, and so does an error of `look`,
+        which is called now and then.
 
         Raises WorkerError (a worker died or raised), WaitTimeoutError (which names the ranks that did not answer), or
         the RlctlError that a worker raised itself.
         """
-        return _wait_for_all([self], self.group.call_timeout_s)[0]
+        return _wait_for_all([self], self.group.call_timeout_s, look)[0]
 
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
         """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
@@ -243,15 +246,22 @@ class WorkerGroup(Generic[W_co]):
         return self.hosts[rank].start.remote(self._worker_class, self.specs[rank].kwargs)
 
     def ready(self) -> None:
-        """Wait until every worker is constructed. Raises WorkerError when one dies or raises, WaitTimeoutError when one
-        is not ready in `start_timeout_s`; the processes are ended then."""
+        """Wait until every worker is constructed. Raises WorkerError when one dies or raises or its host is lost,
+        WaitTimeoutError when one is not ready in `start_timeout_s`; the processes are ended then."""
         try:
-            self.pids = PendingCall(self.within(self.start_timeout_s), "start", self._started).results()
+            starting = PendingCall(self.within(self.start_timeout_s), "start", self._started)
+            self.pids = starting.results(self._require_hosts)
             for rank, pid in enumerate(self.pids):
                 log.info("%s rank %d is process %d; its output is in %s", self.name, rank, pid, self.log_path(rank))
         except BaseException:
             self.kill()
             raise
+
+    def _require_hosts(self) -> None:
+        """Raise WorkerError where the host of a rank is lost. Ray would let its process wait for another one."""
+        placed = self.placed(range(len(self)))
+        if lost := [spec.bundles[0].node for rank, spec in enumerate(self.specs) if rank not in placed]:
+            raise WorkerError(f"The host {lost[0]} was lost while a process of {self.name} started on it.")
 
     def restart(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
@@ -468,7 +478,7 @@ def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: floa
 
 
 class _Waits:
-    """Who hears of long waits."""
+    """The one who hears of long waits."""
 
     tell: Callable[[str], None] = staticmethod(lambda text: None)
 
@@ -483,17 +493,26 @@ def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
         _Waits.tell = before
 
 
-def _next_done(calls: Sequence[PendingCall[Any]], pending: list[Any], deadline: float) -> tuple[list[Any], list[Any]]:
+def _next_done(
+    calls: Sequence[PendingCall[Any]], pending: list[Any], deadline: float, look: Callable[[], None] | None = None
+) -> tuple[list[Any], list[Any]]:
     """Wait for the first of `pending`, handles of `calls`, until `deadline`; return what is done, and what is not."""
     import ray
 
-    begun, told = time.monotonic(), list[dict[int, tuple[int, int]]]()
+    told = list[dict[int, tuple[int, int]]]()
+    begun = said = time.monotonic()
+    pause_s = QUIET_S if look is None else HOST_LOOK_S
     while True:
         left = deadline - time.monotonic()
-        done, rest = ray.wait(pending, timeout=max(0.0, min(left, QUIET_S)))
+        done, rest = ray.wait(pending, timeout=max(0.0, min(left, pause_s)))
         require_processes(RAYLET)  # the workers died with it, and are not the cause
-        if done or left <= QUIET_S:
+        if done or left <= pause_s:
             return done, rest
+        if look is not None:
+            look()
+        if time.monotonic() - said < QUIET_S:
+            continue
+        said = time.monotonic()
         before, told = told, [call.group.progress() for call in calls]
         if told == before or not any(told):
             waited_for = " and ".join(filter(None, (_unanswered(call, rest) for call in calls)))
@@ -506,13 +525,15 @@ def _unanswered(call: PendingCall[Any], pending: Sequence[Any]) -> str:
     return f"{call.group.name} rank {', '.join(ranks)} (`{call.method}`)" if ranks else ""
 
 
-def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[list[Any]]:
+def _wait_for_all(
+    calls: Sequence[PendingCall[Any]], timeout_s: float, look: Callable[[], None] | None = None
+) -> list[list[Any]]:
     place = {ref: (index, rank) for index, call in enumerate(calls) for rank, ref in enumerate(call.refs)}
     results: list[list[Any]] = [[None] * len(call.refs) for call in calls]
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
     while pending:
-        done, pending = _next_done(calls, pending, deadline)
+        done, pending = _next_done(calls, pending, deadline, look)
         if not done:
             break
         for ref in done:

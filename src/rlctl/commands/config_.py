@@ -219,9 +219,11 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
         if recipe.foreign is not None and status != "not known" and not everything:
             continue
         yield coloured(heading, LOOK[status], stream) if status in LOOK else heading
-        lines = grouped(sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0]))
+        entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
+        parts = [[entry] for entry in entries] if everything else [entries]
+        lines = [line for part in parts for line, _ in grouped(part)]
         shown = lines if everything else lines[:MOST_LINES]
-        yield from (f"  {line}" for line, _ in shown)
+        yield from (f"  {line}" for line in shown)
         if len(shown) < len(lines):
             yield f"  and {len(lines) - len(shown):,} more lines, which --all shows"
     if not everything:

@@ -13,7 +13,7 @@ from rlctl.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.planner.make_plan import Plan
+    from rlctl.planner.result import Plan
 
 app = command_app()
 

@@ -52,6 +52,25 @@ def test_float32_needs_no_master_weights() -> None:
     assert states["optimizer"] == pytest.approx(4 * parameters)
 
 
+def test_fsdp_shards_all_states_and_has_two_layers_whole() -> None:
+    """4 bytes of weight, 4 of gradient and 8 of moments a parameter over the shards; whole are embedding and head with
+    their gradients, two layers, and one layer's gradients twice."""
+    parameters, element = count(LLAMA_8B).total, 2
+    layer, table = 4096 * (4096 + 6144 + 3 * 14336) + 2 * 4096, 128256 * 4096
+    choice = TrainingChoice(ParallelSpec(dp=16, replicate=2), sharding="full")
+    (stage,) = stages(LLAMA_8B, choice)
+    states = state_bytes(LLAMA_8B, stage, choice)
+    whole = element * (2 * 2 * table + 2 * layer) + (element + 4) * layer
+    assert states == pytest.approx(
+        {"weights": parameters / 2, "gradients": parameters / 2, "optimizer": parameters, "gathered": whole}
+    )
+    cluster = make_cluster("h100", 2)
+    asleep = host_memory(LLAMA_8B, choice, cluster, True, 0.0) - host_memory(LLAMA_8B, choice, cluster, False, 0.0)
+    assert asleep == pytest.approx(8 * (states["weights"] + states["optimizer"]))
+    alone = TrainingChoice(sharding="full", precision="float32")
+    assert state_bytes(LLAMA_8B, stage, alone)["gathered"] == 0, "one rank does without FSDP2"
+
+
 def test_adapters_alone_have_gradients_and_states() -> None:
     """Rank 16 on Llama-3.1-8B: A and B of the fused QKV, of the output projection, and of both halves of the MLP."""
     choice = TrainingChoice(ParallelSpec(dp=8), adapters=Adapters(16))

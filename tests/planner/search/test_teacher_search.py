@@ -13,7 +13,8 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.make_plan import make_plan
+from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.telemetry.phases import Phase

@@ -104,7 +104,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         return done
 
     wanted, published = record.wanted(source, dtype), model.published(dtype)
-    return _convert(destination, (source,), model.facts, options, wanted, write, published)
+    return _write_under_lock(destination, (source,), model.facts, options, wanted, write, published)
 
 
 def megatron_to_hf(
@@ -144,7 +144,9 @@ def megatron_to_hf(
             compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
         return done
 
-    return _convert(destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write)
+    return _write_under_lock(
+        destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write
+    )
 
 
 def require_undamaged(found: MegatronDirectory) -> None:
@@ -195,7 +197,7 @@ class _Rows:
         self._files.drop(self._rows[param].key)
 
 
-def _convert(
+def _write_under_lock(
     destination: Path,
     sources: tuple[Path, ...],
     facts: ModelFacts,

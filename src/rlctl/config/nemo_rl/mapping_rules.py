@@ -110,6 +110,11 @@ class Import:
         """Lines on what runs, but not exactly as written."""
         return [line for line, _ in grouped(self.of("changed"))]
 
+    @property
+    def unknown(self) -> list[str]:
+        """Lines on what nobody knows, which is left out."""
+        return [line for line, _ in grouped(self.of("not known"))]
+
     def of(self, status: Status) -> list[Entry]:
         return [entry for entry in self.entries if entry.status == status]
 
@@ -508,10 +513,25 @@ def dtensor_adapters(found: Found) -> None:
     """Map the rank of adapters on all layers; others are named as the model names them."""
     if found.get(f"{DTENSOR}.lora_cfg.enabled") is not True:
         found.skip("LoRA is off")
-    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or found.get(f"{DTENSOR}.lora_cfg.exclude_modules"):
+    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or any(
+        found.get(f"{DTENSOR}.lora_cfg.{named}") for named in ("exclude_modules", "target_modules")
+    ):
         found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
     else:
         found.map("training.lora.rank", found.value)
+
+
+def sharded_states_on_host(found: Found) -> None:
+    """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
+    to("training.optimizer_offload", {True: True, False: False})(found)
+    if found.value is True:
+        found.result.entries.pop()
+        found.say("changed", "training.optimizer_offload: the optimizer's states alone are in host memory, no weights")
+
+
+def copies(found: Found) -> None:
+    """Map the copies of the sharded weights; one is what there is without the key."""
+    found.map("training.replicate", None if found.value == 1 else found.value)
 
 
 def engine(found: Found) -> None:
@@ -566,7 +586,7 @@ def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
         elif otherwise is not None:
             otherwise(found)
         else:
-            found.say("not known", f"neither NeMo-RL's as rlctl knows it nor a field of {TARGETS[section].words()}")
+            found.say("not known", f"rlctl does not know this key, nor is it a field of {TARGETS[section].words()}")
 
     return rule
 

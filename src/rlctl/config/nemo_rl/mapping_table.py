@@ -194,7 +194,7 @@ _POLICY: dict[str, Rule] = {
     "policy.router_replay.enabled": to("training.router_replay"),
     "policy.quant_cfg": only(None, why="training is not quantization-aware"),
     "policy.dequantize_base_checkpoint": without("weights are read in the format that they are published in"),
-    "policy.fsdp_offload_enabled": only(None, False, why="there is no FSDP"),
+    "policy.fsdp_offload_enabled": only(None, False, why="it belongs to a backend that NeMo-RL no longer has"),
     "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
     "policy.disable_modelopt_layer_spec": without("training is not quantization-aware"),
     **dict.fromkeys((
@@ -224,17 +224,34 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}.tensor_parallel_size": when_dtensor(to("training.tp")),
     f"{DTENSOR}.context_parallel_size": when_dtensor(to("training.cp")),
     f"{DTENSOR}.expert_parallel_size": when_dtensor(to("training.ep")),
-    f"{DTENSOR}.sequence_parallel": when_dtensor(without("decided by the planner")),
+    f"{DTENSOR}.dp_replicate_size": when_dtensor(rules.copies),
+    f"{DTENSOR}.sequence_parallel": when_dtensor(without("tensor parallel ranks always share tokens out as well")),
     f"{DTENSOR}.activation_checkpointing": when_dtensor(to("training.recompute", {True: "full", False: "none"})),
-    f"{DTENSOR}.cpu_offload": when_dtensor(to("training.optimizer_offload")),
+    f"{DTENSOR}.cpu_offload": when_dtensor(rules.sharded_states_on_host),
+    f"{DTENSOR}.custom_parallel_plan": when_dtensor(differs(None, why="each family is divided by rlctl's own plan")),
+    f"{DTENSOR}._v2": when_dtensor(without("both of NeMo-RL's workers are this one backend")),
+    f"{DTENSOR}.clear_cache_every_n_steps": when_dtensor(KERNELS),
+    f"{DTENSOR}.moe_parallelizer.*": when_dtensor(KERNELS),
+    f"{DTENSOR}.automodel_kwargs": when_dtensor(without("there are none")),
+    f"{DTENSOR}.automodel_kwargs.backend.gate_precision": when_dtensor(
+        differs(None, "float32", why="routers compute in float32")
+    ),
+    f"{DTENSOR}.automodel_kwargs.freeze_config.*": when_dtensor(without("models are of text")),
+    f"{DTENSOR}.automodel_kwargs.*": when_dtensor(KERNELS),
+    f"{DTENSOR}.lora_cfg.enabled": when_dtensor(without("`dim` is the rank: training.lora.rank")),
     f"{DTENSOR}.lora_cfg.dim": when_dtensor(rules.dtensor_adapters),
     f"{DTENSOR}.lora_cfg.alpha": when_dtensor(rules.with_dtensor_adapters(to("training.lora.alpha"))),
     f"{DTENSOR}.lora_cfg.dropout": when_dtensor(
         rules.with_dtensor_adapters(only(0, None, why="log-probs under dropout are not the sampling policy's"))
     ),
+    f"{DTENSOR}.lora_cfg.dropout_position": without("there is no dropout"),
+    f"{DTENSOR}.lora_cfg.lora_A_init": when_dtensor(
+        rules.with_dtensor_adapters(differs(why="A begins uniform (Kaiming), as the paper's code has it"))
+    ),
+    f"{DTENSOR}.lora_cfg.use_triton": KERNELS,
+    f"{DTENSOR}.lora_cfg.*": when_dtensor(without("read with lora_cfg.dim")),
     f"{DTENSOR}.env_vars": without("there are none"),
     f"{DTENSOR}.env_vars.*": when_dtensor(rules.variables("training.env")),
-    f"{DTENSOR}.*": when_dtensor(without("it belongs to the DTensor backend")),
 }  # fmt: skip
 
 _MEGATRON: dict[str, Rule] = {

@@ -274,7 +274,7 @@ def assemble(
     choice = training.choice if training else None
     number = timing.micro_batches(choice, workload, constants)[0] if choice else 0
     return Plan(
-        facts=facts, cluster=cluster, workload=workload, backend=_backend(request), training=choice,
+        facts=facts, cluster=cluster, workload=workload, backend=request.backend, training=choice,
         generation=generation, colocated=colocated, micro_batches=number,
         memory=_memory(request, training, generation, colocated),
         host_memory=_host_memory(request, training, generation, colocated),
@@ -284,11 +284,6 @@ def assemble(
         teacher=training.teacher if training else None,
         engine_devices=engine_devices, rollouts_s=_rollout_seconds(request, generation) if generation else 0.0,
     )  # fmt: skip
-
-
-def _backend(request: Request) -> str:
-    backend = request.pin("training.backend", "auto")
-    return "megatron" if backend == "auto" else backend
 
 
 def _mover(request: Request, colocated: bool) -> str:

@@ -14,8 +14,8 @@ from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 
-def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
-    """Yield the reasons in the order of the plan's own values."""
+def reasons_for(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Reason]:
+    """Yield the reasons in the order of the plan's own values; `backend_rule` is that for the backend."""
     training, generation, cluster = plan.training, plan.generation, plan.cluster
     if cluster != request.cluster:
         asked = request.cluster
@@ -25,6 +25,7 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
             f"{asked.gpus_per_node} GPUs.",
         )
     if training is not None:
+        yield _reason(plan, "training.backend", plan.backend, backend_rule)
         yield from _training_reasons(plan, training, request, rejected)
     if plan.teacher is not None:
         yield from _teacher_reasons(plan, plan.teacher)
