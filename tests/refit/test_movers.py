@@ -168,12 +168,13 @@ SHARDS = [
     ("shared-memory", "tied", {"dp": 2}, {"tp": 2}),
     ("collective", "qwen3_moe", {"dp": 2, "ep": 2}, {"tp": 2}),
     ("disk", "qwen2", {"tp": 2}, {"tp": 1}),
+    ("shared-memory", "deepseek_v3", {"tp": 2}, {"tp": 2, "ep": True}),
 ]
 SHARD_PRODUCT = [
     (mover, family, sizes, {"tp": 2})
     for mover in ("shared-memory", "collective", "disk")
     for family in FAMILIES
-    for sizes in ({"dp": 2}, {"dp": 2, "ep": 2} if FAMILIES[family].moe else {"tp": 2})
+    for sizes in ({"dp": 2}, {"tp": 2}, *([{"dp": 2, "ep": 2}] if FAMILIES[family].moe else []))
 ]
 
 

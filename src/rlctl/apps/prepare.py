@@ -114,6 +114,7 @@ class Job:
         if self.teacher is not None:
             top = self.algorithm.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
+            teacher = replace(teacher, model_dir=self.teacher.source.directory)
         return replace(crew, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:

@@ -14,8 +14,8 @@ engine with the least to do, one by one, and go on under the new weights. An ord
 the batches that were returned, not from what happens to be finished.
 
 Where policy and engines take turns on the same devices, engines sample while the loop waits for a batch, and give the
-devices back with it. Rollouts under way then pause (`keep`) or are sampled to their end first (`wait`); groups are scored
-in both turns.
+devices back with it. Rollouts under way then pause (`keep`) or are sampled to their end first (`wait`); groups are
+scored in both turns.
 
 Two threads work besides the loop: one takes finished groups from the engines, the other has them scored.
 """

@@ -88,6 +88,20 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     assert trained_parameters(LLAMA_8B, stage, attention).total == split
 
 
+def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
+    plain = TrainingChoice(ParallelSpec(dp=8), sharding="full", reference=True)
+    (stage,) = stages(LLAMA_8B, plain)
+    whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, Adapters(16)))
+    own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=Adapters(16))).total / 8
+    assert adapted == pytest.approx(
+        {"weights": whole["weights"] + 4 * own, "gradients": 4 * own, "optimizer": 8 * own}  # and no reference
+    )
+    states = {name: value for name, value in whole.items() if name != "reference"}
+    both = state_bytes(LLAMA_8B, stage, replace(plain, critic=True))
+    assert both == whole | {"critic": sum(states.values())}
+    assert state_bytes(LLAMA_8B, stage, replace(plain, critic=True, critic_offload=True)) == whole
+
+
 def test_a_critic_has_the_states_of_a_policy_on_the_device_or_in_turns_with_it() -> None:
     (stage,) = stages(LLAMA_8B, TrainingChoice())
     plain = TrainingChoice(ParallelSpec(dp=8))

@@ -58,6 +58,15 @@ def test_a_teacher_that_does_not_fit_a_device_is_split() -> None:
     assert plan.config_values()["teacher.tp"] == plan.teacher.choice.parallel.tp
 
 
+def test_a_teacher_is_laid_out_by_the_rules_of_the_policys_backend() -> None:
+    plan = taught("Qwen3-32B", training_backend="dtensor")
+    assert plan.teacher is not None
+    assert plan.teacher.choice.sharding == "full"
+    assert plan.teacher.choice.parallel.pp == 1
+    with pytest.raises(NoPlanError, match=r"teacher.*FSDP2 has no pipeline stages"):
+        taught("Qwen3-4B", training_backend="dtensor", teacher_pp=2)
+
+
 def test_sizes_of_the_teacher_can_be_pinned() -> None:
     plan = taught("Qwen3-32B", "Qwen3-4B", teacher_tp=2, teacher_pp=2)
     assert plan.teacher is not None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.dtensor.backend import optimizer_values
-from rlctl.backends.dtensor.model import local_part
+from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.results import StepOutcome
 
 

@@ -75,6 +75,9 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
     """
     options = options or Options()
     model = open_hf_model(source)
+    if model.facts.listed:
+        why = f"{source}: {model.facts.family} cannot be converted, because its family has no file in rlctl."
+        raise InputError(why, "`train --backend dtensor` starts from the published files.")
     dtype = options.dtype or model.dtype
 
     def write(aside: Path) -> Streamed:

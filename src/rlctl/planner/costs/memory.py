@@ -59,8 +59,10 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         shard = 4 * params.owned(choice.parallel)
         frozen = {"reference": shard} if choice.reference and choice.adapters is None else {}
         moments = 0.0 if choice.optimizer_offload else MOMENTS_BYTES * updated
-        states = {"weights": shard, "gradients": 4 * updated, "optimizer": moments}
-        return states | {"gathered": _gathered_bytes(params, choice)} | frozen
+        adapters = 4 * updated if choice.adapters else 0.0
+        states = {"weights": shard + adapters, "gradients": 4 * updated, "optimizer": moments}
+        critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
+        return states | {"gathered": _gathered_bytes(params, choice)} | critic | frozen
     shards = master_and_moments(choice) * updated
     # FP8 keeps quantised copies of the matrices next to the BF16 ones.
     weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)

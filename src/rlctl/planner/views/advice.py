@@ -142,7 +142,7 @@ def _changes(request: Request) -> Iterator[Change]:
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)
         if length > workload.prompt_tokens:
             yield Change(f"--max-length {length}", replace(request, workload=shorter))
-    if request.adapters is None and megatron:
+    if request.adapters is None and workload.trains:
         yield Change("adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16)))
     if request.generation_bytes == 2.0:
         yield Change("FP8 weights in generation", replace(request, generation_bytes=1.0), runs=False)

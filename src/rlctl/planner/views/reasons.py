@@ -160,6 +160,8 @@ def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
         rule = "More would only add communication: the teacher fits without it."
         if key in ("ep", "etp") and value == 1 and teacher.facts.moe is None:
             rule = "The teacher has no experts."
+        elif key == "pp" and teacher.choice.sharding == "full":
+            rule = "FSDP2 has no pipeline stages."
         elif key == "dp" and plan.cluster.is_cpu:
             rule = "One process computes it: its memory is that of the policy and the engines."
         elif key == "dp":
