@@ -107,7 +107,7 @@ class Plan:
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
         family = family_problem(self.facts.family) or (self.teacher and family_problem(self.teacher.facts.family))
-        layout = not_runnable(self.training, self.generation)
+        layout = not_runnable(self.training, self.generation, self.cluster)
         if self.training is not None and self.generation is not None:
             layout += gives_way(self.workload, self.cluster, self.colocated)
         return [*([family] if family else []), *self.blocked, *layout]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlctl.backends.messages import Sampling
-from rlctl.backends.vllm.routing import assembled
+from rlctl.backends.vllm.routing import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate
@@ -36,6 +36,14 @@ def test_cached_beginnings_are_those_of_the_sample_that_computed_them() -> None:
         "c": [10, 20, 31, 42, -1],
         "d": [50, 61, -1],
     }
+
+
+def test_each_stage_adds_the_choices_of_its_own_layers() -> None:
+    first = {"a": [(0, np.array([[[3], [-1]], [[4], [-1]]], np.int16))]}
+    last = {"a": [(0, np.array([[[-1], [5]], [[-1], [6]]], np.int16))]}
+    found = merged([first, {}, last, {}])
+    assert [(start, rows.tolist()) for start, rows in found["a"]] == [(0, [[[3], [5]], [[4], [6]]])]
+    assert merged([first, {}]).keys() == {"a"}
 
 
 @pytest.fixture(scope="module")
