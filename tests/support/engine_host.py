@@ -116,8 +116,9 @@ class SwappingEngine:
         return self.on_model(look)
 
     def reloaded(self) -> tuple[str, ...]:
-        """Paths of the modules that a refit gives to vLLM's loader."""
-        return self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)[0]
+        """Paths of the modules that a refit gives to vLLM's loader, in any worker."""
+        of_workers = self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)
+        return tuple(sorted({path for own in of_workers for path in own}))
 
     def break_parameter(self, tensor: str) -> None:
         """Spoil one element of every copy of `tensor` that can be spoiled in place."""
@@ -134,7 +135,9 @@ class SwappingEngine:
         """Change one element of a buffer, as a reload that loses it would."""
 
         def spoil(worker: Any) -> None:
-            dict(worker.model_runner.get_model().named_buffers())[name].view(-1)[-1] *= by
+            buffers = dict(worker.model_runner.get_model().named_buffers())
+            if name in buffers:  # else another pipeline stage has it
+                buffers[name].view(-1)[-1] *= by
 
         self.on_model(spoil)
 

@@ -127,9 +127,9 @@ def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict
         arguments["pipeline_parallel_size"] = pp
     if ep > 1:
         arguments["enable_expert_parallel"] = True  # over all ranks of a pipeline stage, those of all replicas
-    if tp * pp > 1:
+    if tp * pp > 1 or (config.generation.dp or 1) > 1:
         # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
-        arguments["distributed_executor_backend"] = "mp"
+        arguments["distributed_executor_backend"] = "mp" if tp * pp > 1 else "uni"
     if config.generation.max_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
     return arguments

@@ -2,8 +2,8 @@
 
 Experts of several replicas exchange tokens in every forward pass, so all replicas compute every step together, and one
 that has nothing to do takes part with a pass that means nothing. The engine's process holds the first replica and deals
-requests; each of the others is a worker on devices of its own, which may be on another node. What they decode comes
-back as what is new since the step before.
+requests; each of the others is a worker on devices of its own, which may be on another node. They give back the tokens
+that are new since the step before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Meeting(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a step has added to one sample."""
+    """The tokens that a step has added to one sample."""
 
     name: str
     tokens: tuple[int, ...]

@@ -135,6 +135,7 @@ def decode_step_seconds(
     if facts.moe is not None:
         layers += facts.layers * constants.moe_decode_layer_s
     fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layers
+    fixed += constants.replica_step_s * (choice.dp - 1)
     return choice.pp * max(read, compute) + fixed + _communication(facts, choice, cluster, sequences, constants)
 
 
