@@ -55,13 +55,20 @@ def host(family_host: Any) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp"), [pytest.param("qwen3_moe", 1, marks=pytest.mark.guard), ("qwen3_moe", 2), ("mixtral", 1)]
+    ("family", "tp", "sizes"),
+    [
+        pytest.param("qwen3_moe", 1, {}, marks=pytest.mark.guard),
+        ("qwen3_moe", 2, {}),
+        ("mixtral", 1, {}),
+        ("qwen3_moe", 2, {"ep": 2}),
+        ("qwen3_moe", 1, {"pp": 2}),
+    ],
 )
 def test_every_token_comes_with_its_experts(
-    host: Any, family: str, tp: int, tmp_path_factory: pytest.TempPathFactory
+    host: Any, family: str, tp: int, sizes: dict[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = write_tiny_family(tmp_path_factory.mktemp("models") / family, family)
-    engine = FamilyEngine(host, family, model, tp, training={"router_replay": True})
+    engine = FamilyEngine(host, family, model, tp, generation=sizes, training={"router_replay": True})
     for _ in range(2):  # what a call leaves in the prefix cache is not computed again by the next
         for result, columns, _ in generate(engine, Sampling(8)):
             for row in range(columns.rollouts):

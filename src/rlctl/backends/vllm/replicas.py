@@ -8,6 +8,7 @@ that are new since the step before.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ from rlctl.backends.vllm import compat
 from rlctl.cluster.placement import node_address
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
 from rlctl.cluster.workers import WorkerGroup, WorkerPlaces, WorkerSpec
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, MachineError
 
+PORTS, PORT_ATTEMPTS = 4, 100
 STEPS_A_CALL = 4
 """Steps that the replicas take between two messages of the first to the others."""
 Asked = tuple[str, dict[str, Any], Any]
@@ -298,8 +300,19 @@ def started(spec: EngineSpec, places: WorkerPlaces | None) -> Replica | Replicas
 
 
 def _open_port() -> tuple[str, int]:
-    """The address of this node, and a port that is free there."""
+    """The address of this node, and the first of a few ports that are free there: vLLM takes them one after the other.
+    Raises MachineError where there are none."""
     address = node_address() or "127.0.0.1"
-    with socket.socket() as one:
-        one.bind((address, 0))
-        return address, one.getsockname()[1]
+    for _ in range(PORT_ATTEMPTS):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = _bound(held, address, 0)
+            for more in range(1, PORTS):
+                _bound(held, address, first + more)
+            return address, first
+    raise MachineError(f"There are no {PORTS} free ports side by side at {address}.", "End what holds so many of them.")
+
+
+def _bound(held: contextlib.ExitStack, address: str, port: int) -> int:
+    one = held.enter_context(socket.socket())
+    one.bind((address, port))
+    return one.getsockname()[1]
