@@ -20,7 +20,7 @@ PYTHONPATH = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPAT
 class SwappingEngine:
     """A worker that starts one engine after the other: their imports are paid for once."""
 
-    def __init__(self, places: Any) -> None:
+    def __init__(self, places: Any = None) -> None:
         """`places` are for the second replica of an engine that has one."""
         self.engine: Any = None
         self.places = places
@@ -144,6 +144,10 @@ class SwappingEngine:
     def on_model(self, function: Any) -> Any:
         with self.engine._lock.ask():
             return self.engine._engine.collective_rpc(function)
+
+    def other_processes(self) -> list[int]:
+        """The processes of the replicas after the first."""
+        return list(self.engine._engine._others.pids)
 
     def buffers(self) -> list[str]:
         def names(worker: Any) -> list[str]:
