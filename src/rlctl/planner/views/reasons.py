@@ -175,6 +175,8 @@ def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:
 
 
 def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> str:
+    if key == "ep" and g.ep > 1 and g.dp > 1:
+        return f"The replicas share the experts: TP x DP = {g.tp * g.dp}."
     if getattr(g, key) > 1:
         return f"It is {best}."
     if key != "pp" and plan.facts.moe is None:
