@@ -25,7 +25,7 @@ from rlctl.errors import ConfigError, MachineError
 PORTS, PORT_ATTEMPTS = 4, 100
 STEPS_A_CALL = 4
 """Steps that the replicas take between two messages of the first to the others."""
-Asked = tuple[str, dict[str, Any], Any]
+Asked = tuple[str, Any, Any]
 """A request: its name, its prompt and vLLM's parameters of sampling."""
 
 
@@ -191,7 +191,7 @@ class Replicas:
         self._completions: dict[str, Completion] = {}
         self.max_length = first.max_length
 
-    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
         """Give the samples of a group to one replica, which computes their prompt once: to that with the fewest."""
         group = _group(name)
         if group not in self._home:

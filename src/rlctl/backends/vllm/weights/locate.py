@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -171,9 +171,8 @@ def elsewhere(model: torch.nn.Module) -> list[str]:
     found = [path for path, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
     for path, module in model.named_modules():
         if "RoutedExperts" in {base.__name__ for base in type(module).__mro__}:
-            own = set(compat.local_experts(module))
-            others = (number for number in range(module.moe_config.num_experts) if number not in own)
-            found += [f"{_block(path)}.experts.{number}" for number in others]
+            own, experts = set(compat.local_experts(module)), cast(Any, module).moe_config.num_experts
+            found += [f"{_block(path)}.experts.{number}" for number in range(experts) if number not in own]
     return found
 
 
