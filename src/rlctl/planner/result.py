@@ -15,7 +15,7 @@ from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.search.rules import gives_way, not_runnable
+from rlctl.planner.search.rules import not_runnable
 from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
@@ -106,10 +106,9 @@ class Plan:
     @property
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
-        family = family_problem(self.facts.family) or (self.teacher and family_problem(self.teacher.facts.family))
+        models = [self.facts, *([self.teacher.facts] if self.teacher else [])]
+        family = next(filter(None, (family_problem(facts, self.backend) for facts in models)), None)
         layout = not_runnable(self.training, self.generation, self.cluster)
-        if self.training is not None and self.generation is not None:
-            layout += gives_way(self.workload, self.cluster, self.colocated)
         return [*([family] if family else []), *self.blocked, *layout]
 
     @property

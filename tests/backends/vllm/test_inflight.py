@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from rlctl.backends.base import EngineSpec, EngineWorker
-from rlctl.backends.messages import GroupResult, Sampling
-from rlctl.backends.vllm.inflight import EngineLock
+from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
+from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.errors import WorkerError
 from rlctl.models.facts import ModelFacts
 from support.engine_host import PublishedPolicy, SwappingEngine
@@ -127,15 +127,44 @@ def test_weights_change_between_two_decode_steps_and_never_during_one() -> None:
     assert order == ["step", "refit", "step"]
 
 
+def require_tokens_of_their_versions(
+    results: list[GroupResult], old: WholeTensorPolicy, new: WholeTensorPolicy
+) -> None:
+    """Each token's log-prob is that of the version that it carries, 1 or 2, and most samples have both."""
+    mixed = 0
+    for result, columns, row, part in columns_of(results):
+        versions = columns.weight_version_T[part][result.prompt_tokens :]
+        tokens = columns.tokens_T[part].tolist()
+        prompt, response = tuple(tokens[: result.prompt_tokens]), tokens[result.prompt_tokens :]
+        assert (np.diff(versions) >= 0).all()
+        assert set(versions.tolist()) <= {1, 2}
+        assert result.versions[row] == tuple((v, int((versions == v).sum())) for v in sorted(set(versions.tolist())))
+        got = columns.logprobs_T[part][result.prompt_tokens :]
+        by = {1: old.logprobs(prompt, response, LONG).numpy(), 2: new.logprobs(prompt, response, LONG).numpy()}
+        mixed += len(set(versions.tolist())) == 2
+        for version, expected in by.items():
+            chosen = versions == version
+            assert np.abs(got - expected)[chosen].max(initial=0.0) < TOLERANCE
+        # The two policies disagree, so that a wrong version would show.
+        assert np.abs(by[1] - by[2]).max() > 100 * TOLERANCE
+    assert mixed >= len(PROMPTS)
+
+
 def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path) -> None:
-    keeps_samples(start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama))
+    engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
+    old.refit(engine, 1)
+    new.perturb(5)
+    require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
+    assert engine.call(EngineWorker.weight_version) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"dp": 2, "ep": 2}], ids=["pp2", "dp2-ep2"])
 def test_stages_and_replicas_keep_samples_too(start: Start, tiny_qwen3_moe: Path, sizes: dict[str, int]) -> None:
-    engine = start("keep", tiny_qwen3_moe, **sizes)
-    keeps_samples(engine, PublishedPolicy(tiny_qwen3_moe), PublishedPolicy(tiny_qwen3_moe))
+    engine, old, new = start("keep", tiny_qwen3_moe, **sizes), *(PublishedPolicy(tiny_qwen3_moe) for _ in range(2))
+    old.refit(engine, 1)
+    new.perturb(5)
+    require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
 
 
 @pytest.mark.slow
@@ -160,28 +189,40 @@ def test_replicas_give_back_what_one_engine_does_and_one_that_dies_is_an_error(
         engine.call(EngineWorker.require_alive)
 
 
-def keeps_samples(engine: HostedEngine, old: WholeTensorPolicy, new: WholeTensorPolicy) -> None:
-    """Refits `engine` in the middle of samples, from the weights of one policy to those of the other, which changes."""
+def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_new_weights(
+    start: Start, tiny_llama: Path
+) -> None:
+    engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
+    engine.group.call(SwappingEngine.share_device)
     old.refit(engine, 1)
     new.perturb(5)
-    mixed = 0
-    for result, columns, row, part in columns_of(refit_in_flight(engine, new, 2)):
-        versions = columns.weight_version_T[part][result.prompt_tokens :]
-        tokens = columns.tokens_T[part].tolist()
-        prompt, response = tuple(tokens[: result.prompt_tokens]), tokens[result.prompt_tokens :]
-        assert (np.diff(versions) >= 0).all()
-        assert set(versions.tolist()) <= {1, 2}
-        assert result.versions[row] == tuple((v, int((versions == v).sum())) for v in sorted(set(versions.tolist())))
-        got = columns.logprobs_T[part][result.prompt_tokens :]
-        by = {1: old.logprobs(prompt, response, LONG).numpy(), 2: new.logprobs(prompt, response, LONG).numpy()}
-        mixed += len(set(versions.tolist())) == 2
-        for version, expected in by.items():
-            chosen = versions == version
-            assert np.abs(got - expected)[chosen].max(initial=0.0) < TOLERANCE
-        # The two policies disagree, so that a wrong version would show.
-        assert np.abs(by[1] - by[2]).max() > 100 * TOLERANCE
-    assert mixed >= len(PROMPTS)
-    assert engine.call(EngineWorker.weight_version) == 2
+    new.open(engine)
+    engine.call(EngineWorker.submit, requests(), LONG)
+    asked = engine.submit(EngineWorker.collect_apart, 100.0)
+    engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.sleep)
+    assert engine.wait(asked) == ([], [None] * VALUES_A_GROUP)
+    tokens = engine.group.call(SwappingEngine.tokens_in_flight)
+    engine.call(EngineWorker.refit_begin, 2)
+    new.transfer(engine, 2)
+    engine.call(EngineWorker.refit_finish, 2)
+    assert engine.call(EngineWorker.collect_apart, 0.05)[0] == []  # the device is still the policy's
+    assert engine.group.call(SwappingEngine.tokens_in_flight) == tokens
+    engine.call(EngineWorker.wake)
+    results = list[GroupResult]()
+    while len(results) < len(requests()):
+        results += joined(*engine.call(EngineWorker.collect_apart, 100.0))
+    require_tokens_of_their_versions(results, old, new)
+
+
+def test_seconds_in_which_an_engine_sleeps_are_not_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = AwakeClock(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    found = []
+    for seconds, awake in [(1, True), (10, False), (100, False), (1000, True), (10000, True)]:
+        now += seconds
+        clock.run(awake)
+        found.append(clock.now())
+    assert found == [101, 111, 111, 111, 10111]
 
 
 def test_a_refit_waits_for_samples_in_flight(start: Start, tiny_llama: Path) -> None:

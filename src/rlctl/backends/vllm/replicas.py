@@ -85,10 +85,11 @@ class Replica:
     def pause(self) -> list[Any]:
         return compat.pause(self._engine)
 
-    def resume(self, version: str) -> None:
-        """Go on with the weights of `version`."""
-        compat.set_weight_version(self._engine, version)
+    def resume(self) -> None:
         compat.resume(self._engine)
+
+    def set_weight_version(self, version: str) -> None:
+        compat.set_weight_version(self._engine, version)
 
     def asleep(self) -> frozenset[str]:
         return compat.asleep(self._engine)
@@ -252,14 +253,17 @@ class Replicas:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return all(self._everywhere("reset_prefix_cache", reset_running_requests=reset_running_requests))
 
-    def sleep(self, level: int) -> None:
-        self._everywhere("sleep", level=level)
+    def sleep(self, level: int, mode: str) -> None:
+        self._everywhere("sleep", level=level, mode=mode)
 
     def wake_up(self, tags: list[str]) -> None:
         self._everywhere("wake_up", tags=tags)
 
-    def resume(self, version: str) -> None:
-        self._everywhere("resume", version)
+    def resume(self) -> None:
+        self._everywhere("resume")
+
+    def set_weight_version(self, version: str) -> None:
+        self._everywhere("set_weight_version", version)
 
     def asleep(self) -> frozenset[str]:
         return frozenset().union(*self._everywhere("asleep"))

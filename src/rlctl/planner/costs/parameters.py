@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
@@ -37,6 +38,8 @@ class LayerParameters:
 
 def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     """Parameters of a layer with experts (`moe`) or with a dense MLP."""
+    if facts.listed:
+        return _listed_layer(facts, moe)
     attention, replicated = _attention(facts)
     dense_mlp, experts, router = 3 * facts.hidden * facts.intermediate, 0, 0
     if moe:
@@ -46,6 +49,16 @@ def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
         experts = facts.moe.experts * expert_parameters(facts)
         router = facts.moe.experts * (facts.hidden + int(facts.moe.expert_bias or facts.family == "gpt_oss"))
     return LayerParameters(attention, replicated, dense_mlp, experts, router, _norms(facts))
+
+
+def _listed_layer(facts: ModelFacts, moe: bool) -> LayerParameters:
+    """The parameters of the largest layer of a kind, in a model of which the tensors are known and not what they do."""
+    totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
+    for tensor in facts.listed:
+        for layer in totals.keys() & set(tensor.layers) if "{expert}" not in tensor.name else ():
+            totals[layer] += prod(tensor.shape)
+    experts = facts.moe.experts * expert_parameters(facts) if facts.moe and moe else 0
+    return LayerParameters(0, max(totals.values(), default=0), 0, experts, 0, 0)
 
 
 def expert_parameters(facts: ModelFacts) -> int:
@@ -196,7 +209,9 @@ class RankParameters:
     dense: float
     experts: float
     largest_layer: float
-    """Parameters of its largest layer (or embedding), unsharded over data parallelism."""
+    """Parameters of its largest layer, unsharded over data parallelism."""
+    tables: float
+    """Parameters of embedding and head among the dense ones; tied, they count once."""
 
     @property
     def total(self) -> float:
@@ -222,11 +237,9 @@ def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int
             one = layer(sizes)
             dense, experts = dense + count * one[0], experts + count * one[1]
             largest = max(largest, sum(one))
-    table = facts.vocab * facts.hidden / tp
-    dense += table * (stage.embedding + stage.head)
-    if facts.tied_embeddings and stage.embedding and stage.head:
-        dense -= table
-    return RankParameters(dense, experts, max(largest, table if stage.embedding or stage.head else 0.0))
+    shared = facts.tied_embeddings and stage.embedding and stage.head
+    tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)
+    return RankParameters(dense + tables, experts, largest, tables)
 
 
 def rank_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
@@ -238,7 +251,7 @@ def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
     """Those of `rank_parameters` that have gradients and optimizer states: all, or the adapters."""
     if choice.adapters is None:
         return rank_parameters(facts, stage, choice)
-    return RankParameters(_adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp), 0.0, 0.0)
+    return RankParameters(_adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp), 0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=65536)

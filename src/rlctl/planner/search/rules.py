@@ -104,13 +104,3 @@ def not_runnable(
 def on_one_node(generation: GenerationChoice, cluster: ClusterFacts) -> bool:
     """Whether each replica of the engines fits a node; those of one engine may be on several."""
     return cluster.is_cpu or generation.replica_gpus <= cluster.gpus_per_node
-
-
-def gives_way(workload: Workload, cluster: ClusterFacts, colocated: bool) -> list[str]:
-    """Return why rollouts cannot be made while the policy trains; empty: they can, or need not."""
-    if workload.staleness is None or not colocated or cluster.is_cpu:
-        return []
-    return [
-        "rollouts.mode = async: engines on the policy's GPUs sleep while it trains, and generation.colocated = false "
-        "needs two GPUs or more"
-    ]
