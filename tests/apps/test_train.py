@@ -401,6 +401,24 @@ def test_experts_on_two_ranks_compute_the_same_run_as_on_one(here, experts_on_on
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(("tp=2", "ep=2"), id="tp2-ep2"),
+        pytest.param(("pp=2",), id="pp2"),
+        pytest.param(("dp=2", "ep=2"), id="dp2-ep2", marks=pytest.mark.guard),
+    ],
+)
+def test_engines_that_divide_experts_or_layers_compute_the_same_run(
+    here, experts_on_one_rank, tiny_qwen3_moe, tmp_path, sizes
+):
+    more = [word for size in sizes for word in ("--set", f"generation.{size}")]
+    done = here(command(tiny_qwen3_moe, tmp_path / "run", "--steps", "2", *more))
+    assert done.returncode == 0, done.stderr
+    same_run(experts_on_one_rank, results(tmp_path / "run"))
+
+
+@pytest.mark.slow
 def test_an_engine_on_two_ranks_computes_the_same_run_and_generates(here, uninterrupted, tiny_llama, tmp_path):
     run_dir, two = tmp_path / "run", ("--set", "generation.tp=2")
     done = here(command(tiny_llama, run_dir, *two))

@@ -20,15 +20,17 @@ PYTHONPATH = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPAT
 class SwappingEngine:
     """A worker that starts one engine after the other: their imports are paid for once."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Any = None) -> None:
+        """`places` are for the second replica of an engine that has one."""
         self.engine: Any = None
+        self.places = places
 
     def swap(self, spec: Any) -> None:
         """End the engine and start another."""
         from rlctl.backends.vllm.engine import VllmEngine
 
         self.close()
-        self.engine = VllmEngine(spec)
+        self.engine = VllmEngine(spec, places=self.places if spec.replicas > 1 else None)
         self.engine.start()
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -55,7 +57,7 @@ class SwappingEngine:
         from rlctl.backends.vllm.engine import DeviceMemory
 
         with self.engine._lock.ask():
-            self.engine._memory = DeviceMemory(self.engine._llm.llm_engine, shared=True)
+            self.engine._memory = DeviceMemory(self.engine._engine, shared=True)
 
     def unreadable_if_quantised(self, leaf: str) -> dict[str, str]:
         """What could not be read back if the layers called `leaf` were quantised, and why."""
@@ -114,8 +116,9 @@ class SwappingEngine:
         return self.on_model(look)
 
     def reloaded(self) -> tuple[str, ...]:
-        """Paths of the modules that a refit gives to vLLM's loader."""
-        return self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)[0]
+        """Paths of the modules that a refit gives to vLLM's loader, in any worker."""
+        of_workers = self.on_model(lambda worker: worker.weight_transfer_engine.assignment.reloaded)
+        return tuple(sorted({path for own in of_workers for path in own}))
 
     def break_parameter(self, tensor: str) -> None:
         """Spoil one element of every copy of `tensor` that can be spoiled in place."""
@@ -132,13 +135,19 @@ class SwappingEngine:
         """Change one element of a buffer, as a reload that loses it would."""
 
         def spoil(worker: Any) -> None:
-            dict(worker.model_runner.get_model().named_buffers())[name].view(-1)[-1] *= by
+            buffers = dict(worker.model_runner.get_model().named_buffers())
+            if name in buffers:  # else another pipeline stage has it
+                buffers[name].view(-1)[-1] *= by
 
         self.on_model(spoil)
 
     def on_model(self, function: Any) -> Any:
         with self.engine._lock.ask():
-            return self.engine._llm.llm_engine.collective_rpc(function)
+            return self.engine._engine.collective_rpc(function)
+
+    def other_processes(self) -> list[int]:
+        """The processes of the replicas after the first."""
+        return list(self.engine._engine._others.pids)
 
     def buffers(self) -> list[str]:
         def names(worker: Any) -> list[str]:
@@ -160,7 +169,7 @@ def hosted(placement: Any, logs: Path) -> Iterator[Any]:
     from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 
     env = engine_env("cpu", 1) | {"PYTHONPATH": PYTHONPATH}
-    worker = WorkerSpec({}, (placement.bundles[0],), env)
+    worker = WorkerSpec({}, (placement.bundles[0],), env, others=(placement.bundles[1],))
     group = WorkerGroup(
         "families", SwappingEngine, [worker], placement, logs, start_timeout_s=240.0, call_timeout_s=120.0
     )
@@ -224,12 +233,14 @@ class FamilyEngine:
     ) -> None:
         from rlctl.backends.vllm.args import engine_spec
         from rlctl.config.schema import RlctlConfig
+        from rlctl.weights.vllm import VllmParallel
         from support.tiny_families import tiny_family_facts
 
         self.group, self.family, self.model = group, family, model
-        config = RlctlConfig.model_validate(
-            {"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}} | sections
-        )
+        generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20} | sections.pop("generation", {})
+        config = RlctlConfig.model_validate({"generation": generation} | sections)
+        sizes = config.generation
+        self.parallel = VllmParallel(tp, sizes.dp or 1, bool(sizes.ep), sizes.pp or 1)
         facts = tiny_family_facts(model)
         spec = engine_spec(config, facts, model, device="cpu", dtype=dtype, max_length=256, tp=tp, threads=1)
         log = group.log_path(0)

@@ -58,7 +58,8 @@ def world_of(draw: st.DrawFn, kind: str, facts: ModelFacts) -> World:
             facts, parallel, draw(st.sampled_from(["local", "te"])), "float64", module, draw(st.booleans())
         )
     if kind == "vllm":
-        return VllmWorld(facts, VllmParallel(draw(size), draw(st.sampled_from([1, 2])), draw(st.booleans())), "float64")
+        two = st.sampled_from([1, 2])
+        return VllmWorld(facts, VllmParallel(draw(size), draw(two), draw(st.booleans()), draw(two)), "float64")
     if kind == "dtensor":
         copies = draw(st.sampled_from([1, 2]))
         sizes = {"tp": draw(size), "cp": draw(st.sampled_from([1, 1, 2])), "dp": copies * draw(st.integers(1, 3))}
@@ -111,6 +112,18 @@ def every_world(facts: ModelFacts) -> Iterator[World]:
     yield DTensorWorld(facts, ParallelSpec(tp=2, dp=4, ep=2 if facts.moe else 1))
     yield VllmWorld(facts, VllmParallel(4))
     yield VllmWorld(facts, VllmParallel(2, 2, ep=True))
+    yield VllmWorld(facts, VllmParallel(2, 2, ep=True, pp=2))
+
+
+def test_layers_of_a_stage_are_those_that_vllm_gives_it() -> None:
+    """As `get_pp_indices` of vLLM deals them: what is left over goes to the stages before the last, from there back."""
+    found = {(layers, pp): [len(VllmParallel(pp=pp).stage_layers(layers, at)) for at in range(pp)]
+             for layers, pp in ((8, 2), (9, 2), (10, 4), (11, 4), (61, 8))}  # fmt: skip
+    assert found == {
+        (8, 2): [4, 4], (9, 2): [5, 4], (10, 4): [2, 3, 3, 2], (11, 4): [3, 3, 3, 2], (61, 8): [7, 7, 8, 8, 8, 8, 8, 7]
+    }  # fmt: skip
+    stages = [VllmParallel(pp=4).stage_layers(10, at) for at in range(4)]
+    assert [layer for stage in stages for layer in stage] == list(range(10))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -33,16 +33,17 @@ ENGINE_CALLS = 5
 
 @dataclass(frozen=True)
 class EnginesSpec:
-    """The engines to start; engine i is on devices i * tp and up of those that the engines have."""
+    """The engines to start, one on the devices behind those of the other, of those that the engines have."""
 
     backend: EngineBackend
     engine: EngineSpec
     count: int
-    tp: int
+    ranks: int
+    """Devices of one replica of an engine."""
 
     @property
     def devices(self) -> int:
-        return self.count * self.tp
+        return self.count * self.engine.replicas * self.ranks
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,11 @@ class _Start:
         return [WorkerSpec(shared | {"rank": rank}, (places[rank],), env) for rank in range(size)]
 
     def engines(self, spec: EnginesSpec) -> WorkerGroup[EngineWorker]:
+        places = engine_bundles(self.of_engines.bundles, spec.count, spec.engine.replicas, spec.ranks)
+        env, first = spec.engine.environment, spec.ranks
         engines = [
-            WorkerSpec({"spec": spec.engine, "index": index}, bundles, spec.engine.environment)
-            for index, bundles in enumerate(engine_bundles(self.of_engines.bundles, spec.count, spec.tp))
+            WorkerSpec({"spec": spec.engine, "index": index}, own[:first], env, others=own[first:])
+            for index, own in enumerate(places)
         ]
         calls = 1 if spec.engine.in_flight == "wait" else ENGINE_CALLS
         return self._group("engine", spec.backend.worker, engines, self.of_engines, concurrency=calls)
@@ -286,14 +289,15 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
     return env | training.env
 
 
-def engine_bundles(bundles: tuple[Bundle, ...], engines: int, tp: int) -> list[tuple[Bundle, ...]]:
-    """The devices of each engine. Raises MachineError where those of one are on several nodes: its processes are
-    started by the first of them."""
-    shares = [bundles[index * tp : (index + 1) * tp] for index in range(engines)]
+def engine_bundles(bundles: tuple[Bundle, ...], engines: int, replicas: int, ranks: int) -> list[tuple[Bundle, ...]]:
+    """The devices of each engine, those of a replica behind those of the other. Raises MachineError where those of one
+    replica are on several nodes: its processes are started by the first of them."""
+    shares = [bundles[index * ranks : (index + 1) * ranks] for index in range(engines * replicas)]
     for index, share in enumerate(shares):
         if len(nodes := {bundle.node for bundle in share}) > 1:
+            whose = f"engine {index // replicas}" if replicas == 1 else f"a replica of engine {index // replicas}"
             raise MachineError(
-                f"Ray gave the {tp} devices of engine {index} on {len(nodes)} nodes ({', '.join(sorted(nodes))}).",
-                "Free devices so that each node has a multiple of generation.tp, or set a smaller generation.tp.",
+                f"Ray gave the {ranks} devices of {whose} on {len(nodes)} nodes ({', '.join(sorted(nodes))}).",
+                "Free devices so that each node has a multiple of generation.tp x generation.pp, or set smaller ones.",
             )
-    return shares
+    return [sum(shares[first : first + replicas], ()) for first in range(0, len(shares), replicas)]

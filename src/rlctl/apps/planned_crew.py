@@ -164,6 +164,8 @@ def planned_engines(
     themselves, and never sleep."""
     backend, generation = engine_backend(), plan.generation
     assert generation is not None  # only a plan for training without rollouts has none, and nothing starts one
+    sizes = {key: getattr(generation, key) for key in ("pp", "dp", "ep")}
+    config = config.model_copy(update={"generation": config.generation.model_copy(update=sizes)})
     spec = backend.spec(
         config,
         facts,
@@ -175,4 +177,4 @@ def planned_engines(
         colocated=colocated,
         dummy_weights=dummy_weights,
     )
-    return EnginesSpec(backend, spec, generation.engines, generation.tp)
+    return EnginesSpec(backend, spec, generation.engines, generation.replica_gpus)

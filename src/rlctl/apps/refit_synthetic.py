@@ -16,6 +16,7 @@ from rlctl.config.files import temporary_folder
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup
+from rlctl.models.constraints import require_engine_sizes
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import pinned_parallel
 from rlctl.refit.session import RefitSession
@@ -60,7 +61,10 @@ def synthetic_session(job: SyntheticJob, tell: Callable[[str], None]) -> Iterato
     config, facts = job.config, job.facts
     policy_spec = PolicySpec(facts, pinned_parallel(facts, config.training), job.dtype)
     world = policy_backend(config.training.backend).layouts(policy_spec)
-    target = VllmParallel(tp=config.generation.tp or 1)
+    sizes = config.generation
+    tp, pp, dp, ep = sizes.tp or 1, sizes.pp or 1, sizes.dp or 1, sizes.ep or 1
+    require_engine_sizes(facts, tp=tp, pp=pp, dp=dp, ep=ep)
+    target = VllmParallel(tp, dp, ep > 1, pp)
     replicas = config.generation.engines or 1
     limits = config.cluster
     with temporary_folder("synthetic", tell) as logs, ray_session(limits.ray_address, logs=logs, tell=tell):

@@ -151,6 +151,8 @@ class EngineSpec:
     """Record the experts of each token (column `ROUTED_EXPERTS`)."""
     sleeps: bool = False
     """The engine gives its device's memory back while the policy computes."""
+    replicas: int = 1
+    """Replicas of the engine's ranks, which share its experts and compute every step together."""
 
     @property
     def dtype(self) -> str:

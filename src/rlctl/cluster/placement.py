@@ -103,16 +103,21 @@ class Placement:
         return PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
 
     def stands(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether `bundles` are on one node now. Those of a lost node are on none until Ray has placed them again."""
+        """Whether those of `bundles` that were on one node are on one now. Those of a lost node are on none until Ray
+        has placed them again."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        nodes = {self._nodes().get(bundle.index) for bundle in bundles}
-        return len(nodes) == 1 and nodes <= alive
+        now = self._nodes()
+        by_node: dict[str, set[str | None]] = {}
+        for bundle in bundles:
+            by_node.setdefault(bundle.node_id, set()).add(now.get(bundle.index))
+        return all(len(nodes) == 1 and nodes <= alive for nodes in by_node.values())
 
     def moved(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether `bundles` are on one node that is another than they were on. A host that comes back is another."""
-        return self.stands(bundles) and self._nodes().get(bundles[0].index) != bundles[0].node_id
+        """Whether `bundles` stand, and some on another node than they were on. A host that comes back is another."""
+        now = self._nodes()
+        return self.stands(bundles) and any(now.get(bundle.index) != bundle.node_id for bundle in bundles)
 
     def renewed(self, bundles: Sequence[Bundle], timeout_s: float) -> tuple[Bundle, ...]:
         """Return `bundles` with the node and the device that they are on now; Ray places those of a lost node again."""

@@ -57,6 +57,12 @@ class WorkerSpec:
     kwargs: Mapping[str, Any]
     bundles: tuple[Bundle, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[Bundle, ...] = ()
+    """Bundles of workers that the worker starts itself; the constructor's argument `places` has them."""
+
+    @property
+    def all_bundles(self) -> tuple[Bundle, ...]:
+        return self.bundles + self.others
 
     def environment(self) -> dict[str, str]:
         """The variables of the process, with the GPUs of the worker's bundles made visible."""
@@ -70,6 +76,24 @@ class WorkerSpec:
             "PYTHONSAFEPATH": "1",
         }
         return {**own, **self.env}
+
+
+@dataclass(frozen=True)
+class WorkerPlaces:
+    """Where, and under what name, a worker starts workers of its own. They end with it."""
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    placement: Placement
+    log_dir: Path
+    start_timeout_s: float
+    call_timeout_s: float
+
+    def start(self, worker_class: Callable[..., S], specs: Sequence[WorkerSpec]) -> WorkerGroup[S]:
+        return WorkerGroup(
+            self.name, worker_class, specs, self.placement, self.log_dir, start_timeout_s=self.start_timeout_s,
+            call_timeout_s=self.call_timeout_s,
+        )  # fmt: skip
 
 
 class _Host:
@@ -243,7 +267,12 @@ class WorkerGroup(Generic[W_co]):
         )
 
     def _begin(self, rank: int) -> Any:
-        return self.hosts[rank].start.remote(self._worker_class, self.specs[rank].kwargs)
+        spec, kwargs = self.specs[rank], dict(self.specs[rank].kwargs)
+        if spec.others:
+            name = f"{self._logs[rank].stem}-other"
+            limits = self.start_timeout_s, self.call_timeout_s
+            kwargs["places"] = WorkerPlaces(name, spec.others, self._placement, self.log_dir, *limits)
+        return self.hosts[rank].start.remote(self._worker_class, kwargs)
 
     def ready(self) -> None:
         """Wait until every worker is constructed. Raises WorkerError when one dies or raises or its host is lost,
@@ -286,21 +315,23 @@ class WorkerGroup(Generic[W_co]):
 
         spec, limit = self.specs[rank], self.start_timeout_s
         try:
-            renewed = replace(spec, bundles=self._placement.renewed(spec.bundles, limit))
+            found = self._placement.renewed(spec.all_bundles, limit)
         except GetTimeoutError:
             raise WaitTimeoutError(
                 f"Ray found no place for {self.name} rank {rank} in {limit:.0f} s.",
                 "Bring its host back, or raise cluster.start_timeout_s.",
             ) from None
+        own = len(spec.bundles)
+        renewed = replace(spec, bundles=found[:own], others=found[own:])
         self.specs = (*self.specs[:rank], renewed, *self.specs[rank + 1 :])
 
     def placed(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` whose devices are there; the others are on a lost host."""
-        return [rank for rank in ranks if self._placement.stands(self.specs[rank].bundles)]
+        return [rank for rank in ranks if self._placement.stands(self.specs[rank].all_bundles)]
 
     def moved(self) -> bool:
         """Whether every rank's devices are on another host than its process was."""
-        return all(self._placement.moved(spec.bundles) for spec in self.specs)
+        return all(self._placement.moved(spec.all_bundles) for spec in self.specs)
 
     def drop(self, ranks: Sequence[int]) -> WorkerGroup[W_co]:
         """End the processes of `ranks` and go on as the group of the others; return those, for `join`."""

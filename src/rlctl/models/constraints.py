@@ -35,10 +35,11 @@ def require_policy_sizes(facts: ModelFacts, parallel: ParallelSpec, *, fsdp: boo
         raise ConfigError(f"{problem.key}: {problem.message}.", "Change it, or leave it out.")
 
 
-def require_engine_sizes(facts: ModelFacts, tp: int) -> None:
-    """Raise ConfigError where engines of `tp` ranks cannot divide the model."""
-    for problem in engine_problems(facts, tp):
-        raise ConfigError(f"generation.tp = {tp}: {problem.message}.", "Choose another, or leave it out.")
+def require_engine_sizes(facts: ModelFacts, **sizes: int) -> None:
+    """Raise ConfigError where engines of these sizes (`tp`, `pp`, `dp`, `ep`) cannot divide the model."""
+    for problem in engine_problems(facts, **sizes):
+        value = sizes.get(problem.key.rpartition(".")[2], 1)
+        raise ConfigError(f"{problem.key} = {value}: {problem.message}.", "Choose another, or leave it out.")
 
 
 def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
@@ -93,18 +94,25 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     return found
 
 
-def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, ep: int = 1) -> list[Problem]:
+def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> list[Problem]:
     """Return the rules of vLLM that these sizes of one engine break for this model; empty: they are valid."""
     found = _head_problems(facts, tp, "generation.tp")
     width = facts.moe.expert_intermediate if facts.moe else facts.intermediate
-    if ep == 1 and width % tp:
-        found.append(Problem("generation.tp", f"MLP width {width} does not split over {tp} ranks"))
+    shares = tp * dp if facts.moe else tp
+    if ep == 1 and width % shares:
+        key = "generation.dp" if width % tp == 0 else "generation.tp"
+        found.append(Problem(key, f"MLP width {width} does not split over {shares} ranks"))
+    if dp > 1 and facts.moe is None:
+        why = "the replicas of an engine share its experts, and this model has none (generation.engines makes copies)"
+        found.append(Problem("generation.dp", why))
     if pp > facts.layers:
         found.append(Problem("generation.pp", f"{facts.layers} layers are fewer than {pp} stages"))
     if ep > 1 and facts.moe is None:
         found.append(Problem("generation.ep", "expert parallelism needs a model with experts"))
     elif facts.moe is not None and facts.moe.experts % ep:
         found.append(Problem("generation.ep", f"{facts.moe.experts} experts do not split over {ep} ranks"))
+    if facts.moe is not None and ep not in (1, tp * dp):
+        found.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {tp * dp}"))
     return found
 
 

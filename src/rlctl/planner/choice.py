@@ -98,8 +98,12 @@ class GenerationChoice:
         return self.tp * self.pp
 
     @property
+    def engine_gpus(self) -> int:
+        return self.dp * self.replica_gpus
+
+    @property
     def gpus(self) -> int:
-        return self.engines * self.dp * self.tp * self.pp
+        return self.engines * self.engine_gpus
 
     @property
     def replicas(self) -> int:

@@ -109,7 +109,7 @@ class Plan:
         models = [self.facts, *([self.teacher.facts] if self.teacher else [])]
         backend = self.backend if self.training is not None else None
         family = next(filter(None, (family_problem(facts, backend) for facts in models)), None)
-        layout = not_runnable(self.training, self.generation)
+        layout = not_runnable(self.training, self.generation, self.cluster)
         return [*([family] if family else []), *self.blocked, *layout]
 
     @property

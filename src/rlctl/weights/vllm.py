@@ -244,15 +244,39 @@ def latent_halves(
 
 @dataclass(frozen=True)
 class VllmParallel:
-    """Sizes of a set of engines that share experts: `dp` engines of `tp` ranks; `ep`: experts over all of them."""
+    """Sizes of an engine: `dp` replicas, which share experts, of `pp` stages of `tp` ranks; `ep`: experts whole, over
+    the ranks of a stage in all replicas."""
 
     tp: int = 1
     dp: int = 1
     ep: bool = False
+    pp: int = 1
 
     @property
     def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which the experts of a layer are spread or divided."""
         return self.tp * self.dp
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(replica, stage, rank of the stage) of `rank`."""
+        replica, own = divmod(rank, self.tp * self.pp)
+        return replica, *divmod(own, self.tp)
+
+    def expert_rank(self, rank: int) -> int:
+        """The place of `rank` among the ranks that hold the experts of its layers."""
+        replica, _, own = self.place(rank)
+        return replica * self.tp + own
+
+    def stage_layers(self, layers: int, stage: int) -> range:
+        """The layers of a stage; those that are left over go to the stages before the last, the later ones first."""
+        base, more = divmod(layers, self.pp)
+        counts = [base + (self.pp - 1 - more <= at < self.pp - 1) for at in range(self.pp)]
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
 
 
 VOCAB = frozenset({Role.EMBEDDING, Role.HEAD})
@@ -264,7 +288,7 @@ _FUSED_INTO = {name: fused for fused, names in FUSED.items() for name in names}
 
 @dataclass(frozen=True)
 class VllmWorld:
-    """All ranks of one set of vLLM engines. Rank r of engine d is d x tp + r."""
+    """All ranks of an engine: those of one replica behind those of the other, and of one stage likewise."""
 
     facts: ModelFacts
     parallel: VllmParallel
@@ -304,7 +328,8 @@ class VllmWorld:
         """(one rank, all ranks that hold the same as it): every rank that may hold a part of `tensor`."""
         experts = {matrix.expert for matrix in self.weights.by_tensor.get(tensor, ())} - {None}
         if not experts:
-            yield from ((at, range(at, self.size, self.parallel.tp)) for at in range(self.parallel.tp))
+            of_replica = self.parallel.tp * self.parallel.pp
+            yield from ((at, range(at, self.size, of_replica)) for at in range(of_replica))
         else:
             yield from ((rank, (rank,)) for rank in range(self.size) if experts & set(self.local_experts(rank)))
 
@@ -314,18 +339,27 @@ class VllmWorld:
             return range(0)
         if not self.parallel.ep:
             return range(self.facts.moe.experts)
-        base, more = divmod(self.facts.moe.experts, self.size)
-        start = rank * base + min(rank, more)
-        return range(start, start + base + (rank < more))
+        base, more = divmod(self.facts.moe.experts, self.parallel.expert_ranks)
+        own = self.parallel.expert_rank(rank)
+        start = own * base + min(own, more)
+        return range(start, start + base + (own < more))
 
     def _held(self, rank: int) -> Iterator[tuple[LocalMatrix, str]]:
         """The rank's matrices and their dtypes, in the order of the model."""
-        at = rank % self.parallel.tp
-        yield from self._dense(self.weights.outer, at)
-        for layer in range(self.facts.layers):  # multi-token-prediction layers belong to a drafting model
+        _, stage, at = self.parallel.place(rank)
+        yield from self._dense((matrix for matrix in self.weights.outer if stage in self._stages(matrix.role)), at)
+        layers = self.parallel.stage_layers(self.facts.layers, stage)
+        for layer in layers:  # multi-token-prediction layers belong to a drafting model
             matrices = list(self.weights.layer(layer, self.local_experts(rank)))
             yield from self._dense((matrix for matrix in matrices if matrix.expert is None), at)
             yield from self._experts((matrix for matrix in matrices if matrix.expert is not None), rank)
+
+    def _stages(self, role: Role) -> set[int]:
+        """The stages that hold a matrix outside of the layers."""
+        last = self.parallel.pp - 1
+        if role is not Role.EMBEDDING:
+            return {last}
+        return {0, last} if self.facts.tied_embeddings else {0}
 
     def _dense(self, matrices: Iterable[Matrix], rank: int) -> Iterator[tuple[LocalMatrix, str]]:
         by_tensor = {matrix.tensor: matrix for matrix in matrices}
@@ -363,13 +397,13 @@ class VllmWorld:
         for matrix in matrices:
             assert matrix.expert is not None
             by_expert.setdefault(matrix.expert, {})[matrix.role] = matrix
-        # Without expert parallelism every engine's ranks share each expert.
-        ranks, rank = (1, 0) if self.parallel.ep else (self.size, rank)
-        for index, (number, own) in enumerate(by_expert.items()):
-            gate, up, down = (own[role] for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN))
+        # Without expert parallelism the ranks of every replica share each expert.
+        ranks, own = (1, 0) if self.parallel.ep else (self.parallel.expert_ranks, self.parallel.expert_rank(rank))
+        for index, (number, matrices_of) in enumerate(by_expert.items()):
+            gate, up, down = (matrices_of[role] for role in (Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN))
             ffn, hidden = gate.shape
             sizes = ExpertSizes(
-                hidden, share(ffn, ranks, 0, "Width of experts", "generation tp x dp").count, ranks, rank
+                hidden, share(ffn, ranks, 0, "Width of experts", "generation tp x dp").count, ranks, own
             )
             if gate.tensor == up.tensor:
                 prefix = gate.tensor.rpartition(".")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.backends.base import EngineWorker
+from rlctl.backends.base import EngineSpec, EngineWorker
 from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.errors import WorkerError
-from support.engine_host import SwappingEngine
+from rlctl.models.facts import ModelFacts
+from support.engine_host import PublishedPolicy, SwappingEngine
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
 from support.engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_facts
+from support.tiny_families import tiny_family_facts
 
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
-Start = Callable[[str], HostedEngine]
+Start = Callable[..., HostedEngine]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +37,17 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     from rlctl.config.schema import RlctlConfig
     from support.engine_host import PYTHONPATH, SwappingEngine
 
-    config = RlctlConfig.model_validate({"generation": {"max_concurrent": 16, "kv_cache_bytes": 32 << 20}})
-    spec = engine_spec(config, tiny_facts(tied=False), tiny_llama, device="cpu", max_length=256, threads=1)
+    def spec(model: Path, facts: ModelFacts, **sizes: int) -> EngineSpec:
+        generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, **sizes}
+        config = RlctlConfig.model_validate({"generation": generation})
+        return engine_spec(config, facts, model, device="cpu", max_length=256, threads=1)
+
+    plain = spec(tiny_llama, tiny_facts(tied=False))
+    env = plain.environment | {"PYTHONPATH": PYTHONPATH}
     group = WorkerGroup(
         "in-flight",
         SwappingEngine,
-        [WorkerSpec({}, (placement.bundles[0],), spec.environment | {"PYTHONPATH": PYTHONPATH})],
+        [WorkerSpec({}, (placement.bundles[0],), env, others=(placement.bundles[1],))],
         placement,
         tmp_path_factory.mktemp("in-flight"),
         start_timeout_s=START_TIMEOUT_S,
@@ -46,9 +55,10 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
         concurrency=3,
     )
 
-    def begin(in_flight: str) -> HostedEngine:
-        group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(spec, in_flight=in_flight))
-        return Direct(group, tiny_llama)
+    def begin(in_flight: str, model: Path = tiny_llama, **sizes: int) -> HostedEngine:
+        own = spec(model, tiny_family_facts(model), **sizes) if sizes else plain
+        group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(own, in_flight=in_flight))
+        return Direct(group, model)
 
     yield begin
     group.stop()
@@ -146,6 +156,37 @@ def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path
     new.perturb(5)
     require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
     assert engine.call(EngineWorker.weight_version) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"dp": 2, "ep": 2}], ids=["pp2", "dp2-ep2"])
+def test_stages_and_replicas_keep_samples_too(start: Start, tiny_qwen3_moe: Path, sizes: dict[str, int]) -> None:
+    engine, old, new = start("keep", tiny_qwen3_moe, **sizes), *(PublishedPolicy(tiny_qwen3_moe) for _ in range(2))
+    old.refit(engine, 1)
+    new.perturb(5)
+    require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
+
+
+@pytest.mark.slow
+def test_replicas_give_back_what_one_engine_does_and_one_that_dies_is_an_error(
+    start: Start, tiny_qwen3_moe: Path
+) -> None:
+    """With groups that are ended in the middle between two calls."""
+    policy, short, found = PublishedPolicy(tiny_qwen3_moe), Sampling(12), list[list[Any]]()
+    for sizes in ({"tp": 1}, {"dp": 2, "ep": 2}):
+        engine = start("abort", tiny_qwen3_moe, **sizes)
+        policy.refit(engine, 1)
+        groups = generate(engine, short)
+        found.append([(columns.tokens_T.tolist(), texts, result.finish_reasons) for result, columns, texts in groups])
+        refit_in_flight(engine, policy, 2)
+        assert largest_logprob_error(generate(engine, short), policy, short) < TOLERANCE
+    assert found[0] == found[1]
+    (replica,) = engine.group.call(SwappingEngine.other_processes)[0]
+    os.kill(replica, signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        generate(engine, short)
+    with pytest.raises(WorkerError):
+        engine.call(EngineWorker.require_alive)
 
 
 def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_new_weights(

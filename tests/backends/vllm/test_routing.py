@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlctl.backends.messages import Sampling
-from rlctl.backends.vllm.routing import assembled
+from rlctl.backends.vllm.routing import assembled, merged
 from rlctl.data.rollouts import ROUTED_EXPERTS
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate
@@ -38,6 +38,14 @@ def test_cached_beginnings_are_those_of_the_sample_that_computed_them() -> None:
     }
 
 
+def test_each_stage_adds_the_choices_of_its_own_layers() -> None:
+    first = {"a": [(0, np.array([[[3], [-1]], [[4], [-1]]], np.int16))]}
+    last = {"a": [(0, np.array([[[-1], [5]], [[-1], [6]]], np.int16))]}
+    found = merged([first, {}, last, {}])
+    assert [(start, rows.tolist()) for start, rows in found["a"]] == [(0, [[[3], [5]], [[4], [6]]])]
+    assert merged([first, {}]).keys() == {"a"}
+
+
 @pytest.fixture(scope="module")
 def host(family_host: Any) -> Iterator[Any]:
     """The process of all engines of this file, one after the other."""
@@ -47,13 +55,20 @@ def host(family_host: Any) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp"), [pytest.param("qwen3_moe", 1, marks=pytest.mark.guard), ("qwen3_moe", 2), ("mixtral", 1)]
+    ("family", "tp", "sizes"),
+    [
+        pytest.param("qwen3_moe", 1, {}, marks=pytest.mark.guard),
+        ("qwen3_moe", 2, {}),
+        ("mixtral", 1, {}),
+        ("qwen3_moe", 2, {"ep": 2}),
+        ("qwen3_moe", 1, {"pp": 2}),
+    ],
 )
 def test_every_token_comes_with_its_experts(
-    host: Any, family: str, tp: int, tmp_path_factory: pytest.TempPathFactory
+    host: Any, family: str, tp: int, sizes: dict[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = write_tiny_family(tmp_path_factory.mktemp("models") / family, family)
-    engine = FamilyEngine(host, family, model, tp, training={"router_replay": True})
+    engine = FamilyEngine(host, family, model, tp, generation=sizes, training={"router_replay": True})
     for _ in range(2):  # what a call leaves in the prefix cache is not computed again by the next
         for result, columns, _ in generate(engine, Sampling(8)):
             for row in range(columns.rollouts):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.backends.base import Device, EngineSpec, resolve_dtype
-from rlctl.backends.vllm.interfaces import cpu_head_sizes
+from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_head_sizes
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_engine_sizes
@@ -51,6 +51,7 @@ def engine_spec(
     generation = config.generation
     tp = tp or generation.tp or 1
     threads = threads or generation.threads
+    pp, dp = generation.pp or 1, generation.dp or 1
     refuse_unsupported(config, facts, device, tp)
     arguments = _common_arguments(config, tp, dummy_weights) | {
         "model": str(model_dir),
@@ -64,7 +65,7 @@ def engine_spec(
     replaced = {key: value for key, value in arguments.items() if key in passed}
     # Where a CPU's policy waits in host memory, engines that sample ahead pause as those on a GPU do.
     pauses = device == "cpu" and colocated and config.rollouts.mode == "async" and bool(config.training.offload)
-    environment = engine_env(device, threads, tp=tp, plain_parameters=generation.plain_parameters)
+    environment = engine_env(device, threads, ranks=tp * pp * dp, plain_parameters=generation.plain_parameters)
     environment |= generation.env
     return EngineSpec(
         device,
@@ -77,14 +78,28 @@ def engine_spec(
         config.refit.timeout_s,
         config.training.router_replay,
         sleeps=pauses or bool((arguments | passed).get("enable_sleep_mode")),
+        replicas=dp,
     )
 
 
 def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, tp: int | None = None) -> None:
     """Raise ConfigError for a combination that vLLM cannot run."""
-    require_engine_sizes(facts, tp or config.generation.tp or 1)
+    generation = config.generation
+    pp, dp, ep = generation.pp or 1, generation.dp or 1, generation.ep or 1
+    require_engine_sizes(facts, tp=tp or generation.tp or 1, pp=pp, dp=dp, ep=ep)
     if device != "cpu":
         return
+    if ep > 1 and not cpu_experts_spread():
+        raise ConfigError(
+            f"generation.ep = {ep}: on a CPU this vLLM's product of experts takes them all on each rank.",
+            "Leave it out, or install the version of the constraints file.",
+        )
+    if dp > 1 and config.training.router_replay:
+        raise ConfigError(
+            f"training.router_replay: on a CPU the replicas of an engine (generation.dp = {dp}) do not record which "
+            "experts they choose.",
+            "Use generation.engines instead of generation.dp, or turn it off.",
+        )
     if config.vllm.passed.get("enforce_eager") is False:
         raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
     sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has kernels of its own
@@ -97,6 +112,7 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
 
 
 def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:
+    pp, ep = config.generation.pp or 1, config.generation.ep or 1
     arguments: dict[str, Any] = {
         "trust_remote_code": config.model.trust_remote_code,
         "tensor_parallel_size": tp,
@@ -109,9 +125,13 @@ def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict
     }
     if dummy_weights:
         arguments["load_format"] = "dummy"
-    if tp > 1:
+    if pp > 1:
+        arguments["pipeline_parallel_size"] = pp
+    if ep > 1:
+        arguments["enable_expert_parallel"] = True  # over all ranks of a pipeline stage, those of all replicas
+    if tp * pp > 1 or (config.generation.dp or 1) > 1:
         # Workers of this process's own: inside a Ray actor vLLM would ask Ray for them, which its CPU platform cannot.
-        arguments["distributed_executor_backend"] = "mp"
+        arguments["distributed_executor_backend"] = "mp" if tp * pp > 1 else "uni"
     if config.generation.max_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.generation.max_batched_tokens
     return arguments
@@ -160,9 +180,10 @@ def default_cache_bytes(facts: ModelFacts, length: int, concurrent: int, dtype: 
 
 
 def engine_env(
-    device: Device, threads: int | None = None, *, tp: int = 1, plain_parameters: bool = False
+    device: Device, threads: int | None = None, *, ranks: int = 1, plain_parameters: bool = False
 ) -> dict[str, str]:
-    """Environment variables that vLLM reads at import, for the process that will hold the engine."""
+    """Environment variables that vLLM reads at import, for the process that will hold the engine, or the first of its
+    `ranks`."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -184,5 +205,5 @@ def engine_env(
     if plain_parameters and device == "cpu":
         env[PLAIN_PARAMETERS] = "1"
     if threads is not None:
-        env["OMP_NUM_THREADS"] = str(max(1, threads // tp) if device == "cpu" else threads)
+        env["OMP_NUM_THREADS"] = str(max(1, threads // ranks) if device == "cpu" else threads)
     return env

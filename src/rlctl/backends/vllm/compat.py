@@ -5,6 +5,7 @@ Private names of vLLM are used here and nowhere else.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 OLDEST, NEWEST = (0, 26), (0, 32)
 """The versions that rlctl was run with. pyproject.toml asks for the same."""
 SUPPORTED = f"rlctl was run with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
+REPLICA = tuple(f"VLLM_DP_{name}" for name in ("SIZE", "RANK", "RANK_LOCAL", "MASTER_IP", "MASTER_PORT"))
+"""The variables by which vLLM knows which replica an engine is."""
 CPU_ORDERS = ("vec", "amx", "neon", "vsx")
 """Instruction sets for whose kernels vLLM reorders experts on CPUs."""
 
@@ -121,10 +124,128 @@ def rotate_every_head() -> None:
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+def find_own_experts() -> None:
+    """Have the CPU platform's product of experts look for each in this rank's own stack; before the model is loaded.
+
+    Its kernel takes the number of an expert for its place in the stack, also where the stack holds a part of the
+    experts (0.32: it reads beyond the end, and the process dies). An expert that is not there counts nothing here.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
+    kernel = CPUUnquantizedExperts.apply
+    if getattr(kernel, "by_place", False):
+        return
+
+    def apply(self: Any, *args: Any, **given: Any) -> None:
+        places = given.get("expert_map")
+        if places is not None:
+            own = places[given["topk_ids"].long()]
+            given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0.0)
+            given["topk_ids"] = own.clamp(min=0).to(given["topk_ids"].dtype)
+        kernel(self, *args, **given)
+
+    apply.by_place = True  # type: ignore[attr-defined]
+    CPUUnquantizedExperts.apply = apply
+
+
+def gather_unequal_parts() -> None:
+    """Give the CPU platform's groups the two collectives by which experts of several replicas exchange tokens; before
+    the model is loaded. It has none where ranks hold different numbers of tokens (0.32: NotImplementedError)."""
+    import torch
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    if CpuCommunicator.all_gatherv is not DeviceCommunicatorBase.all_gatherv:
+        return
+
+    def gathered(self: Any, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        most = max(sizes)
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        parts = self.all_gather(padded, 0).split(most)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        assert dim == 0
+        tensors = [input_] if isinstance(input_, torch.Tensor) else input_
+        found = [gathered(self, one, sizes or [len(one)] * self.world_size) for one in tensors]
+        return found[0] if isinstance(input_, torch.Tensor) else found
+
+    def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+        assert dim == 0
+        lengths, rank = sizes or [len(input_) // self.world_size] * self.world_size, self.rank_in_group
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        return total.split(lengths)[rank].clone()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def make_stage_inputs(runner: Any) -> None:
+    """Make the memory into which a later pipeline stage takes what the one before computed. vLLM makes it in a trial
+    run, which its CPU platform leaves out where it has nothing to compile."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if get_pp_group().is_first_rank or getattr(runner, "intermediate_tensors", True) is not None:
+        return
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
+
+
 def set_weight_version(llm_engine: Any, version: str) -> None:
     """Tell vLLM's own record of the weight version, in versions that keep one."""
     if hasattr(llm_engine, "set_weight_version"):
         llm_engine.set_weight_version(version)
+
+
+def join_replicas(rank: int, replicas: int, address: str, port: int) -> None:
+    """Have the next engine of this process be one of several replicas that share experts. vLLM reads that from the
+    environment alone where an engine is made in the caller's process."""
+    local_rank = 0  # the process sees the devices of its own replica alone
+    values = map(str, (replicas, rank, local_rank, address, port))
+    os.environ.update(zip(REPLICA, values, strict=True))
+    _read_environment_again()
+
+
+def leave_replicas() -> None:
+    """Have engines after this one stand alone."""
+    from vllm import envs
+
+    for name in REPLICA:
+        os.environ.pop(name, None)
+    _read_environment_again()
+    envs.enable_envs_cache()
+
+
+def _read_environment_again() -> None:
+    """vLLM keeps what it has read of the environment once an engine runs."""
+    from vllm import envs
+
+    envs.disable_envs_cache()
+
+
+class StepTogether:
+    """Steps of one of several replicas: each of them has one forward pass, of the replica's samples or of none."""
+
+    def __init__(self, llm_engine: Any) -> None:
+        self._engine, self._core = llm_engine, llm_engine.engine_core.engine_core
+        self._step, self._computed = self._core.step_fn, False
+        self._core.step_fn = self._noting
+
+    def _noting(self) -> tuple[Any, bool]:
+        outputs, self._computed = self._step()
+        return outputs, self._computed
+
+    def step(self) -> list[Any]:
+        self._computed = False
+        outputs = self._engine.step()
+        if not self._computed:
+            self._core.execute_dummy_batch()
+        return outputs
 
 
 def pause(llm_engine: Any) -> list[Any]:
@@ -262,6 +383,8 @@ def expert_names(experts: Any) -> tuple[str, str, str]:
 def routers(model: torch.nn.Module) -> dict[int, Any]:
     """The object of each layer that chooses experts. Raises ConfigError if one chooses inside a kernel, where nobody
     can listen, and MachineError if this vLLM has no such objects."""
+    from vllm.distributed.parallel_state import get_pp_group
+
     try:
         from vllm.model_executor.layers.fused_moe.layer import (
             MoERunner,  # pyright: ignore[reportPrivateImportUsage]  # its own module differs between versions
@@ -283,7 +406,7 @@ def routers(model: torch.nn.Module) -> dict[int, Any]:
                 "Turn it off for this model.",
             )
         found[module.layer_id] = module.router
-    if not found:
+    if not found and get_pp_group().world_size == 1:
         raise ConfigError("training.router_replay: the engine's model has no routers.", "Turn it off.")
     return found
 

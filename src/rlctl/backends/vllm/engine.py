@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,11 @@ from rlctl.backends.base import EngineSpec
 from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm import compat
 from rlctl.backends.vllm.inflight import AwakeClock, EngineLock, Flight, Sample, columns_of
-from rlctl.backends.vllm.routing import assembled
+from rlctl.backends.vllm.replicas import started
+from rlctl.backends.vllm.routing import assembled, merged
 from rlctl.cluster.progress import report
-from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
-from rlctl.errors import ConfigError, InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.cluster.workers import WorkerPlaces
+from rlctl.errors import InputError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
 POISONED = -1
@@ -32,7 +32,8 @@ class VllmEngine:
     """One engine, from any thread: one call of `generate` and one of `collect` at a time, and other calls between their
     decode steps."""
 
-    def __init__(self, spec: EngineSpec, index: int = 0) -> None:
+    def __init__(self, spec: EngineSpec, index: int = 0, places: WorkerPlaces | None = None) -> None:
+        """`places` are for the replicas after the first; None: there are none."""
         self.spec, self.index = spec, index
         self._lock, self._one_call = EngineLock(), threading.Lock()
         self._flights: list[Flight] = []
@@ -45,27 +46,18 @@ class VllmEngine:
         """Version of the refit that has begun and not succeeded; nothing is generated until one does."""
         self._calls = 0
         self._clock = AwakeClock()
-        self._llm: Any = None
+        self._places = places
+        self._engine: Any = None
         self._memory = DeviceMemory(None, shared=False)
-        self._shared_memory: list[Path] = []
 
     # Start and end
 
     def start(self) -> None:
         self.spec.require_environment()
         compat.check_version(self.spec.device)
-        from vllm import LLM
-
-        arguments = self.spec.arguments
-        compat.require_arguments(arguments)
-        try:
-            self._llm = LLM(**arguments)
-        except ValueError as error:
-            raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
-        self._shared_memory = family_shared_memory()
-        note_shared_memory(self._shared_memory)
-        self._memory = DeviceMemory(self._llm.llm_engine, shared=self.spec.sleeps)
-        self._rpc("rlctl_record_buffers")
+        self._engine = started(self.spec, self._places)
+        self._memory = DeviceMemory(self._engine, shared=self.spec.sleeps)
+        self._rpc("rlctl_prepare")
         if self._records:
             self._rpc("rlctl_record_routing")
 
@@ -76,16 +68,14 @@ class VllmEngine:
 
     def close(self) -> None:
         with self._lock.ask():
-            if self._llm is None:
+            if self._engine is None:
                 return
             self._rpc("rlctl_release")
-            compat.shut_down(self._llm)
-            self._llm = None
-            for path in self._shared_memory:  # vLLM's ranks leave theirs
-                path.unlink(missing_ok=True)
+            self._engine.shut_down()
+            self._engine = None
 
     def require_alive(self) -> None:
-        if self._llm is None:
+        if self._engine is None:
             raise WorkerError(f"Engine {self.index} is not started.")
         with self._lock.ask():
             self._rpc("rlctl_alive")
@@ -99,7 +89,7 @@ class VllmEngine:
                 while self._draining and self._lock.wait(deadline):
                     pass  # a refit is due, and comes first
                 self._require_ready(requests)
-                flight = Flight(self._llm.llm_engine, sampling.timeout_s)
+                flight = Flight(self._engine, sampling.timeout_s)
                 self._flights.append(flight)
             try:
                 with self._lock.ask():  # a refit that comes now finds all samples in flight, or none
@@ -123,7 +113,7 @@ class VllmEngine:
         with self._lock.ask():
             self._require_ready(requests)
             if self._submitted is None:
-                self._submitted = Flight(self._llm.llm_engine, sampling.timeout_s)
+                self._submitted = Flight(self._engine, sampling.timeout_s)
                 self._flights.append(self._submitted)
             self._begin(self._submitted, requests, sampling)
             self._lock.tell()
@@ -160,7 +150,7 @@ class VllmEngine:
         self._calls += 1
         if self._records:
             # What is found in the cache is not computed, and so not recorded: begin without what earlier calls left.
-            self._llm.llm_engine.reset_prefix_cache()
+            self._engine.reset_prefix_cache()
             self._rpc("rlctl_take_routing")
         for request in requests:
             row = flight.add(request)
@@ -211,7 +201,7 @@ class VllmEngine:
             for name, sample in flight.samples.items()
         }
         if self._records:
-            spans = self._rpc("rlctl_take_routing")[0]
+            spans = merged(self._rpc("rlctl_take_routing"))
         else:
             given = {name: getattr(sample.output, "routed_experts", None) for name, sample in flight.samples.items()}
             spans = {name: [(0, rows)] for name, rows in given.items() if rows is not None}
@@ -227,7 +217,7 @@ class VllmEngine:
         return GroupResult.of(request, columns, texts, reasons, self._version)
 
     def _require_prompts_fit(self, requests: Sequence[GroupRequest]) -> None:
-        limit = self._llm.llm_engine.vllm_config.model_config.max_model_len
+        limit = self._engine.max_length
         for request in requests:
             if not 0 < len(request.prompt_tokens) < limit:
                 raise InputError(
@@ -243,7 +233,7 @@ class VllmEngine:
         return self._version
 
     def _require_whole_weights(self) -> None:
-        if self._llm is None:
+        if self._engine is None:
             raise WorkerError(f"Engine {self.index} is not started.")
         if self._updating == POISONED:
             raise WorkerError(f"Engine {self.index} holds poisoned weights.", "It generates again after a full refit.")
@@ -258,13 +248,13 @@ class VllmEngine:
 
     def forget_prompts(self) -> None:
         with self._lock.ask():
-            self._llm.llm_engine.reset_prefix_cache()
+            self._engine.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Samples in flight stay, and are computed again from their tokens once the engine is awake."""
         with self._lock.ask():
             if self._flights and self._memory.shared and self._memory.whole:
-                self._take(compat.pause(self._llm.llm_engine))
+                self._take(self._engine.pause())
             self._memory.sleep()
             self._clock.run(self._memory.whole)
             self._lock.tell()
@@ -273,7 +263,7 @@ class VllmEngine:
         with self._lock.ask():
             self._memory.wake()
             if not self._held:
-                compat.resume(self._llm.llm_engine)
+                self._engine.resume()
             self._clock.run(self._memory.whole)
             self._lock.tell()
 
@@ -299,7 +289,7 @@ class VllmEngine:
     def refit_begin(self, version: int) -> None:
         """Samples in flight are waited for, kept where they are, or ended, as `EngineSpec.in_flight` says."""
         with self._lock.ask():
-            if self._llm is None:
+            if self._engine is None:
                 raise WorkerError(f"Engine {self.index} is not started.")
             self._settle()
             self._memory.wake(WEIGHTS)
@@ -318,7 +308,7 @@ class VllmEngine:
                 flight.abort(self._version)
             self._lock.tell()
         elif self._updating is None:
-            self._take(compat.pause(self._llm.llm_engine))
+            self._take(self._engine.pause())
             for flight in self._flights:
                 flight.stamp(self._version)
 
@@ -352,12 +342,12 @@ class VllmEngine:
             self._rpc("finish_weight_update")
             loaded = time.perf_counter()
             # Samples kept in flight compute what they have again, under the new weights.
-            if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=bool(self._flights)):
+            if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._flights)):
                 raise WorkerError(f"Engine {self.index} could not drop its prefix cache: requests are still running.")
-            compat.set_weight_version(self._llm.llm_engine, str(version))
+            self._engine.set_weight_version(str(version))
             self._version, self._updating = version, None
             if not self._held:
-                compat.resume(self._llm.llm_engine)
+                self._engine.resume()
             self._lock.tell()
             return time.perf_counter() - loaded
 
@@ -379,7 +369,7 @@ class VllmEngine:
 
     def refit_close(self) -> None:
         with self._lock.ask():
-            if self._llm is not None:
+            if self._engine is not None:
                 self._rpc("rlctl_release")
 
     def received(self) -> list[Any]:
@@ -399,7 +389,7 @@ class VllmEngine:
     def _rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every vLLM worker, or a function of it. Raises what one raised, its own fault first."""
         try:
-            answers = self._llm.llm_engine.collective_rpc("rlctl_call", args=(method, args))
+            answers = self._engine.collective_rpc("rlctl_call", args=(method, args))
         except (RuntimeError, ValueError, KeyError, TypeError, AssertionError, AttributeError) as error:
             raise WorkerError(f"Engine {self.index} failed in {method}: {type(error).__name__}: {error}.") from error
         raised = sorted((e for _, e in answers if e is not None), key=lambda e: isinstance(e, PeerFailedError))
@@ -417,13 +407,13 @@ class DeviceMemory:
     had. Its CPU platform keeps the books and moves nothing; on a GPU this has not been run.
     """
 
-    def __init__(self, llm_engine: Any, *, shared: bool) -> None:
+    def __init__(self, engine: Any, *, shared: bool) -> None:
         """If not `shared`, the engine has its device to itself, and nothing ever moves."""
-        self._engine, self.shared = llm_engine, shared
+        self._engine, self.shared = engine, shared
 
     @property
     def _away(self) -> frozenset[str]:
-        return compat.asleep(self._engine) if self.shared else frozenset()
+        return self._engine.asleep() if self.shared else frozenset()
 
     @property
     def whole(self) -> bool:

@@ -31,6 +31,8 @@ TRANSFER = "vllm.distributed.weight_transfer"
 CORE = "vllm.v1.engine.core:EngineCore"
 ENGINE = "vllm.v1.engine.llm_engine:LLMEngine"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase"
 EXPERTS = f"{LAYERS}.fused_moe.routed_experts:RoutedExperts|{LAYERS}.fused_moe.layer:FusedMoE"
 CPU = ("cpu",)
 
@@ -43,7 +45,7 @@ INTERFACES: tuple[Interface, ...] = (
             "model", "tokenizer", "trust_remote_code", "dtype", "max_model_len", "tensor_parallel_size", "seed",
             "logprobs_mode", "disable_log_stats", "worker_extension_cls", "weight_transfer_config", "block_size",
             "max_num_seqs", "kv_cache_memory_bytes", "enforce_eager", "gpu_memory_utilization", "enable_sleep_mode",
-            "distributed_executor_backend",
+            "distributed_executor_backend", "pipeline_parallel_size", "enable_expert_parallel",
         )
     ),
     *(
@@ -68,6 +70,19 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{CORE}.shutdown"),
     Interface(f"{CORE}.model_executor"),
     Interface("vllm.v1.executor.abstract:Executor.sleeping_tags"),
+    # Pipeline stages and replicas (replicas.py, compat.py)
+    Interface("vllm.distributed.parallel_state:get_pp_group"),
+    Interface(f"{RUNNER}.intermediate_tensors"),
+    Interface(f"{CORE}.step_fn"),
+    Interface(f"{CORE}.execute_dummy_batch"),
+    *(Interface(f"vllm.config.parallel:ParallelConfig.{name}") for name in ("data_parallel_rank", "world_size")),
+    *(
+        Interface(f"vllm.envs:VLLM_DP_{name}")
+        for name in ("SIZE", "RANK", "RANK_LOCAL", "MASTER_IP", "MASTER_PORT")
+    ),
+    Interface("vllm.envs:enable_envs_cache"),
+    Interface("vllm.envs:disable_envs_cache"),
+    *(Interface(f"{COMMUNICATOR}.{name}", platforms=CPU) for name in ("all_gather", "all_gatherv", "reduce_scatterv")),
     # Weight transfer (weights/transfer.py)
     Interface(f"{TRANSFER}.base:WeightTransferEngine.parse_update_info", ("update_dict",)),
     Interface(f"{TRANSFER}.base:WeightTransferEngine.start_weight_update"),
@@ -142,6 +157,14 @@ def installed_package() -> Path | None:
     """The folder of the installed vLLM, found without importing it."""
     spec = find_spec("vllm")
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def cpu_experts_spread() -> bool:
+    """Whether the installed vLLM has the product of experts that `compat.find_own_experts` completes on CPUs."""
+    package, product = installed_package(), f"{LAYERS}.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply"
+    return package is None or not list(
+        _missing(package, Interface(product, ("topk_weights", "topk_ids", "expert_map")))
+    )
 
 
 def cpu_head_sizes() -> tuple[int, ...]:

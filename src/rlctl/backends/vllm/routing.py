@@ -55,6 +55,16 @@ def _borrow(
             return
 
 
+def merged(parts: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, Sequence[Span]]:
+    """The choices that several workers recorded: each pipeline stage knows those of its own layers."""
+    found: dict[str, Sequence[Span]] = {}
+    for part in parts:
+        for name, own in part.items():
+            pairs = zip(found.get(name, own), own, strict=True)
+            found[name] = [(start, np.maximum(known, rows)) for (start, known), (_, rows) in pairs]
+    return found
+
+
 class Recorder:
     """The choices of every router of one worker, by request."""
 

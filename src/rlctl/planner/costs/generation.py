@@ -19,14 +19,15 @@ CPU_ENGINE_BYTES = 0.7 * GIB
 
 
 def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
-    """Weights on one device. Experts are split by TP, or spread whole over `ep` devices; MTP layers are not loaded."""
+    """Weights on one device. Experts are split by TP x DP, or spread whole over `ep` devices; MTP layers are not
+    loaded."""
     parts = count(facts)
     dense = (parts.total - parts.experts) / choice.tp
     if facts.mla is not None:
         mla = facts.mla
         replicated = facts.layers * facts.hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
         dense += replicated * (1 - 1 / choice.tp)
-    experts = parts.experts / (choice.ep if choice.ep > 1 else choice.tp)
+    experts = parts.experts / (choice.tp * choice.dp)
     return choice.weight_bytes * (dense + experts) / choice.pp
 
 
@@ -61,7 +62,7 @@ def plan_kv(
     """(bytes of KV cache on one device, tokens that one replica can hold); negative bytes: the engine does not fit."""
     per_token = kv_bytes_per_token_on_device(facts, choice)
     if cluster.is_cpu:
-        return choice.kv_cache_bytes, int(choice.kv_cache_bytes / (per_token * choice.tp))
+        return choice.kv_cache_bytes, int(choice.kv_cache_bytes / (per_token * choice.engine_gpus))
     budget = (choice.memory_fraction or 0.9) * cluster.device.memory
     free = budget - weight_bytes(facts, choice) - sum(overhead_bytes(facts, choice, constants).values())
     return free, max(0, int(free / per_token))
@@ -76,7 +77,10 @@ def generation_memory(
 ) -> PhaseMemory:
     """The generation phase on one device; `policy_asleep`: what the offloaded policy's process keeps there."""
     if cluster.is_cpu:
-        parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes / choice.tp}
+        parts = {
+            "weights": weight_bytes(facts, choice),
+            "KV": choice.kv_cache_bytes / choice.engine_gpus,
+        }
         return PhaseMemory(parts | {"engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes})
     parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes}
     return PhaseMemory(parts | overhead_bytes(facts, choice, constants) | {"policy asleep": policy_asleep})
@@ -110,16 +114,16 @@ def decode_step_seconds(
     and computing, and latencies that nothing hides."""
     device, parts = cluster.device, count(facts)
     if cluster.is_cpu:
-        share = min(1.0, (choice.threads or device.cores) * choice.tp / max(1, device.cores))
+        share = min(1.0, (choice.threads or device.cores) / max(1, device.cores))
         compute = 2.0 * parts.active * sequences / (device.flops("float32") * share * CPU_DECODE_EFFICIENCY)
         read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(facts, 4)
         return max(compute, read / device.memory_bandwidth) + 0.004
     weights = weight_bytes(facts, choice)
     local = 1.0
     if facts.moe is not None:
-        batch = sequences * (choice.dp if choice.ep > 1 else 1)
+        batch = sequences * choice.dp
         touched = 1 - (1 - facts.moe.experts_per_token / facts.moe.experts) ** batch
-        experts = choice.weight_bytes * parts.experts / (choice.ep if choice.ep > 1 else choice.tp) / choice.pp
+        experts = choice.weight_bytes * parts.experts / (choice.tp * choice.dp) / choice.pp
         weights -= experts * (1 - touched)
         local = choice.tp
     kv = sequences * attended(facts, context) * kv_bytes_per_token_on_device(facts, choice)
@@ -131,6 +135,7 @@ def decode_step_seconds(
     if facts.moe is not None:
         layers += facts.layers * constants.moe_decode_layer_s
     fixed = constants.decode_step_s + constants.decode_sequence_s * sequences + layers
+    fixed += constants.replica_step_s * (choice.dp - 1)
     return choice.pp * max(read, compute) + fixed + _communication(facts, choice, cluster, sequences, constants)
 
 
@@ -139,7 +144,7 @@ def _communication(
 ) -> float:
     """All-reduces of tensor parallelism (two a layer) or expert all-to-all, and pipeline hand-over."""
     seconds = 0.0
-    group = choice.tp * (choice.dp if choice.ep > 1 else 1)
+    group = choice.tp * choice.dp
     if group > 1:
         inside = group <= max(1, cluster.link_domain)
         latency = constants.allreduce_latency_s if inside else constants.network_latency_s

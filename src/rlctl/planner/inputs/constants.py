@@ -74,6 +74,9 @@ class Constants:
     """Kernel launches and gaps of one layer in a CUDA graph."""
     moe_decode_layer_s: float = 6.0e-5
     """Routing, permutation and small grouped matmuls of one layer with experts."""
+    replica_step_s: float = 1.2e-4
+    """Messages between the first replica of an engine and one of the others, by decode step (0.45 ms of a processor for
+    each four steps, measured with Ray on a CPU machine)."""
     allreduce_latency_s: float = 1.5e-5
     """One small all-reduce over NVLink (nccl-tests, custom all-reduce)."""
     network_latency_s: float = 6e-5

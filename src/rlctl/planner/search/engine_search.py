@@ -47,8 +47,11 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
         for pp in values_to_try(request, "generation.pp", [1] if tp < cluster.gpus_per_node else [1, 2, 4]):
             options = [(1, 1)] + ([(1, tp)] if experts > 1 and tp > 1 else [])
             if experts > 1:
-                dps = (dp for dp in powers(64)[1:] if experts % (tp * dp) == 0 and tp * pp * dp <= devices)
+                dps = [dp for dp in powers(64)[1:] if experts % (tp * dp) == 0 and tp * pp * dp <= devices]
                 options += [(dp, tp * dp) for dp in dps]
+                options += [(dp, 1) for dp in dps] if request.pin("generation.ep") == 1 else []
+            else:  # the rule says why not
+                options += [(dp, 1) for dp in (request.pin("generation.dp", 1),) if dp > 1]
             for dp, ep in options:
                 if dp != request.pin("generation.dp", dp) or ep != request.pin("generation.ep", ep):
                     continue
@@ -69,13 +72,14 @@ def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationCh
 
 def _cpu_engines(request: Request, base: dict[str, Any], cores: int) -> Iterator[GenerationChoice]:
     workload = request.workload
-    sizes = {key: request.pin(f"generation.{key}", 1) for key in ("pp", "dp", "ep")}
+    pp, dp = request.pin("generation.pp", 1), request.pin("generation.dp", 1)
     for tp in values_to_try(request, "generation.tp", [1]):
+        ep = request.pin("generation.ep", tp * dp if dp > 1 and request.facts.moe else 1)
         engines = request.pin("generation.engines", min(request.cluster.nodes, workload.prompts))
-        threads = request.pin("generation.threads", max(1, cores // (engines * tp)))
-        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines)))
+        threads = request.pin("generation.threads", max(1, cores // engines))
+        concurrent = request.pin("generation.max_concurrent", min(256, workload.share(engines, dp)))
         yield GenerationChoice(
-            engines, tp, memory_fraction=None, max_concurrent=concurrent, threads=threads, **sizes, **base
+            engines, tp, pp, dp, ep, memory_fraction=None, max_concurrent=concurrent, threads=threads, **base
         )
 
 
@@ -165,12 +169,13 @@ def _pinned_cache(
 
 def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> GenerationChoice | Problem:
     """A KV cache for all sequences that run at once at full length, within the memory that training leaves."""
-    per_token = kv_bytes_per_token_on_device(request.facts, layout) * layout.tp
+    ranks = layout.engine_gpus
+    per_token = kv_bytes_per_token_on_device(request.facts, layout) * ranks
     wanted = layout.max_concurrent * request.workload.max_length * per_token * 1.1
     least = request.workload.max_length * per_token * 1.1
     engines = max(1, layout.engines // request.cluster.nodes)
     process = CPU_ENGINE_BYTES + request.constants.cpu_process_bytes
-    fixed = layout.tp * (process + weight_bytes(request.facts, layout))
+    fixed = ranks * (process + weight_bytes(request.facts, layout))
     free = budget / engines - fixed
     size = request.pin("generation.kv_cache_bytes", min(max(wanted, 256 * 1024**2), free))
     if size < least or size > free:

@@ -17,7 +17,7 @@ from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
 from rlctl.planner.search.policy_search import Request
-from rlctl.planner.search.rules import not_runnable
+from rlctl.planner.search.rules import not_runnable, on_one_node
 from rlctl.planner.search.teacher_search import TeacherPlan, with_teacher
 from rlctl.telemetry.phases import Phase
 
@@ -89,7 +89,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
     if not request.workload.rollouts:
         return [assemble(request, t, None, True) for t in trainings[:KEEP]]
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None)):
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster)):
         asleep = policy_asleep(request, training)
         left = request.budget
         if cluster.is_cpu:
@@ -97,7 +97,7 @@ def _colocated(request: Request, log: _RejectionLog) -> list[Plan]:
             left -= _teacher_bytes(request, training)
         engines = engine_search.generation_candidates(request, devices, True, asleep, left, log.add("generation"))
         log.fitted |= {"generation"} if engines else set()
-        for engine in _worth_combining(engines, _has_plain_engines):
+        for engine in _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster)):
             if _refit_fits(request, training.choice, engine, log) and _host_fits(request, training, engine, log):
                 plans.append(assemble(request, training, engine.choice, True))
     return sorted(plans, key=score)
@@ -182,14 +182,14 @@ def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
     )
     trainings = with_teacher(sides.policy, trainings, sides.policy_devices, budget - least, log.add("training"))
     plans = []
-    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None), KEEP_SPLIT):
+    for training in _worth_combining(trainings, lambda t: not not_runnable(t.choice, None, cluster), KEEP_SPLIT):
         left = budget
         if together:
             left -= training.peak.total * training.choice.parallel.world_size + _teacher_bytes(sides.policy, training)
         engines = engine_search.generation_candidates(
             sides.engines, sides.engine_devices, False, 0.0, left, log.add("generation")
         )
-        for engine in _worth_combining(engines, _has_plain_engines, KEEP_SPLIT):
+        for engine in _worth_combining(engines, lambda e: on_one_node(e.choice, cluster), KEEP_SPLIT):
             plan = assemble(request, training, engine.choice, False, sides.engine_devices)
             fits = plan.memory["refit"].total <= cluster.device.memory
             if cluster.is_cpu or (fits and plan.host_memory <= cluster.device.host_memory):
@@ -197,15 +197,11 @@ def _divided(request: Request, sides: _Sides, log: _RejectionLog) -> list[Plan]:
     return plans
 
 
-def _has_plain_engines(candidate: engine_search.GenerationCandidate) -> bool:
-    return candidate.choice.pp == candidate.choice.dp == candidate.choice.ep == 1
-
-
 def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
     """Completions: all devices are the engines'."""
     devices = request.cluster.devices
     engines = engine_search.generation_candidates(request, devices, False, 0.0, request.budget, log.add("generation"))
-    able = _worth_combining(engines, _has_plain_engines)
+    able = _worth_combining(engines, lambda e: on_one_node(e.choice, request.cluster))
     return sorted((assemble(request, None, engine.choice, False) for engine in able), key=score)
 
 
@@ -332,7 +328,7 @@ def _host_memory(
         return mem.host_memory(request.facts, training.choice, request.cluster, shared, weights) + ranks * taught
     engine = 0.0
     if generation is not None:
-        per_node = max(1, generation.engines // request.cluster.nodes) * generation.tp
+        per_node = max(1, generation.gpus // request.cluster.nodes)
         engine = per_node * generation_memory(request.facts, generation, request.cluster, 0.0, request.constants).total
     if training is None:
         return engine

@@ -74,9 +74,7 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
     if choice.gpus > devices:
         why = f"{choice.engines} engines of {choice.gpus // choice.engines} need more than {devices} devices"
         found.append(Problem("generation.engines", why))
-    found += engine_problems(facts, choice.tp, choice.pp, choice.ep)
-    if facts.moe is not None and choice.ep not in (1, choice.tp * choice.dp):
-        found.append(Problem("generation.ep", f"expert parallelism spans TP x DP = {choice.tp * choice.dp}"))
+    found += engine_problems(facts, choice.tp, choice.pp, choice.dp, choice.ep)
     if choice.max_batched_tokens < choice.max_concurrent:
         why = (
             f"{choice.max_batched_tokens:,} tokens a pass are fewer than the {choice.max_concurrent:,} sequences run "
@@ -86,12 +84,23 @@ def generation_problems(facts: ModelFacts, choice: GenerationChoice, workload: W
     return found
 
 
-def not_runnable(training: TrainingChoice | None, generation: GenerationChoice | None) -> list[str]:
+def not_runnable(
+    training: TrainingChoice | None, generation: GenerationChoice | None, cluster: ClusterFacts
+) -> list[str]:
     """Return the parts of a valid plan that rlctl cannot run yet, by key; empty: it runs."""
     why = []
     if training is not None and training.precision == "fp4":
         why.append("megatron.fp4: `train` runs float32, bfloat16 and float8")
-    for key in ("pp", "dp", "ep") if generation is not None else ():
-        if getattr(generation, key) != 1:
-            why.append(f"generation.{key} = {getattr(generation, key)}: only 1 can be run yet")
+    if generation is not None and not on_one_node(generation, cluster):
+        key = "generation.pp" if generation.pp > 1 else "generation.tp"
+        size = f"TP x PP = {generation.replica_gpus}"
+        why.append(
+            f"{key} = {getattr(generation, key[-2:])}: engines of {size} need several nodes of {cluster.gpus_per_node} "
+            "GPUs, and vLLM's processes are started on one"
+        )
     return why
+
+
+def on_one_node(generation: GenerationChoice, cluster: ClusterFacts) -> bool:
+    """Whether each replica of the engines fits a node; those of one engine may be on several."""
+    return cluster.is_cpu or generation.replica_gpus <= cluster.gpus_per_node

@@ -179,6 +179,16 @@ def _engines_rule(plan: Plan, g: GenerationChoice, request: Request) -> str:
     return f"The devices are divided by {g.replica_gpus * g.dp} an engine."
 
 
+def _engine_size_rule(plan: Plan, g: GenerationChoice, key: str, best: str) -> str:
+    if key == "ep" and g.ep > 1 and g.dp > 1:
+        return f"The replicas share the experts: TP x DP = {g.tp * g.dp}."
+    if getattr(g, key) > 1:
+        return f"It is {best}."
+    if key != "pp" and plan.facts.moe is None:
+        return "The model has no experts to share." if key == "dp" else "The model has no experts."
+    return "More would only add communication." if plan.cluster.is_cpu else f"It is {best}: more adds communication."
+
+
 def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> Iterator[Reason]:
     workload = request.workload
     yield _reason(plan, "generation.engines", g.engines, _engines_rule(plan, g, request))
@@ -188,8 +198,7 @@ def _generation_reasons(plan: Plan, g: GenerationChoice, request: Request) -> It
     fastest = f"It is {best} for {rollouts} an engine, the longest of about {longest:,.0f} tokens."
     yield _reason(plan, "generation.tp", g.tp, fastest)
     for key in ("pp", "dp", "ep"):
-        one = "rlctl runs engines with 1 only."
-        yield _reason(plan, f"generation.{key}", getattr(g, key), one if getattr(g, key) == 1 else f"It is {best}.")
+        yield _reason(plan, f"generation.{key}", getattr(g, key), _engine_size_rule(plan, g, key, best))
     if g.memory_fraction is not None:
         most = "what the sleeping policy leaves" if plan.colocated else "what vLLM should take of a GPU"
         rule = f"It holds all rollouts of an engine at full length, and is at most {most}."

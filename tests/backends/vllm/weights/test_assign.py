@@ -39,11 +39,12 @@ def assigned(
     tensors: list[str] = TENSORS,
     unknown: tuple[str, ...] = (),
     alone: bool = True,
+    elsewhere: tuple[str, ...] = (),
 ) -> Assignment:
     """The assignment of a model of which the sites (path, parameter) are opaque."""
     found = [one for one in every if (one.path, one.parameter) not in opaque]
     hidden = [replace(one, opaque=WHY) for one in every if (one.path, one.parameter) in opaque]
-    return assign(Sites(found, hidden, {}, unknown), tensors, alone=alone)
+    return assign(Sites(found, hidden, {}, unknown), tensors, alone=alone, elsewhere=elsewhere)
 
 
 def test_everything_is_direct_where_all_is_known() -> None:
@@ -129,3 +130,12 @@ def test_nothing_is_left_to_write_directly() -> None:
     every = [("embed", "weight"), *((one.path, one.parameter) for one in MODEL_SITES[1:])]
     found = assigned(MODEL_SITES, *every)
     assert (found.path, found.direct, found.reloaded) == ("loader", (), (MODEL,))
+
+
+def test_what_other_workers_hold_takes_no_module_out_of_use() -> None:
+    """A pipeline stage with one layer, one projection of which goes through the loader."""
+    stage, opaque = layer(1), ("model.layers.1.attn.o_proj", "weight")
+    found = assigned(stage, opaque, alone=False, elsewhere=("embed", "model.layers.0"))
+    assert found.reloaded == ("model.layers.1.attn.o_proj",)
+    assert set(found.loaded) == {"model.layers.1.attn.o_proj.weight"}
+    assert assigned(stage, opaque, alone=False).reloaded == (MODEL,)

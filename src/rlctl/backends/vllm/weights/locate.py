@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -168,6 +168,16 @@ def _parameters(site: Site) -> Iterator[str]:
         yield from (f"{site.path}.{name}" for name, _ in site.module.named_parameters(recurse=False))
 
 
+def elsewhere(model: torch.nn.Module) -> list[str]:
+    """The paths of modules that other workers hold: those of other pipeline stages, and experts of other ranks."""
+    found = [path for path, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
+    for path, module in model.named_modules():
+        if "RoutedExperts" in {base.__name__ for base in type(module).__mro__}:
+            own, experts = set(compat.local_experts(module)), cast(Any, module).moe_config.num_experts
+            found += [f"{_block(path)}.experts.{number}" for number in range(experts) if number not in own]
+    return found
+
+
 def dtypes(model: torch.nn.Module) -> dict[str, str]:
     """The dtype of each published tensor in the engine: a router's correction bias is float32 among bfloat16."""
     return {part.tensor: dtype_name(site) for site in sites(model).found for part in site.parts}
@@ -192,11 +202,12 @@ def _why_misshapen(site: Site) -> str:
 
 def _name_after_input_embedding(found: list[Site]) -> list[Site]:
     """With tied embeddings the output module computes with a copy of the input embedding's published tensor."""
-    names = {site.parts[0].tensor for site in found if site.lookup}
+    name = next((site.parts[0].tensor for site in found if site.lookup), None)
+    if name is None:  # another pipeline stage has both
+        return found
     return [
         replace(site, parts=tuple(replace(part, tensor=name) for part in site.parts)) if site.output else site
         for site in found
-        for name in names
     ]
 
 

@@ -91,7 +91,8 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if compat.reloads_as_a_whole(self.model):
             found = all_loaded(tensors, "torchao's loader renews a model as a whole")
         else:
-            found = assign(locate.sites(self.model), tensors, alone=torch.distributed.get_world_size() == 1)
+            alone, elsewhere = torch.distributed.get_world_size() == 1, locate.elsewhere(self.model)
+            found = assign(locate.sites(self.model), tensors, alone=alone, elsewhere=elsewhere)
         if receive == "direct" and found.loaded:
             tensor, why = next(iter(found.loaded.items()))
             raise ConfigError(
@@ -171,6 +172,8 @@ warm_up()  # every worker process imports this before it makes the model
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
 if current_platform.is_cpu():
     compat.rotate_every_head()
+    compat.find_own_experts()
+    compat.gather_unequal_parts()
 if os.environ.get(PLAIN_PARAMETERS) == "1":
     compat.keep_parameters_plain()
 
@@ -179,6 +182,7 @@ class RlctlWorkerExtension:
     """Methods that vLLM mixes into its worker: `self` is the worker."""
 
     rank: int
+    parallel_config: Any
     model_runner: Any
     weight_transfer_engine: RlctlTransferEngine
 
@@ -195,11 +199,15 @@ class RlctlWorkerExtension:
             traceback.print_exc()
             return None, f"{type(error).__name__}: {error}"
 
+    @property
+    def _number(self) -> int:
+        """Number of this worker among those of all replicas of its engine."""
+        return self.parallel_config.data_parallel_rank * self.parallel_config.world_size + self.rank
+
     def rlctl_need(self, engine: str) -> Need:
         transfer = self.weight_transfer_engine
-        name = f"{engine} worker {self.rank}"
         return Need(
-            name,
+            f"{engine} worker {self._number}",
             this_node(),
             device_name(transfer.device),
             transfer.assignment.taken(),
@@ -208,10 +216,12 @@ class RlctlWorkerExtension:
         )
 
     def rlctl_connect(self, engine: str, connections: tuple[Connection, ...]) -> None:
-        self.weight_transfer_engine.connect(connections[self.rank], f"{engine} worker {self.rank}")
+        self.weight_transfer_engine.connect(connections[self._number], f"{engine} worker {self._number}")
 
-    def rlctl_record_buffers(self) -> None:
-        """Keep what the model's buffers hold now. Raises VerificationError where a table is wrong already."""
+    def rlctl_prepare(self) -> None:
+        """Complete the start, and keep what the model's buffers hold now. Raises VerificationError where a table is
+        wrong already."""
+        compat.make_stage_inputs(self.model_runner)
         read_back.record_buffers(self.model_runner.get_model())
 
     def rlctl_alive(self) -> bool:
@@ -221,9 +231,10 @@ class RlctlWorkerExtension:
         self._recorder = routing.Recorder(self.model_runner)
 
     def rlctl_take_routing(self) -> dict[str, list[routing.Span]]:
-        """Return the choices since the last call, by request. Only the first worker has any, as all route alike."""
+        """Return the choices since the last call, by request. Only the first worker of a pipeline stage has any, as all
+        of them route alike."""
         found = self._recorder.take()
-        return found if self.rank == 0 else {}
+        return found if self.rank % self.parallel_config.tensor_parallel_size == 0 else {}
 
     def rlctl_received(self) -> Received:
         return self.weight_transfer_engine.received

@@ -1,0 +1,322 @@
+"""One replica of an engine, or several that share its experts: vLLM's data parallelism, driven from one process.
+
+Experts of several replicas exchange tokens in every forward pass, so all replicas compute every step together, and one
+that has nothing to do takes part with a pass that means nothing. The engine's process holds the first replica and deals
+requests; each of the others is a worker on devices of its own, which may be on another node. They give back the tokens
+that are new since the step before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rlctl.backends.base import EngineSpec
+from rlctl.backends.vllm import compat
+from rlctl.cluster.placement import node_address
+from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
+from rlctl.cluster.workers import WorkerGroup, WorkerPlaces, WorkerSpec
+from rlctl.errors import ConfigError, MachineError
+
+PORTS, PORT_ATTEMPTS = 4, 100
+STEPS_A_CALL = 4
+"""Steps that the replicas take between two messages of the first to the others."""
+Asked = tuple[str, Any, Any]
+"""A request: its name, its prompt and vLLM's parameters of sampling."""
+
+
+class Meeting(NamedTuple):
+    """Where the replicas of an engine find each other."""
+
+    replicas: int
+    address: str
+    port: int
+
+
+class Progress(NamedTuple):
+    """The tokens that a step has added to one sample."""
+
+    name: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str | None
+    """None: it is not finished."""
+    routed_experts: Any
+
+
+class Replica:
+    """vLLM's engine in this process, with what depends on vLLM's version under names of its own."""
+
+    def __init__(self, spec: EngineSpec, rank: int = 0, meeting: Meeting | None = None) -> None:
+        """Load the model. Raises ConfigError or MachineError where vLLM refuses what was asked for."""
+        from vllm import LLM
+
+        compat.require_arguments(spec.arguments)
+        if meeting is not None:
+            compat.join_replicas(rank, *meeting)
+        try:
+            self._llm = LLM(**spec.arguments)
+        except ValueError as error:
+            raise ConfigError(f"vLLM refuses this engine: {error}.", "Adjust the generation section.") from error
+        finally:
+            if meeting is not None:
+                compat.leave_replicas()
+        self._shared_memory = family_shared_memory()
+        note_shared_memory(self._shared_memory)
+        engine = self._llm.llm_engine
+        self._engine, self._together = engine, compat.StepTogether(engine) if meeting is not None else None
+        self.add_request, self.abort_request = engine.add_request, engine.abort_request
+        self.collective_rpc, self.reset_prefix_cache = engine.collective_rpc, engine.reset_prefix_cache
+        self.sleep, self.wake_up = engine.sleep, engine.wake_up
+
+    @property
+    def max_length(self) -> int:
+        return self._engine.vllm_config.model_config.max_model_len
+
+    def step(self) -> list[Any]:
+        """Decode one token of every sample. Collective over the replicas."""
+        return self._engine.step() if self._together is None else self._together.step()
+
+    def pause(self) -> list[Any]:
+        return compat.pause(self._engine)
+
+    def resume(self) -> None:
+        compat.resume(self._engine)
+
+    def set_weight_version(self, version: str) -> None:
+        compat.set_weight_version(self._engine, version)
+
+    def asleep(self) -> frozenset[str]:
+        return compat.asleep(self._engine)
+
+    def shut_down(self) -> None:
+        compat.shut_down(self._llm)
+        for path in self._shared_memory:  # vLLM's ranks leave theirs
+            path.unlink(missing_ok=True)
+
+
+class VllmReplica:
+    """A replica after the first, in a process of its own."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._told: dict[str, tuple[int, int]] = {}
+        """Tokens and characters of each sample that were told already."""
+
+    def start(self, rank: int, meeting: Meeting) -> None:
+        """As `EngineWorker.start`; collective over the replicas."""
+        self.spec.require_environment()
+        self._replica = Replica(self.spec, rank, meeting)
+
+    def step(self, asked: Sequence[Asked]) -> list[Progress]:
+        """Take requests in and decode some tokens of every sample."""
+        for request in asked:
+            self._replica.add_request(*request)
+        return [one for _ in range(STEPS_A_CALL) for one in self._progress(self._replica.step())]
+
+    def pause(self) -> list[Progress]:
+        return self._progress(self._replica.pause())
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._replica.abort_request(list(names))
+        for name in names:
+            self._told.pop(name, None)
+
+    def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the replica."""
+        return getattr(self._replica, method)(*args, **kwargs)
+
+    def close(self) -> None:
+        if hasattr(self, "_replica"):
+            self._replica.shut_down()
+
+    def _progress(self, outputs: Sequence[Any]) -> list[Progress]:
+        return [self._added(output.request_id, output.outputs[0], output.finished) for output in outputs]
+
+    def _added(self, name: str, completion: Any, finished: bool) -> Progress:
+        first, said = self._told.pop(name, (0, 0))
+        tokens = tuple(completion.token_ids[first:])
+        logprobs = tuple(completion.logprobs[first + at][token].logprob for at, token in enumerate(tokens))
+        if not finished:
+            self._told[name] = (first + len(tokens), len(completion.text))
+        reason = str(completion.finish_reason) if finished else None
+        routed = getattr(completion, "routed_experts", None) if finished else None
+        return Progress(name, tokens, logprobs, completion.text[said:], reason, routed)
+
+
+class Logprob(NamedTuple):
+    logprob: float
+
+
+@dataclass
+class Completion:
+    """A sample of another process, as vLLM's own completions look."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    routed_experts: Any = None
+
+    def add(self, more: Progress) -> None:
+        self.token_ids += more.tokens
+        self.logprobs += [{token: Logprob(value)} for token, value in zip(more.tokens, more.logprobs, strict=True)]
+        self.text += more.text
+        self.finish_reason, self.routed_experts = more.finish_reason, more.routed_experts
+
+
+class Output(NamedTuple):
+    """The completion of one request, as vLLM's own outputs look."""
+
+    request_id: str
+    outputs: list[Completion]
+    finished: bool
+
+
+class Replicas:
+    """All replicas of an engine, with the methods of one."""
+
+    def __init__(self, first: Replica, others: WorkerGroup[VllmReplica]) -> None:
+        self._first, self._others = first, others
+        self._home: dict[str, int] = {}
+        """Replica of each group that has samples; 0 is the one in this process."""
+        self._samples: Counter[str] = Counter()
+        """Samples of each group that are not finished."""
+        self._asked: list[list[Asked]] = [[] for _ in range(len(others))]
+        """Requests for the others that the next step takes along."""
+        self._completions: dict[str, Completion] = {}
+        self.max_length = first.max_length
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        """Give the samples of a group to one replica, which computes their prompt once: to that with the fewest."""
+        group = _group(name)
+        if group not in self._home:
+            load: Counter[int] = Counter()
+            for other, home in self._home.items():
+                load[home] += self._samples[other]
+            self._home[group] = min(range(len(self._asked) + 1), key=lambda at: load[at])
+        self._samples[group] += 1
+        home = self._home[group]
+        if home == 0:
+            self._first.add_request(name, prompt, params)
+        else:
+            self._asked[home - 1].append((name, prompt, params))
+            self._completions[name] = Completion()
+
+    def step(self) -> list[Any]:
+        asked, self._asked = self._asked, [[] for _ in self._asked]
+        theirs = self._others.submit_each(VllmReplica.step, [(one,) for one in asked])
+        own = [output for _ in range(STEPS_A_CALL) for output in self._first.step()]
+        return self._taken(own, theirs.results())
+
+    def pause(self) -> list[Any]:
+        theirs = self._others.submit(VllmReplica.pause)
+        return self._taken(self._first.pause(), theirs.results())
+
+    def _taken(self, own: list[Any], theirs: Sequence[Sequence[Progress]]) -> list[Any]:
+        outputs = list(own)
+        for more in (one for of_replica in theirs for one in of_replica if one.name in self._completions):
+            completion = self._completions[more.name]
+            completion.add(more)
+            outputs.append(Output(more.name, [completion], more.finish_reason is not None))
+        for output in outputs:
+            if output.finished:
+                self._forget(output.request_id)
+        return outputs
+
+    def _forget(self, name: str) -> None:
+        group = _group(name)
+        self._completions.pop(name, None)
+        self._samples[group] -= 1
+        if not self._samples[group]:
+            del self._samples[group], self._home[group]
+
+    def abort_request(self, names: Sequence[str]) -> None:
+        """End samples that are not finished."""
+        shares: list[list[str]] = [[] for _ in range(len(self._asked) + 1)]
+        for name in names:
+            shares[self._home[_group(name)]].append(name)
+        self._first.abort_request(shares[0])
+        self._asked = [[one for one in own if one[0] not in names] for own in self._asked]
+        self._others.call_each(VllmReplica.abort, [(share,) for share in shares[1:]])
+        for name in names:
+            self._forget(name)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [answer for of_replica in self._everywhere("collective_rpc", method, args=args) for answer in of_replica]
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return all(self._everywhere("reset_prefix_cache", reset_running_requests=reset_running_requests))
+
+    def sleep(self, level: int, mode: str) -> None:
+        self._everywhere("sleep", level=level, mode=mode)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._everywhere("wake_up", tags=tags)
+
+    def resume(self) -> None:
+        self._everywhere("resume")
+
+    def set_weight_version(self, version: str) -> None:
+        self._everywhere("set_weight_version", version)
+
+    def asleep(self) -> frozenset[str]:
+        return frozenset().union(*self._everywhere("asleep"))
+
+    def shut_down(self) -> None:
+        self._others.kill()  # their ranks end with them, and a group that they have left would be waited for
+        self._first.shut_down()
+
+    def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every replica at once."""
+        theirs = self._others.submit(VllmReplica.do, method, *args, **kwargs)
+        return [getattr(self._first, method)(*args, **kwargs), *theirs.results()]
+
+
+def _group(name: str) -> str:
+    """The group of a sample, by the names that `VllmEngine` gives."""
+    return name.rpartition(".")[0]
+
+
+def started(spec: EngineSpec, places: WorkerPlaces | None) -> Replica | Replicas:
+    """Start an engine; the replicas after the first have `places` of their own."""
+    if places is None:
+        return Replica(spec)
+    meeting = Meeting(spec.replicas, *_open_port())
+    count = len(places.bundles) // (spec.replicas - 1)
+    shares = [places.bundles[first : first + count] for first in range(0, len(places.bundles), count)]
+    others = places.start(VllmReplica, [WorkerSpec({"spec": spec}, share, spec.environment) for share in shares])
+    try:
+        starting = others.within(places.start_timeout_s).submit_each(
+            VllmReplica.start, [(rank, meeting) for rank in range(1, spec.replicas)]
+        )
+        first = Replica(spec, 0, meeting)
+        starting.results()
+    except BaseException:
+        others.kill()
+        raise
+    return Replicas(first, others)
+
+
+def _open_port() -> tuple[str, int]:
+    """The address of this node, and the first of a few ports that are free there: vLLM takes them one after the other.
+    Raises MachineError where there are none."""
+    address = node_address() or "127.0.0.1"
+    for _ in range(PORT_ATTEMPTS):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = _bound(held, address, 0)
+            for more in range(1, PORTS):
+                _bound(held, address, first + more)
+            return address, first
+    raise MachineError(f"There are no {PORTS} free ports side by side at {address}.", "End what holds so many of them.")
+
+
+def _bound(held: contextlib.ExitStack, address: str, port: int) -> int:
+    one = held.enter_context(socket.socket())
+    one.bind((address, port))
+    return one.getsockname()[1]

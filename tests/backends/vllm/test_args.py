@@ -1,0 +1,48 @@
+"""The arguments and the environment of engines on several devices, and what is refused of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.backends.base import EngineSpec
+from rlctl.backends.vllm import args
+from rlctl.config.schema import RlctlConfig
+from rlctl.errors import ConfigError
+from support.tiny_families import tiny_family_facts
+
+
+def spec(model: Path, training: dict[str, Any] | None = None, **generation: int) -> EngineSpec:
+    config = RlctlConfig.model_validate({"generation": generation, "training": training or {}})
+    return args.engine_spec(config, tiny_family_facts(model), model, device="cpu", threads=8)
+
+
+def test_each_size_reaches_vllm_and_the_threads_are_divided(tiny_qwen3_moe: Path) -> None:
+    made = spec(tiny_qwen3_moe, tp=2, pp=2)
+    given = {key: made.arguments.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
+    assert given == {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert made.arguments["distributed_executor_backend"] == "mp"
+    assert "enable_expert_parallel" not in made.arguments
+    assert (made.replicas, made.environment["OMP_NUM_THREADS"]) == (1, "2")
+    spread = spec(tiny_qwen3_moe, dp=2, ep=2)
+    assert spread.arguments["enable_expert_parallel"] is True
+    assert spread.arguments["distributed_executor_backend"] == "uni"  # else vLLM would ask Ray for workers
+    assert (spread.replicas, spread.environment["OMP_NUM_THREADS"]) == (2, "4")
+
+
+def test_what_replicas_and_spread_experts_cannot_do_is_refused(
+    tiny_llama: Path, tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"generation\.dp = 2: the replicas of an engine share its experts"):
+        spec(tiny_llama, dp=2)
+    with pytest.raises(ConfigError, match=r"generation\.ep = 2: expert parallelism spans TP x DP = 1"):
+        spec(tiny_qwen3_moe, ep=2)
+    with pytest.raises(ConfigError, match=r"generation\.pp = 3: 2 layers are fewer than 3 stages"):
+        spec(tiny_llama, pp=3)
+    with pytest.raises(ConfigError, match=r"training\.router_replay.*generation\.dp = 2"):
+        spec(tiny_qwen3_moe, {"router_replay": True}, dp=2)
+    monkeypatch.setattr(args, "cpu_experts_spread", lambda: False)
+    with pytest.raises(ConfigError, match=r"generation\.ep = 2: on a CPU this vLLM's product of experts"):
+        spec(tiny_qwen3_moe, tp=2, ep=2)
