@@ -62,6 +62,10 @@ def ray_session(
 
     Raises MachineError when Ray cannot be started or the address does not answer.
     """
+    if sys.flags.optimize > 1:
+        raise MachineError(
+            "Ray does not run where Python leaves docstrings out.", "Unset PYTHONOPTIMIZE, or make it 1."
+        )
     import ray
     from ray._private import ray_constants
 
@@ -158,8 +162,9 @@ def control_answers() -> bool:
     from ray._private import worker
     from ray.exceptions import RayError
 
+    connected: Any = worker.global_worker
     try:
-        worker.global_worker.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
+        connected.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
     except RayError:
         return False
     return True
