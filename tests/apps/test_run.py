@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlctl.apps import run as run_module
-from rlctl.apps.run import RunJournal, RunSummary
+from rlctl.apps.run import RunJournal, RunSummary, how_to_resume
 from rlctl.config.schema import RlctlConfig
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
@@ -71,3 +72,13 @@ def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyP
 
     assert first(False) == "\x1b[32mfinished\x1b[0m step 3 in 4 s"
     assert first(True).startswith("\x1b[33mstopped after\x1b[0m step 3")
+
+
+def test_commands_to_go_on_with_can_be_copied(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "a run's")
+    new = run.new_checkpoint(2)
+    new.begin()
+    new.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
+    told = [how_to_resume(run), *RunSummary(str(run.path), 3, True, None, None, 4.0, "c").text().splitlines()]
+    commands = [shlex.split(line.partition(": ")[2]) for line in told if ": rlctl" in line]
+    assert [words[words.index("--run-dir") + 1] for words in commands] == [str(run.path)] * 3

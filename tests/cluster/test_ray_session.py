@@ -105,6 +105,12 @@ def test_a_session_has_a_token_of_its_own_where_none_can_be_kept(
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
+def test_a_python_in_which_ray_does_not_run_is_named() -> None:
+    code = "from rlctl.cluster.ray_session import ray_session; ray_session().__enter__()"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=False)
+    assert "Unset PYTHONOPTIMIZE" in done.stderr
+
+
 def test_a_folder_for_the_files_of_ray_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,21 @@ def test_every_metric_has_one_panel_and_diagnostics_are_folded() -> None:
     assert "refit" not in " ".join(found)
 
 
+def test_validations_show_their_scores_also_from_before_the_first_step() -> None:
+    lines = [line(step, validation={}) for step in range(1, 7)]
+    lines[0]["validation_at_start"] = {"accuracy": 0.25, "accuracy_stderr": 0.1, "reward_mean": 0.25}
+    for step in (3, 6):
+        lines[step - 1]["validation"] = {"accuracy": 0.5, "accuracy_stderr": step / 60, "reward_mean": 0.5}
+    shown = run(lines=lines)
+    assert shown.points("validation/accuracy") == [(0, 0.25), (3, 0.5), (6, 0.5)]
+    text = page([shown])
+    assert "validation accuracy 0.5 before step 1 0.25" in " ".join(Reader(text).texts)
+    main, _, folded = text.partition("<details><summary>Diagnostics")
+    assert "validation: accuracy; validation: reward mean" in captions(main)
+    assert [one for one in captions(folded) if one.startswith("validation")] == ["validation: accuracy stderr"]
+    assert "validation at start" not in text
+
+
 def test_metrics_of_the_same_values_share_a_panel() -> None:
     lines = [line(step, accuracy=0.2 + step / 10, reward_terms={"task": 0.2 + step / 10}) for step in range(1, 7)]
     text = page([run(lines=lines)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -71,9 +72,9 @@ class RunSummary:
         if self.steps:
             lines.append(f"report: {self.directory}/report.html")
         if self.checkpoint:
-            lines.append(f"try it: rlctl generate --run-dir {self.directory} --prompt '...'")
+            lines.append(f"try it: rlctl generate --run-dir {shlex.quote(self.directory)} --prompt '...'")
         if self.interrupted:
-            lines.append(f"go on with: rlctl train grpo --resume --run-dir {self.directory}")
+            lines.append(f"go on with: rlctl train grpo --resume --run-dir {shlex.quote(self.directory)}")
         return "\n".join(lines)
 
 
@@ -394,4 +395,5 @@ def how_to_resume(run: RunDirectory) -> str:
         return "No checkpoint is left to resume from."
     if not checkpoints:
         return "There is no checkpoint yet to resume from (run.checkpoint_every)."
-    return f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {run.path}"
+    place = shlex.quote(str(run.path))
+    return f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {place}"

@@ -190,7 +190,7 @@ class Loop:
         validation, journal = self.parts.validation, self.parts.journal
         if validation is None or not validation.due(self.step):
             return {}
-        journal.doing(f"validation after step {self.step}")
+        journal.doing(f"validation after step {self.step}" if self.step else "validation before step 1")
         with self.parts.timer(Phase.VALIDATION):
             found = validation.measure(self.version)
         journal.validated(self.step, found)

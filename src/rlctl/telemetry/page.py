@@ -32,7 +32,11 @@ MAIN = {
     "logprob_diff/mean": "log-prob difference of engine and trainer, mean",
     "tokens_per_s": "tokens/s, saving left out",
 }
-"""Curves that are always open, in this order; `validation` stands for all of its values. Others are folded."""
+"""Curves that are always open, in this order; `validation` stands for its scores. Others are folded."""
+VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
+"""How the names of validation's metrics begin, and of those from before the first step."""
+NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures")
+"""How the names of those end that are no scores."""
 TITLES = {
     "reward_std": "standard deviation of the reward",
     "response_tokens_max": "response tokens, most",
@@ -101,12 +105,14 @@ class ReportedRun:
 
     @cached_property
     def columns(self) -> dict[str, list[tuple[float, float]]]:
-        """Every metric as (step, value)."""
+        """Every metric as (step, value). A validation before the first step is one of step 0."""
         found: dict[str, list[tuple[float, float]]] = {}
         for line in self.lines:
             for name, value in flatten(line):
-                found.setdefault(name, []).append((line["step"], value))
-        return found
+                early = name.startswith(BEFORE_STEPS)
+                name = name.replace(BEFORE_STEPS, VALIDATION, early)
+                found.setdefault(name, []).append((line["step"] - early, value))
+        return {name: sorted(points, key=lambda point: point[0]) for name, points in found.items()}
 
 
 def write_page(path: Path, runs: Sequence[ReportedRun]) -> None:
@@ -192,10 +198,9 @@ def _tile_values(run: ReportedRun) -> list[tuple[str, tuple[str, str]]]:
                 more += f"; {fmean(value for _, value in cut[-some:]):.0%} cut off"
             found.append((label, (number(fmean(values[-some:])), more)))
     for name in sorted(run.columns):
-        if name.startswith("validation/") and len(values := run.points(name)) > 1:
-            found.append(
-                (name.replace("/", " "), (number(values[-1][1]), f"at step {values[0][0]:.0f} {number(values[0][1])}"))
-            )
+        if name.startswith(VALIDATION) and len(values := run.points(name)) > 1:
+            when = f"at step {values[0][0]:.0f}" if values[0][0] else "before step 1"
+            found.append((name.replace("/", " "), (number(values[-1][1]), f"{when} {number(values[0][1])}")))
             break
     totals = [value for _, value in run.points("seconds/total")]
     done = int(run.lines[-1]["step"])
@@ -239,7 +244,7 @@ def _troubles(run: ReportedRun) -> str:
 def _curves(runs: Sequence[ReportedRun]) -> str:
     """Return the panels of all metrics, each once: those of `MAIN`, then folded those of the machine and all others."""
     names = list(dict.fromkeys(name for run in runs for name in run.columns if not name.startswith(ELSEWHERE)))
-    validation = [name for name in names if name.startswith("validation/")]
+    validation = [name for name in names if name.startswith(VALIDATION) and not name.endswith(NO_SCORE)]
     main = [one for name in MAIN for one in (validation if name == "validation" else [name]) if one in names]
     machine = [name for name in names if name.startswith("system/")]
     rest = [name for name in names if name not in {*main, *machine}]
@@ -278,7 +283,7 @@ def _title(name: str, titles: Mapping[str, str]) -> str:
 
 def _panels(runs: Sequence[ReportedRun], names: Iterable[str], titles: Mapping[str, str]) -> str:
     panels = []
-    counted = [line["step"] for run in runs for line in (run.lines[0], run.lines[-1])]
+    counted = [run.points(name)[end][0] for run in runs for name in run.columns for end in (0, -1)]
     steps = (float(min(counted)), float(max(counted)))
     for name in names:
         title = _title(name, titles)
