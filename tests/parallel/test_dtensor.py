@@ -263,7 +263,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize(("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "granite-dp", "qwen2-moe-dp-ep"))
+@pytest.mark.parametrize(("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep"))
 def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
@@ -343,6 +343,7 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
 
 CHANGED = {
     "dp2": Case("qwen3", ParallelSpec(dp=2)),
+    "dp2-states-on-host": Case("llama-tied", ParallelSpec(dp=2), optimizer_offload=True),
     "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
 }

@@ -3,6 +3,7 @@ those of the Megatron backend do."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,20 @@ from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
-from support.dtensor_adapters import LORA, SCALE, expected, run_adapters, run_saved
+from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_saved
 from support.dtensor_cases import run_case, run_changed
-from support.parallel_cases import Case
+from support.parallel_cases import WEIGHT, Case
 from support.parallel_cases import run_case as run_megatron
 from support.pool import Pool
-from support.reference import Optim, hf_model, make_batch, megatron_weights
+from support.reference import (
+    Optim,
+    advantage,
+    hf_model,
+    make_batch,
+    megatron_weights,
+    reference_logprobs,
+    token_loss,
+)
 
 Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
@@ -124,10 +133,13 @@ def test_both_backends_train_the_same_adapters(pools: Pools, published: Publishe
         assert close(ours[0].params[f"model.layers.{layer}.self_attn.o_proj.lora_b"], value, TOLERANCE)
 
 
-CHANGED = {"dp2": case_of("qwen3", dp=2), "mla-dp2-ep2": case_of("deepseek", dp=2, ep=2)}
+CHANGED = {
+    "dp2-states-on-host": replace(case_of("qwen3", dp=2), optimizer_offload=True),
+    "mla-dp2-ep2": case_of("deepseek", dp=2, ep=2),
+}
 
 
-@pytest.mark.parametrize("name", ["dp2", pytest.param("mla-dp2-ep2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dp2-states-on-host", pytest.param("mla-dp2-ep2", marks=pytest.mark.slow)])
 def test_a_run_with_adapters_may_change_its_backend(
     pools: Pools, published: Published, name: str, tmp_path: Path
 ) -> None:
@@ -191,3 +203,24 @@ def test_adapters_are_exported_merged_and_as_peft_names_them(
         assert close(base_model[f"{name}.weight"] + update, wanted.merged[f"{name}.weight"], TOLERANCE)
     changed = {name for name, value in wanted.merged.items() if not torch.equal(value, wanted.base[name])}
     assert changed == {f"{key.removeprefix('base_model.model.')}.weight" for key in modules}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3moe"])
+def test_the_peft_library_computes_the_same_with_these_adapters(kind: str) -> None:
+    """Log-probs and gradients, where those of a shared A are the sums of PEFT's own for each of its layers."""
+    peft = pytest.importorskip("peft")
+    wanted, whole = expected(kind), adapters_of(kind)
+    modules = sorted({name.rpartition(".")[0] for name in whole})
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=modules)
+    model = peft.get_peft_model(copy.deepcopy(hf_model(kind)), config).eval()
+    found = {f"{module}.{which}": getattr(model.base_model.model.get_submodule(module), name)["default"].weight
+             for module in modules for which, name in (("lora_a", "lora_A"), ("lora_b", "lora_B"))}  # fmt: skip
+    for name, parameter in found.items():
+        parameter.data.copy_(whole[name])
+    logprobs = reference_logprobs(model, {}, make_batch())
+    for key, columns in logprobs.items():
+        assert close(columns[0].detach(), wanted.logprobs[key], 1e-5), key
+        token_loss(*columns, torch.tensor(advantage(*key)), torch.tensor(WEIGHT)).backward(retain_graph=True)
+    for name, value in wanted.grads.items():
+        parts = [found[other].grad for other in found if whole[other] is whole[name]]
+        assert close(torch.stack(parts).sum(0), value, TOLERANCE), name

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.lora import Adapted, first_a, merged, require_kind, takes_adapter
 from rlctl.config.schema import LoraConfig
+from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.megatron_names import slot
 
@@ -39,7 +40,7 @@ class AdaptedLinear(Adapted, nn.Linear):
 
 def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
     """Freeze a model without memory and put adapters on the targets. Raises ConfigError where a target is a layer of
-    another kind."""
+    another kind, and where there is none."""
     inner.requires_grad_(False)
     found = dict[str, nn.Parameter]()
     for name, shared in _targets(world, lora):
@@ -50,6 +51,11 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
         module.lora_a = found.setdefault(shared, a)
         module.lora_b = nn.Parameter(module.weight.new_empty(module.out_features, lora.rank))
         module.scale, module.shared = lora.alpha / lora.rank, shared
+    if not found:
+        raise ConfigError(
+            f"training.lora: the model has none of the layers of training.lora.targets ({', '.join(lora.targets)}).",
+            "Name others, or train all weights.",
+        )
 
 
 def _targets(world: DTensorWorld, lora: LoraConfig) -> Iterator[tuple[str, str]]:
@@ -89,7 +95,7 @@ def set_part(world: DTensorWorld, rank: int, name: str, own: Tensor, whole: Tens
     local_part(own).copy_(part.to(own.dtype))
 
 
-def adapter_parameters(inner: nn.Module) -> dict[str, nn.Parameter]:
+def adapter_parameters(inner: nn.Module) -> dict[str, Tensor]:
     """A and B of each adapted layer; A that several layers share is there for each of them, so that a checkpoint can be
     read a layer at a time."""
     return {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.critic_rank import ValueRank
+from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.checkpoints.rank_loading import load_moments, load_value_head
 from rlctl.weights.dtensor import DTensorWorld
@@ -47,7 +48,6 @@ class ValueWorker(ValueRank, DTensorWorker):
     @torch.no_grad()
     def load_of_megatron(self, directory: Path) -> None:
         from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
-        from rlctl.backends.dtensor.tensor_parallel import local_part
 
         world, stored = self.layouts(), load_value_head(directory)
         self.load_weights(directory, saved_critic=True)

@@ -14,6 +14,8 @@ from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import LogprobColumn
 from rlctl.backends.critic_rank import CriticRank
 from rlctl.backends.dtensor.backend import layouts
+from rlctl.backends.dtensor.lora import adapter_parameters, merges, set_part
+from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
 from rlctl.backends.policy_rank import LossOf, Save
@@ -85,15 +87,11 @@ class DTensorWorker(CriticRank):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the live weights: what this rank holds of each. Adapted ones are merged when they are asked for."""
-        from rlctl.backends.dtensor.lora import merges
-
         live = self._live()
         return MergedParameters(live, merges(self.model.inner)) if self.spec.lora.rank else live
 
     def _live(self) -> dict[str, Tensor]:
         """This rank's part of each weight of the layout, a view of the live memory; not collective."""
-        from rlctl.backends.dtensor.tensor_parallel import local_part
-
         return {name: local_part(value.detach()) for name, value in self._named().items()}
 
     def _named(self) -> dict[str, Tensor]:
@@ -106,9 +104,7 @@ class DTensorWorker(CriticRank):
 
     def saved(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint by name: all weights, or the adapters alone."""
-        from rlctl.backends.dtensor.lora import adapter_parameters
-
-        return dict(adapter_parameters(self.model.inner)) if self.spec.lora.rank else self._named()
+        return adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()
 
     def _reshard(self) -> None:
         """After a forward pass without a backward one, the root's parameters are still gathered."""
@@ -158,8 +154,6 @@ class DTensorWorker(CriticRank):
             others[name].copy_(kept)
 
     def offload(self, keep_weights: bool) -> int:
-        from rlctl.backends.dtensor.tensor_parallel import local_part
-
         weights = [*self._live().values(), *(local_part(value.detach()) for value in self.model.parameters())]
         self.clear_gradients()
         moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights)]
@@ -168,8 +162,6 @@ class DTensorWorker(CriticRank):
 
     def _states(self) -> list[Tensor]:
         """This rank's part of the optimizer's states, live."""
-        from rlctl.backends.dtensor.tensor_parallel import local_part
-
         states = self.optimizer.state if self.optimizer is not None else {}
         found = (value for state in states.values() for value in state.values())
         return [local_part(value) for value in found if isinstance(value, Tensor)]
@@ -224,8 +216,6 @@ class DTensorWorker(CriticRank):
     # --- checkpoints
 
     def trained_not_finite(self) -> list[str]:
-        from rlctl.backends.dtensor.tensor_parallel import local_part
-
         self._reshard()
         named = ((name.removeprefix("inner."), value) for name, value in self.model.named_parameters())
         return [name for name, p in named if p.requires_grad and not local_part(p.detach()).isfinite().all()]
@@ -262,7 +252,6 @@ class DTensorWorker(CriticRank):
     def _load_adapters(self, directory: Path) -> None:
         """Read adapters that the Megatron backend saved, and their moments."""
         from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
-        from rlctl.backends.dtensor.lora import set_part
 
         world, named = self.layouts(), self.saved()
         stored, moments = load_adapters(directory, world.facts), moments_of(named, self._trainer())

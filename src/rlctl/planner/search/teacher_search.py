@@ -135,8 +135,10 @@ def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> It
 def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:
     cluster, constants = request.cluster, request.constants
     whole = mem.logprobs_memory(facts, choice, cluster, 0.0, constants)
-    weights = max(mem.state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice))
-    kept = {"teacher weights": weights, "teacher activations": whole.parts["activations"],
+    states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
+    weights = max(own["weights"] for own in states)
+    gathered = max(own.get("gathered", 0.0) for own in states)
+    kept = {"teacher weights": weights + gathered, "teacher activations": whole.parts["activations"],
             "teacher logits": whole.parts["logits"], "teacher runtime": whole.parts["runtime"]}  # fmt: skip
     alone = replace(request.workload, old_logprobs=True, reference=False)
     seconds = timing.logprobs_time(facts, choice, alone, cluster, constants)
