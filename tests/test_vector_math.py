@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
+from rlctl.backends.base import PolicySpec
+from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.megatron import cpu
 from rlctl.backends.vllm.engine import VllmEngine
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
+from rlctl.models.families import facts_from_hf_config
 from rlctl.vector_math import warm_up
 from support.engines import HostedEngine
 
@@ -36,7 +40,9 @@ def warmed_up(worker: Any) -> bool:
 
 
 def test_a_policy_and_a_conversion_warm_up_before_they_compute(tiny_llama: Path, tmp_path: Path) -> None:
-    for begin in (cpu.install, lambda: hf_to_megatron(tiny_llama, tmp_path / "converted")):
+    spec = PolicySpec(facts_from_hf_config(json.loads((tiny_llama / "config.json").read_text())))
+    sharded = DTensorWorker(0, 1, "127.0.0.1", spec)
+    for begin in (cpu.install, sharded.prepare, lambda: hf_to_megatron(tiny_llama, tmp_path / "converted")):
         warm_up.cache_clear()
         begin()
         assert warm_up.cache_info().currsize == 1

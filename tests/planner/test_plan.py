@@ -14,7 +14,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
 from rlctl.models.catalog import lookup
-from rlctl.models.facts import ModelFacts
+from rlctl.models.facts import ListedTensor, ModelFacts
 from rlctl.planner.choice import Adapters, TrainingChoice
 from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
@@ -110,6 +110,15 @@ def test_a_backend_that_refuses_what_is_asked_for_is_not_chosen() -> None:
         made = but(able)
         assert (made.backend, why in rule_of(made)) == (chosen, True), rule_of(made)
     assert set(asked) == {"megatron", "dtensor"}
+
+
+def test_a_family_that_only_dtensor_can_train_goes_to_it() -> None:
+    tensors = (ListedTensor("model.layers.{layer}.mlp.up_proj.weight", (3072, 1024), tuple(range(28))),)
+    facts = replace(model("Qwen3-0.6B"), family="olmo2", listed=tensors)
+    made = make_plan(facts, make_cluster("h100"), Workload())
+    assert (made.backend, made.runnable) == ("dtensor", True)
+    assert "megatron cannot: model.name: family olmo2 has no weight map yet" in rule_of(made)
+    assert not make_plan(facts, make_cluster("h100"), Workload(), {"training.backend": "megatron"}).runnable
 
 
 def test_70b_needs_model_parallelism() -> None:

@@ -25,6 +25,7 @@ from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
 from rlctl.errors import InputError
 from rlctl.models.matrices import Role
+from rlctl.vector_math import warm_up
 from rlctl.weights.dtensor import DTensorWorld, module_name
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class DTensorWorker(CriticRank):
     def prepare(self) -> None:
         from rlctl.backends.dtensor.model import register_attention
 
+        warm_up()
         register_attention()
 
     def build(self) -> None:
