@@ -106,7 +106,7 @@ CASES = {
     "replicate2-tp2": (case_of("llama", tp=2, dp=2, replicate=2), None),
     "mla-ep2-shard2": (case_of("deepseek", dp=4, ep=2), None),
 }
-QUICK = ("dp2", "tp2", "cp2", "mla-ep2")
+QUICK = ("dp2", "tp2", "mla-ep2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
@@ -116,6 +116,7 @@ def test_adapters_train_as_the_merged_model_does(pools: Pools, published: Publis
     check(pools, published, case, after or case, tmp_path / "saved" if after is not None else None)
 
 
+@pytest.mark.slow
 def test_both_backends_train_the_same_adapters(pools: Pools, published: Published) -> None:
     """They begin with the same A, and share it between the layers that Megatron fuses."""
     case = replace(case_of("qwen3", dp=2), lora=LORA)
