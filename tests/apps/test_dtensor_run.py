@@ -31,6 +31,22 @@ def test_both_backends_run_the_same_steps(uninterrupted, here, tiny_llama: Path,
     same_run(results(theirs), results(ours))
 
 
+@pytest.mark.slow
+def test_the_laptop_preset_takes_the_same_first_steps_on_both_backends(here, tmp_path: Path) -> None:
+    """SmolLM2-135M itself: the same tokens and rewards, and what follows from them to float32's rounding."""
+    found = []
+    for backend in ("megatron", "dtensor"):
+        done = here(["rlctl", "train", "grpo", "--preset", "laptop", "--steps", "2", "--backend", backend,
+                     "--run-dir", str(tmp_path / backend)])  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(results(tmp_path / backend))
+    theirs, ours = found
+    same_run(theirs, ours)
+    for one, other in zip(theirs, ours, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
 def begun_and_changed(here, model: Path, place: Path, *more: str) -> tuple[list[dict], list[dict]]:
     """The metrics of a run of Megatron's, and of one that two ranks of dtensor begin and Megatron goes on with."""
     whole, changed = place / "whole", place / "changed"

@@ -36,6 +36,8 @@ def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureF
     assert lines[4].startswith("  grpo.key_of_tomorrow = 3: ")
     assert "policy.model_name" not in out
     assert len(lines) <= 15
+    said = rlctl(capsys, "config", "validate", "--config", str(path))[2]
+    assert "left out: grpo.key_of_tomorrow = 3: rlctl does not know this key" in said
 
 
 def test_headings_have_colours_at_a_terminal(

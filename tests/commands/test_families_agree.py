@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlctl.apps.crew import start_crew
+from rlctl.apps.refit_test import refit_crew, refit_test_job
+from rlctl.config.load import resolve
 from support.commands import Run
 from support.tiny_families import write_tiny_family
 
@@ -20,12 +24,34 @@ FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "de
     "family", [pytest.param(name, marks=pytest.mark.guard if name == GUARD else ()) for name in FAMILIES]
 )
 def test_engine_and_trainer_agree(run_here: Run, family: str, tmp_path: Path) -> None:
-    found = refit_test(run_here, write_tiny_family(tmp_path / family, family))
+    require_equal(refit_test(run_here, write_tiny_family(tmp_path / family, family)))
+
+
+def require_equal(found: dict) -> None:
     assert found["passed"], found
     assert [found[key] for key in ("mismatched", "missing", "extra", "unread")] == [[]] * 4
     assert found["logprobs"]["mean_abs"] <= MEAN
     assert found["logprobs"]["max_abs"] <= MOST
     assert found["logprobs_before"]["max_abs"] > 100 * MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.guard if name == GUARD else ()) for name in FAMILIES]
+)
+def test_shards_reach_the_engine_through_every_mover(placement: Any, family: str, tmp_path: Path) -> None:
+    """`--backend dtensor`, tensor parallel. One crew for all movers."""
+    model = write_tiny_family(tmp_path / family, family)
+    sizes = {"training.tp": 2, "training.dp": 1, "training.threads": 1, "generation.threads": 1}
+    flags = {"model.name": str(model), "cluster.gpu": "cpu", "training.backend": "dtensor", **sizes}
+    job = refit_test_job(resolve(flags=flags, environment={}), "auto", 2, print)
+    with start_crew(job.crew(), tmp_path) as crew:
+        crew.policy.load_model(job.source.weights)
+        for mover in ("shared-memory", "collective", "disk"):
+            settings = job.config.refit.model_copy(update={"mover": mover, "directory": str(tmp_path)})
+            report = refit_crew(job, crew, settings, print)
+            assert report.to_json()["mover"] == mover
+            require_equal(report.to_json())
 
 
 @pytest.mark.slow

@@ -288,11 +288,21 @@ def test_fsdp_is_planned_with_its_own_sizes(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(out)["memory_gib"]["training"]["optimizer"] > data["memory_gib"]["training"]["optimizer"]
 
 
+def test_fsdp_divides_experts_as_it_divides_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--set", "training.tp=4", "--set", "training.ep=2")
+    model = ("plan", "--model", "Qwen/Qwen3-30B-A3B", "--gpu", "h100", "--gpus-per-node", "8", "--nodes", "2")
+    code, out, _ = rlctl(capsys, *model, "--backend", "dtensor", "--json", *sizes)
+    assert code == 0
+    training = json.loads(out)["training"]
+    assert (training["tp"], training["etp"], training["ep"]) == (4, 4, 2)
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
         ("training.pp=2", "FSDP2 has no pipeline stages"),
-        ("training.tp=4", "does not divide experts yet"),
+        ("training.tp=4 training.etp=1", "FSDP2 has experts divided as training.tp = 4 divides the rest"),
+        ("training.tp=512", "do not split over 512 ranks"),
         ("training.replicate=16", "do not make 16 equal copies"),
         ("megatron.moe_router_fusion=true", "megatron.moe_router_fusion is refused"),
         ("ddp.overlap_grad_reduce=true", "ddp.overlap_grad_reduce is refused"),
@@ -303,7 +313,7 @@ def test_fsdp_refuses_by_key_and_names_the_other_backend(
 ) -> None:
     model = "Qwen/Qwen3-30B-A3B" if "moe" in setting or "tp" in setting else NODE[2]
     command = ["plan", "--model", model, "--gpu", "h100", "--gpus-per-node", "8", "--backend", "dtensor"]
-    code, _, err = rlctl(capsys, *command, "--set", setting)
+    code, _, err = rlctl(capsys, *command, *(part for one in setting.split() for part in ("--set", one)))
     assert code == 2
     assert said in err
     if "is refused" in said:

@@ -114,8 +114,9 @@ def parts_agree(worker: DTensorWorker, wanted: dict[str, Tensor]) -> float:
     parallel = world.parallel
     tp, shard = worker.rank % parallel.tp, worker.rank // parallel.tp % parallel.fsdp_shards
     for name, value in worker.parameters().items():
-        box: tuple[Span, ...] = world._box(name, tuple(wanted[name].shape), tp, shard)
-        part = wanted[name][tuple(slice(span.start, span.start + span.count) for span in box)]
+        whole = wanted[name].view(world.modules.params[name].shape)  # gate and up of experts are apart there
+        box: tuple[Span, ...] = world._box(name, tuple(whole.shape), tp, shard)
+        part = whole[tuple(slice(span.start, span.start + span.count) for span in box)]
         assert part.shape == value.shape
         worst = max(worst, float((value - part).abs().max())) if part.numel() else worst
     return worst

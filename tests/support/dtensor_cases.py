@@ -48,7 +48,9 @@ def make_worker(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """In transformers' shape: gate and up of experts are apart in the worker."""
+    found = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return found.flatten(1, 2) if found.dim() == 4 else found
 
 
 def wholes(worker: DTensorWorker, what: str) -> dict[str, Tensor]:
@@ -77,6 +79,22 @@ def run_case(rank: int, case: Case, directory: Path, batch: Batch, facts: ModelF
     params = wholes(worker, "data")
     held = sum(value.numel() for value in worker.parameters().values())
     return Outcome(results, logprobs, grads if rank == 0 else {}, params if rank == 0 else {}, held)
+
+
+def run_memory(rank: int, tiny: tuple[Case, Path], large: tuple[Case, Path, ModelFacts]) -> int:
+    """The bytes by which this process has at most grown while it built and loaded the large model."""
+    make_worker(rank, *tiny)  # imports what is imported once
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the largest size that there was (proc(5))
+    before = _kilobytes("VmRSS")
+    case, directory, facts = large
+    worker = make_worker(rank, case, directory, facts=facts)
+    assert all(value.isfinite().all() for value in worker.parameters().values())
+    return 1024 * (_kilobytes("VmHWM") - before)
+
+
+def _kilobytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def run_checkpoint(rank: int, before: Case, after: Case, directory: Path, batch: Batch, saved: Path) -> tuple:

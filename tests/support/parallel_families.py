@@ -82,6 +82,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    ),
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": WINDOW, "query_pre_attn_scalar": 24, "tie_word_embeddings": True,
+            "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0,
+        },
+    ),
+    "glm4": ("Glm4", {"attention_bias": True, "pad_token_id": 0}),
+    "cohere": ("Cohere", {"logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": True, "pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        MOE | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
+    "olmoe": ("Olmoe", MOE | {"intermediate_size": 64}),
+    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
+}  # fmt: skip
+"""Families without a file in `models/`."""
+REFUSED = ("stablelm",)
+"""Those of them that cannot be trained without one."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -105,7 +134,7 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
     """A random float32 model whose norms, biases and sinks matter."""
     import transformers
 
-    name, changes = FAMILIES[family]
+    name, changes = (FAMILIES | OTHERS)[family]
     config = BASE | changes | {"vocab_size": vocab}
     config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
     torch.manual_seed(1)

@@ -108,7 +108,7 @@ def every_world(facts: ModelFacts) -> Iterator[World]:
     yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, dp=2, **experts), "te")
     yield MegatronWorld(facts, ParallelSpec(tp=2, pp=2, vpp=2, etp=1), "local")
     yield DTensorWorld(facts, ParallelSpec(tp=2, dp=6, replicate=2))
-    yield DTensorWorld(facts, ParallelSpec(dp=4, ep=2 if facts.moe else 1))
+    yield DTensorWorld(facts, ParallelSpec(tp=2, dp=4, ep=2 if facts.moe else 1))
     yield VllmWorld(facts, VllmParallel(4))
     yield VllmWorld(facts, VllmParallel(2, 2, ep=True))
 

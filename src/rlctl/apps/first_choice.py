@@ -6,7 +6,7 @@ from rlctl.config.presets import preset_names, read_preset
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import RlctlError
 from rlctl.models.catalog import CatalogEntry, entries
-from rlctl.models.constraints import family_problem
+from rlctl.models.families import FAMILIES
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
 
@@ -29,7 +29,7 @@ def what_there_is(config: RlctlConfig) -> str:
 def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
     """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
     halves finds the largest: what fits for one size is taken to fit for smaller ones."""
-    known = [entry for entry in entries() if family_problem(entry.facts.family) is None]
+    known = [entry for entry in entries() if entry.facts.family in FAMILIES]
     known.sort(key=lambda entry: count(entry.facts).total)
     low, high = 0, len(known)
     while low < high:

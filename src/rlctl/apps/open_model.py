@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
-from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig, RlctlConfig
@@ -15,7 +15,6 @@ from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError
 from rlctl.models.catalog import lookup, near
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import facts_from_hf_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +39,7 @@ def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool
     source = find_model(
         model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
     )
-    return NamedModel(source, facts_from_hf_config(read_config(source.directory)))
+    return NamedModel(source, facts_in(source.directory))
 
 
 def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFacts:
@@ -60,7 +59,7 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFac
         raise InputError(
             error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
         ) from error
-    return facts_from_hf_config(read_config(directory))
+    return facts_in(directory)
 
 
 def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:

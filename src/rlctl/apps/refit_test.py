@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlctl.apps import refit_report
-from rlctl.apps.crew import CrewSpec, start_crew
+from rlctl.apps.crew import Crew, CrewSpec, start_crew
 from rlctl.apps.open_model import open_model
 from rlctl.apps.planned_crew import converts, device_of, planned_crew
 from rlctl.apps.prepare import require_devices, runnable_plan
-from rlctl.apps.refit_report import LogprobLimit
+from rlctl.apps.refit_report import LogprobLimit, RefitTestReport
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
 from rlctl.checkpoints.conversion.prepared_model import prepared
@@ -18,7 +18,7 @@ from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
-from rlctl.config.schema import RlctlConfig
+from rlctl.config.schema import RefitConfig, RlctlConfig
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.result import Plan
 from rlctl.refit.decoding import fixed_prompts, policy_difference
@@ -79,7 +79,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)
 
 
-def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_report.RefitTestReport:
+def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> RefitTestReport:
     """Start policy and engines, test, and stop them."""
     if converts(job.config, job.plan):
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
@@ -88,18 +88,23 @@ def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> refit_repo
         tell("starting the policy and the engine")
         with start_crew(job.crew(), logs) as crew:
             crew.policy.load_model(job.source.weights)
-            with crew.weight_sync(job.config.refit, job.source, receive=job.receive) as sync:
-                return refit_report.run(
-                    sync,
-                    model=job.source.label,
-                    prompts=fixed_prompts(job.facts.vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),
-                    compare_logprobs=lambda results: policy_difference(crew.policy, results),
-                    repeat=job.repeat,
-                    logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
-                    timeout_s=job.config.refit.timeout_s,
-                    new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
-                    tell=tell,
-                )
+            return refit_crew(job, crew, job.config.refit, tell)
+
+
+def refit_crew(job: RefitTestJob, crew: Crew, settings: RefitConfig, tell: Callable[[str], None]) -> RefitTestReport:
+    """Test the refits of a started crew whose policy has its weights."""
+    with crew.weight_sync(settings, job.source, receive=job.receive) as sync:
+        return refit_report.run(
+            sync,
+            model=job.source.label,
+            prompts=fixed_prompts(job.facts.vocab, max(1, job.max_length - MAX_NEW_TOKENS - 1), PROMPTS),
+            compare_logprobs=lambda results: policy_difference(crew.policy, results),
+            repeat=job.repeat,
+            logprob_limit=logprob_limit(job.facts, precision_of(job.config, job.dtype)),
+            timeout_s=settings.timeout_s,
+            new_tokens=min(MAX_NEW_TOKENS, job.max_length - 1),
+            tell=tell,
+        )
 
 
 def logprob_limit(facts: ModelFacts, precision: str) -> LogprobLimit:

@@ -73,6 +73,7 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """[T, h * d]: the attention of a rank's queries to the keys of the whole row.
 
@@ -81,8 +82,9 @@ def attend(
         scale: of the scores; None: 1 / sqrt(d).
         window: positions that a token attends to, its own included; None: all before it.
         sinks: [h] a learned logit of each head that takes part in the softmax and attends to nothing.
+        cap: scores s become cap * tanh(s / cap).
     """
-    parts = [_attend(query, key, value, block, scale, window, sinks) for block in attention.blocks]
+    parts = [_attend(query, key, value, block, scale, window, sinks, cap) for block in attention.blocks]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out if attention.outputs_T is None else out.index_select(0, attention.outputs_T)
 
@@ -206,12 +208,15 @@ def _attend(
     scale: float | None,
     window: int | None,
     sinks: Tensor | None,
+    cap: float | None,
 ) -> Tensor:
     """[B * Q, h * d]: outputs of one block."""
     q = _gather(query, block.queries_BQ)
     k, v = _gather(key, block.keys_BK), _gather(value, block.keys_BK)
     mask, factor = block.mask(window), scale or query.shape[-1] ** -0.5
     causal = mask is None
+    if cap is not None:
+        return _capped(q, k, v, mask, factor, cap).transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
     if mask is not None and q.is_cuda:
         k, v = _for_each_query_head(k, q.shape[1]), _for_each_query_head(v, q.shape[1])
     width = v.shape[-1]
@@ -223,6 +228,14 @@ def _attend(
     if sinks is not None:
         out = out[:, :, 1:, :width]
     return out.transpose(1, 2).reshape(block.queries_BQ.numel(), -1)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """[B, h, Q, d] with capped scores, which torch's kernels do not know: whole squares of scores are in memory."""
+    k, v = _for_each_query_head(k, q.shape[1]), _for_each_query_head(v, q.shape[1])
+    scores = (q @ k.transpose(-1, -2)).float() * (scale / cap)
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    return (scores.tanh() * cap).masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def _with_sinks(

@@ -146,7 +146,7 @@ def _open(directory: Path, facts: ModelFacts | None, critic: bool) -> tuple[Worl
 
     found = find(directory)
     if found is None or facts is None:
-        model = open_hf_model(directory)
+        model = open_hf_model(directory, facts if facts and facts.listed else None)
         names = sorted(model.layout.params, key=model.source.place)
         return model.world, model.source, {name: i for i, name in enumerate(names)}
     from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.ray_session import dead_process, require_processes
+from rlctl.cluster.ray_session import control_answers, dead_process, require_processes
 from rlctl.errors import MachineError
 
 NODE_LABEL = "ray.io/node-id"
@@ -131,7 +131,7 @@ class Placement:
         import ray
         from ray.exceptions import GetTimeoutError
 
-        if dead_process() is None:
+        if dead_process() is None and control_answers():
             with contextlib.suppress(GetTimeoutError):
                 ray.util.remove_placement_group(self.group)
 

@@ -108,6 +108,8 @@ def validate(
     resolved = options.resolve_config(**context.params)
     for line in not_checked(list(resolved.origin)):
         message(f"{coloured('note:', 'warn', sys.stderr)} {line}")
+    for line in resolved.notes:
+        message(line)
     decided = sum(origin != DEFAULT for origin in resolved.origin.values())
     message(
         f"The configuration is {coloured('valid', 'ok', sys.stderr)}: {decided} keys set, the others at their defaults."

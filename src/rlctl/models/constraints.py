@@ -29,9 +29,9 @@ class Problem:
     """Memory needed over memory there is; infinite where the rule is about something else."""
 
 
-def require_policy_sizes(facts: ModelFacts, parallel: ParallelSpec) -> None:
-    """Raise ConfigError for the first rule that these sizes of the policy break."""
-    for problem in policy_problems(facts, parallel):
+def require_policy_sizes(facts: ModelFacts, parallel: ParallelSpec, *, fsdp: bool = False) -> None:
+    """Raise ConfigError for the first rule of Megatron-Core (or FSDP2) that these sizes of the policy break."""
+    for problem in (fsdp_problems if fsdp else policy_problems)(facts, parallel):
         raise ConfigError(f"{problem.key}: {problem.message}.", "Change it, or leave it out.")
 
 
@@ -54,7 +54,7 @@ def policy_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
 
 def lone_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     """Return the rules that relate single sizes to the model, whatever the number of ranks."""
-    rules = (_tensor_problems, _pipeline_problems, _expert_problems)
+    rules = (_tensor_problems, _pipeline_problems, _expert_problems, _expert_bias_problems)
     return [problem for rule in rules for problem in rule(facts, parallel)]
 
 
@@ -78,8 +78,13 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
         why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
         found.append(Problem("training.ep", why))
-    if tp > 1 and facts.moe is not None:
-        found.append(Problem("training.tp", "the dtensor backend does not divide experts yet"))
+    if tp > 1 and facts.listed:
+        why = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
+        found.append(Problem("training.tp", why))
+    elif facts.moe is not None and (width := facts.moe.expert_intermediate) % tp:
+        found.append(Problem("training.tp", f"expert width {width} does not split over {tp} ranks"))
+    elif facts.moe is not None and parallel.etp != tp:
+        found.append(Problem("training.etp", f"FSDP2 has experts divided as training.tp = {tp} divides the rest"))
     if facts.vocab % tp:
         found.append(Problem("training.tp", f"a vocabulary of {facts.vocab:,} does not split over {tp} ranks"))
     if tp > 1 and not parallel.sequence_parallel:
@@ -120,11 +125,12 @@ def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Probl
             yield Problem(blamed, f"float8 products take multiples of 16, and {has}")
 
 
-def family_problem(family: str) -> str | None:
-    """Return why a model family cannot be trained; None: it has a file in `models/`."""
-    if family in FAMILIES:
+def family_problem(facts: ModelFacts, backend: str) -> str | None:
+    """Return why `backend` cannot train a model of this family; None: it can."""
+    if facts.family in FAMILIES or (facts.listed and backend == "dtensor"):
         return None
-    return f"model.name: family {family} has no weight map yet; {', '.join(FAMILIES)} have one"
+    why = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
+    return f"{why}. --backend dtensor trains it without one" if facts.listed else why
 
 
 def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:
@@ -140,6 +146,8 @@ def _tensor_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]
     found, tp, sp = _head_problems(facts, parallel.tp, "training.tp"), parallel.tp, parallel.sequence_parallel
     if facts.intermediate % tp:
         found.append(Problem("training.tp", f"MLP width {facts.intermediate} does not split over {tp} ranks"))
+    if facts.moe is not None and (width := facts.moe.shared_expert_intermediate) % tp:
+        found.append(Problem("training.tp", f"shared experts' width {width} does not split over {tp} ranks"))
     for part, name in ((facts.moe, "experts"), (facts.mla, "multi-head latent attention")):
         if tp > 1 and part is not None and not sp:
             why = f"{name} with tensor parallelism need{'s' * (part is facts.mla)} sequence parallelism"
@@ -186,6 +194,10 @@ def _expert_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]
     if facts.moe.expert_intermediate % etp:
         why = f"expert width {facts.moe.expert_intermediate} does not split over {etp} ranks"
         found.append(Problem("training.etp", why))
-    if etp > 1 and facts.family in FAMILIES and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
-        found.append(Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1"))
     return found
+
+
+def _expert_bias_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Problem]:
+    known = facts.moe is not None and parallel.etp > 1 and facts.family in FAMILIES
+    if known and Role.EXPERT_DOWN_BIAS in weights_of(facts).roles:
+        yield Problem("training.etp", "Megatron-Core cannot split experts that have biases; it must be 1")

@@ -53,11 +53,22 @@ class MlaFacts:
 
 
 @dataclass(frozen=True)
+class ListedTensor:
+    """A published tensor of a model whose family has no file in `models/`."""
+
+    name: str
+    """With `{layer}` and `{expert}`, where it is there once a layer or an expert."""
+    shape: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    """The layers (from 0) that have it; empty: it is outside of them."""
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Sizes and variants of a decoder-only language model, as its published configuration states them."""
 
     family: str
-    """The `models/` file that describes it, for example `llama`."""
+    """The `models/` file that describes it, for example `llama`; the architecture's name where there is none."""
     layers: int
     hidden: int
     heads: int
@@ -92,6 +103,8 @@ class ModelFacts:
     """Layers (from 0) without the window; None: all."""
     mtp_layers: int = 0
     """Multi-token-prediction layers behind the last one."""
+    listed: tuple[ListedTensor, ...] = ()
+    """Every tensor, where no file in `models/` says which there are."""
 
     def is_windowed(self, layer: int) -> bool:
         """Whether `layer` (from 0) attends to the window only."""

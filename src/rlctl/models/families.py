@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from rlctl.errors import InputError
+from rlctl.models import other_families
 from rlctl.models.facts import ModelFacts
 from rlctl.models.hf_config import require_kinds
 from rlctl.models.matrices import ModelWeights
@@ -78,6 +79,14 @@ def sees(config: dict[str, Any]) -> bool:
     )
 
 
+def other_architecture(config: dict[str, Any]) -> str | None:
+    """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
+    named = [str(name) for name in config.get("architectures") or ()]
+    if len(named) != 1 or config.get("is_encoder_decoder") or sees(config):
+        return None
+    return None if any(named[0] in known.architectures for known in families()) else named[0]
+
+
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
     """Facts of the model that a Hugging Face `config.json` describes."""
     return family_of_config(config).facts(config)
@@ -86,4 +95,4 @@ def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
 @cache
 def weights_of(facts: ModelFacts) -> ModelWeights:
     """The weight map of a model (made once: that of a large model has 46,000 matrices)."""
-    return family(facts.family).weights(facts)
+    return other_families.weights(facts) if facts.listed else family(facts.family).weights(facts)

@@ -63,6 +63,8 @@ class Role(StrEnum):
     MTP_HIDDEN_NORM = "mtp_hidden_norm"
     MTP_PROJECTION = "mtp_projection"
     MTP_FINAL_NORM = "mtp_final_norm"
+    OTHER = "other"
+    """Its family has no file, so that nothing is known of it."""
 
 
 FLOAT32_ROLES = frozenset({Role.EXPERT_BIAS})

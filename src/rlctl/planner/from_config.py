@@ -153,7 +153,7 @@ def pins_from_config(config: RlctlConfig) -> dict[str, Any]:
 def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec:
     """Return the parallel sizes set in the `training` section, and 1 for those that are not.
 
-    Raises ConfigError naming the first one that the model or Megatron-Core does not allow.
+    Raises ConfigError naming the first one that the model or the backend does not allow.
     """
     parallel = ParallelSpec(
         tp=training.tp or 1,
@@ -168,7 +168,7 @@ def pinned_parallel(facts: ModelFacts, training: TrainingConfig) -> ParallelSpec
         last_stage_layers=training.last_stage_layers,
         replicate=training.replicate or 1,
     )
-    require_policy_sizes(facts, parallel)
+    require_policy_sizes(facts, parallel, fsdp=training.backend == "dtensor")
     return parallel
 
 

@@ -106,7 +106,8 @@ class Plan:
     @property
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
-        family = family_problem(self.facts.family) or (self.teacher and family_problem(self.teacher.facts.family))
+        models = [self.facts, *([self.teacher.facts] if self.teacher else [])]
+        family = next(filter(None, (family_problem(facts, self.backend) for facts in models)), None)
         layout = not_runnable(self.training, self.generation)
         return [*([family] if family else []), *self.blocked, *layout]
 

@@ -133,9 +133,10 @@ class WeightSync:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an interrupt nobody is asked: the processes, which may be busy, are ended at once.
-        if kind is not KeyboardInterrupt:
+        if kind is None:
             self.session.close()
+        elif kind is not KeyboardInterrupt:  # after which nobody is asked: the processes, which may be busy, are ended
+            self.session.abandon()
 
     def generating(self) -> AbstractContextManager[int]:
         """As `DeviceTurns.generating`."""

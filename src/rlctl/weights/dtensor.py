@@ -1,6 +1,7 @@
 """The layout of every rank of a policy of transformers' modules that FSDP2 shards, as plain data.
 
-Experts of a layer are stacked as transformers 5 holds them. Sources: torch/distributed/tensor placement types (Shard
+Experts of a layer are stacked as transformers 5 holds them, but gate and up along an axis of their own: a part of both
+is then a box, which torch.distributed.checkpoint can describe. Sources: torch/distributed/tensor placement types (Shard
 splits as torch.chunk does, so late ranks may hold less or nothing) and torch/distributed/fsdp (each parameter is
 sharded along its first axis, after tensor parallelism has divided it).
 """
@@ -24,10 +25,13 @@ from rlctl.weights.transfer_plan import Shard
 COLUMN_ROLES = frozenset(
     {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS, Role.GATE, Role.UP, Role.HEAD, Role.MLA_Q}
     | {Role.MLA_Q_UP, Role.MLA_KV_UP, Role.SHARED_GATE, Role.SHARED_UP, Role.EMBEDDING, Role.SINKS}
+    | {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_GATE_BIAS, Role.EXPERT_UP_BIAS}
 )
-"""Divided along their first axis by tensor parallelism."""
-ROW_ROLES = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
-"""Divided along their second axis."""
+"""Their outputs are divided by tensor parallelism."""
+ROW_ROLES = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN, Role.EXPERT_DOWN})
+"""Their inputs are."""
+ROW_BIASES = frozenset({Role.O_BIAS, Role.EXPERT_DOWN_BIAS})
+"""Added to products of divided inputs, which are added up over the ranks."""
 EXPERT_ROLES = frozenset(
     {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
     | {Role.EXPERT_GATE_BIAS, Role.EXPERT_UP_BIAS, Role.EXPERT_DOWN_BIAS}
@@ -36,7 +40,7 @@ EXPERT_ROLES = frozenset(
 _STACKED = {
     Role.EXPERT_GATE: ("gate_up_proj", 0),
     Role.EXPERT_UP: ("gate_up_proj", 1),
-    Role.EXPERT_DOWN: ("down_proj", 0),
+    Role.EXPERT_DOWN: ("down_proj", None),
 }
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
@@ -47,7 +51,7 @@ def module_name(tensor: str) -> str:
 
 
 def module_layout(facts: ModelFacts, dtype: str) -> Layout:
-    """Every parameter of transformers' modules, whole: experts of a layer are in `gate_up_proj` [E, 2 I, H] and
+    """Every parameter of transformers' modules, whole: experts of a layer are in `gate_up_proj` [E, 2, I, H] and
     `down_proj` [E, H, I]."""
     plain = hf.layout(facts, dtype)
     stacked = {m.tensor: m for m in weights_of(facts).matrices if m.role in _STACKED and len(m.tensor_shape) == 2}
@@ -65,10 +69,9 @@ def _stack(facts: ModelFacts, matrix: Matrix, dtype: str) -> tuple[str, ParamSpe
     assert matrix.expert is not None
     module, part = _STACKED[matrix.role]
     name = module_name(_ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
-    rows, columns = matrix.shape
-    spec = ParamSpec((facts.moe.experts, rows * (2 if module == "gate_up_proj" else 1), columns), dtype)
-    own = piece_of(matrix, (Span(0, rows), Span(0, columns)), name, (matrix.expert, rows * part, 0))
-    return name, spec, own
+    halves, starts = ((), ()) if part is None else ((2,), (part,))
+    spec = ParamSpec((facts.moe.experts, *halves, *matrix.shape), dtype)
+    return name, spec, piece_of(matrix, whole(matrix.shape), name, (matrix.expert, *starts, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,17 @@ class DTensorWorld:
 
     def axis(self, name: str) -> int | None:
         """The axis along which tensor parallelism divides a param; None: every rank has it."""
-        role = self.roles[name]
-        return 0 if role in COLUMN_ROLES else 1 if role in ROW_ROLES else None
+        return self._axes[name]
+
+    @cached_property
+    def _axes(self) -> dict[str, int | None]:
+        matrices = {matrix.tensor: matrix for matrix in weights_of(self.facts).matrices}
+        found: dict[str, int | None] = {}
+        for piece in self.modules.pieces:
+            matrix = matrices[piece.tensor]
+            side = 0 if matrix.role in COLUMN_ROLES else 1 if matrix.role in ROW_ROLES else None
+            found[piece.param] = None if side is None else piece.axes.index(matrix.axes[side])
+        return found
 
     def adapter_axis(self, name: str) -> int | None:
         """The axis along which tensor parallelism divides an adapter (`<module>.lora_a` or `lora_b`): B has the rows of

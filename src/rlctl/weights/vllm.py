@@ -126,6 +126,15 @@ def equal_rows(total: int, tp: int, rank: int, what: str = "Output size") -> Row
     return Rows(total, span.start, span.count)
 
 
+def below_one_another(parts: Sequence[Rows]) -> list[Rows]:
+    """The same rows of one published matrix that consists of all the parts."""
+    total, found, start = sum(part.total for part in parts), [], 0
+    for part in parts:
+        found.append(Rows(total, start + part.first, part.count))
+        start += part.total
+    return found
+
+
 def vocab_rows(vocab: int, tp: int, rank: int) -> Rows:
     """The share of an embedding: of the padded vocabulary, without its padding."""
     padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING

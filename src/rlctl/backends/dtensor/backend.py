@@ -53,6 +53,8 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
             yield f"{section}.{key}", f"it is {whose}, and training.backend = dtensor has none"
     if spec.router_replay and spec.facts.moe is None:
         yield "training.router_replay", "the model has no experts"
+    elif spec.router_replay and spec.facts.listed:
+        yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
 
 
 BACKEND = PolicyBackend(

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from rlctl.backends.dtensor.tensor_parallel import divided, with_local_parameters
 from rlctl.models.facts import MoeFacts
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
@@ -39,17 +37,12 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Any) -> T
     return out
 
 
-def spread(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
-    """Divide the experts of a model without memory over the ranks of `mesh`, and have tokens sent to them."""
+def spread(inner: Any, world: DTensorWorld, group: Any) -> None:
+    """Have tokens sent to the ranks of `group` among which `divide` has divided the experts."""
     for path, module in inner.named_modules():
-        names = [name for name in module._parameters if world.is_expert(f"{path}.{name}")]
-        if not names:
-            continue
-        for name in names:
-            module._parameters[name] = divided(module._parameters[name], mesh, 0)
-        module.num_experts //= mesh.size()
-        forward = partial(with_local_parameters, module, module.forward, tuple(names), None)
-        module.forward = partial(_on_the_experts_ranks, forward, mesh.get_group(), module.num_experts)
+        if any(world.is_expert(f"{path}.{name}") for name in module._parameters):
+            module.num_experts //= group.size()
+            module.forward = partial(_on_the_experts_ranks, module.forward, group, module.num_experts)
 
 
 def _on_the_experts_ranks(

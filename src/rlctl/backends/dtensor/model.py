@@ -3,7 +3,6 @@ rows, and log-probs of chosen tokens as its output."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
@@ -26,6 +25,7 @@ from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow
+from rlctl.checkpoints.hf.transformers_model import fill_buffers, head_of, meta_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
@@ -43,7 +43,7 @@ class Groups:
     passes: DeviceMesh
     """(dp, cp, tp)"""
     experts: DeviceMesh | None
-    """(replicate, shard, ep), where experts are spread."""
+    """(replicate, shard, ep, tp), where experts are spread."""
 
     @classmethod
     def of(cls, parallel: ParallelSpec, device: str) -> Groups:
@@ -56,7 +56,7 @@ class Groups:
         return cls(
             mesh("replicate shard tp", copies, shards, parallel.tp),
             mesh("dp cp tp", parallel.dp, parallel.cp, parallel.tp),
-            mesh("replicate shard ep", copies, shards // ep, ep) if ep > 1 else None,
+            mesh("replicate shard ep tp", copies, shards // ep, ep, parallel.tp) if ep > 1 else None,
         )
 
     def group(self, name: str) -> Any:
@@ -82,6 +82,7 @@ def row_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     row: RowPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -91,7 +92,7 @@ def row_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if row.context.size() > 1:
         k, v = GatherContext.apply(k, row.context), GatherContext.apply(v, row.context)
-    out = attend(q, k, v, row.attention, scale=scaling, window=sliding_window, sinks=s_aux)
+    out = attend(q, k, v, row.attention, scale=scaling, window=sliding_window, sinks=s_aux, cap=softcap)
     return out.view(1, q.shape[0], q.shape[1], -1), None
 
 
@@ -111,7 +112,7 @@ class PolicyModel(nn.Module):
 
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__()
-        self.inner, teaches = inner, spec.teaches
+        self.inner, self._head, teaches = inner, head_of(inner), spec.teaches
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
         self._temperature, self._chunk = spec.temperature, spec.logprob_chunk_tokens
         self._vocab = inner.config.vocab_size
@@ -143,13 +144,13 @@ class PolicyModel(nn.Module):
         hidden_U = hidden_1TH[0].index_select(0, part.sources_U)
         vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
         return chunked_logprobs(
-            hidden_U, part.inverse_R, part.targets_R, self.inner.lm_head, vocab, self._temperature, self._chunk,
+            hidden_U, part.inverse_R, part.targets_R, self._head, vocab, self._temperature, self._chunk,
             part.further_RK, self._top,
         )  # fmt: skip
 
-    def divide(self, world: DTensorWorld, mesh: DeviceMesh) -> None:
-        """Divide the model over the tensor-parallel ranks."""
-        divide(self.inner, world, mesh)
+    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+        """Divide the model over the ranks of `mesh` (tp), and its experts over `experts` (ep, tp)."""
+        divide(self.inner, world, mesh, experts)
 
 
 class ValueHead(nn.Module):
@@ -177,9 +178,10 @@ class ValueModel(PolicyModel):
             values_T = GatherValues.apply(values_T, self._tensor)
         return values_T[part.sources_U][part.inverse_R][None]
 
-    def divide(self, world: DTensorWorld, mesh: DeviceMesh) -> None:
-        super().divide(world, mesh)
-        divide_alike(self.head, mesh)
+    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+        super().divide(world, mesh, experts)
+        if mesh.size() > 1:
+            divide_alike(self.head, mesh)
 
 
 def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
@@ -197,7 +199,7 @@ def build_model(
 ) -> PolicyModel:
     """This rank's part of the policy or its critic, with random weights; parameters named in `frozen` are not trained.
 
-    Raises ConfigError for a model whose buffers transformers cannot compute anew.
+    Raises InputError for a model whose buffers transformers cannot compute anew.
     """
     model = kind(_on_meta(spec, headless=kind is ValueModel), groups, spec)
     for name, parameter in model.inner.named_parameters():
@@ -206,17 +208,16 @@ def build_model(
         adapt(model.inner, world, spec.lora)
     if spec.router_replay:
         model.replays = install_replay(model.inner, world)
-    if spec.parallel.tp > 1:
-        model.divide(world, groups.sharding["tp"])
+    model.divide(world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
     if groups.experts is not None:
-        spread(model.inner, world, groups.experts["ep"])
+        spread(model.inner, world, groups.experts.get_group("ep"))
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
         _shard(model, groups, spec.dtype)
     model.to_empty(device=device)
     if not isinstance(model, FSDPModule) and kind is not ValueModel:
         model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
-    _fill_buffers(model.inner)
+    fill_buffers(model.inner)
     generator = torch.Generator(device).manual_seed(spec.seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -228,16 +229,10 @@ def build_model(
 
 
 def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
-    """The transformers model without memory for its tensors, and `headless` without an output layer."""
     if spec.model_dir is None:
         raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
-    config = copy.deepcopy(AutoConfig.from_pretrained(Path(spec.model_dir)))
-    config.tie_word_embeddings = config.tie_word_embeddings and not headless
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
-    with torch.device("meta"):
-        inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
-    if headless:
-        del inner.lm_head
+    inner = meta_model(Path(spec.model_dir), name, headless=headless)
     inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
     return inner
 
@@ -248,7 +243,7 @@ def _recompute(model: PolicyModel, mode: str) -> None:
     if mode == "none":
         return
     for layer in model.inner.model.layers:
-        norms = (module for module in layer.modules() if type(module).__name__.endswith("RMSNorm"))
+        norms = (module for module in layer.modules() if type(module).__name__.endswith("Norm"))
         for module in [layer] if mode == "full" else norms:
             module.forward = partial(_checkpointed, module.forward)
 
@@ -279,26 +274,3 @@ def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _fill_buffers(inner: Any) -> None:
-    """Compute buffers that no checkpoint holds, such as rotary frequencies: `to_empty` leaves them without values.
-    They are not a number before, so that one which transformers leaves out is found."""
-    stored = inner.state_dict().keys()
-    computed = {name: buffer for name, buffer in inner.named_buffers() if name not in stored}
-    with torch.no_grad():
-        for buffer in computed.values():
-            buffer.fill_(torch.nan)
-        for module in inner.modules():
-            if not list(module.buffers(recurse=False)):
-                continue
-            if not list(module.parameters(recurse=False)):
-                inner._init_weights(module)
-            elif hasattr(module, "embed_scale"):  # Gemma's embedding
-                module.embed_scale.fill_(module.scalar_embed_scale)
-    for name, buffer in computed.items():
-        if buffer.isnan().any():
-            raise ConfigError(
-                f"training.backend = dtensor: transformers does not say how to compute {name} of this model.",
-                "Use --backend megatron.",
-            )

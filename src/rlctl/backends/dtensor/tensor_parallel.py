@@ -5,14 +5,13 @@ checkpoints know which part a rank has. Arithmetic is on local tensors: whoever 
 during its forward pass. Between attention, MLP and head the ranks share the tokens of a row; tokens are gathered in
 front of these three, and the partial sums behind them are added up and shared out again.
 
-One rule gives the gradients: what is not divided sees a part of the tokens, or of the heads, on each rank, so that its
-gradient is to be summed over the ranks.
+One rule gives the gradients: what is not divided sees a part of the tokens, of the heads or of the experts' widths on
+each rank, so that its gradient is to be summed over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from rlctl.backends.context_parallel import GatherContext
 from rlctl.backends.lora import is_adapter
 from rlctl.models.matrices import Role
-from rlctl.weights.dtensor import DTensorWorld
+from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
 
 KEYS_AND_VALUES = frozenset({Role.K, Role.V, Role.K_BIAS, Role.V_BIAS})
+GATE_AND_UP_APART = 4
+"""The axes of experts' `gate_up_proj` in the layout, where transformers has three."""
 
 
 class ShareOut(torch.autograd.Function):
@@ -73,18 +74,13 @@ def share_out(x_1TH: Tensor, group: Any) -> Tensor:
     return ShareOut.apply(x_1TH[0], group)[None]
 
 
-@dataclass(frozen=True)
-class Narrow:
-    """The rows of a parameter that a rank needs, where there are more ranks than heads of keys and values. It is stored
-    divided like any other, and gathered in the forward pass."""
-
-    start: int
-    rows: int
+View = Callable[[Any], Tensor]
+"""A parameter -> what its module computes with."""
 
 
-def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
-    """Divide the parameters of a model without memory over the ranks of `mesh`, and have its modules compute with their
-    parts."""
+def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+    """Divide the parameters of a model without memory over the ranks of `mesh` (tp), and those of experts over
+    `experts` (ep, tp) where they are spread; have modules compute with their parts."""
     group, made = mesh.get_group(), dict[int, nn.Parameter]()
     for path, module in inner.named_modules():
         own = {name: f"{path}.{name}" for name, value in module._parameters.items() if value is not None}
@@ -92,28 +88,25 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh) -> None:
             parameter = module._parameters[name]
             assert parameter is not None
             if id(parameter) not in made:  # tied weights stay tied
-                axis = world.adapter_axis(full_name) if is_adapter(name) else world.axis(full_name)
-                made[id(parameter)] = divided(parameter, mesh, axis)
+                made[id(parameter)] = _divided(parameter, full_name, world, mesh, experts)
             module._parameters[name] = made[id(parameter)]
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and group.size() > 1:
             lookup: Any = partial(_embed, module, group)
             module.forward = lookup
-        elif own:
-            kept = _narrow(world, next(iter(own.values())), group)
-            module.forward = partial(with_local_parameters, module, module.forward, tuple(own), kept)
-    for layer in inner.model.layers:
+        elif own and (group.size() > 1 or any(map(world.is_expert, own.values()))):
+            views = {name: _view(world, full_name, group) for name, full_name in own.items()}
+            module.forward = partial(with_views, module, module.forward, views)
+    for layer in inner.model.layers if group.size() > 1 else ():
         for module in (layer.self_attn, layer.mlp):
             module.forward = partial(_on_whole_rows, module.forward, group)
 
 
 def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
     """Give every rank of `mesh` the parameters of a module that sees the tokens of the rank alone."""
-    names = tuple(module._parameters)
-    for name in names:
-        parameter = module._parameters[name]
-        assert parameter is not None
-        module._parameters[name] = divided(parameter, mesh, None)
-    module.forward = partial(with_local_parameters, module, module.forward, names, None)
+    for name, parameter in tuple(module.named_parameters(recurse=False)):
+        tensor = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    module.forward = partial(with_views, module, module.forward, dict.fromkeys(module._parameters, _local))
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -121,43 +114,55 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def divided(parameter: nn.Parameter, mesh: DeviceMesh, axis: int | None) -> nn.Parameter:
-    """A parameter without memory as a DTensor over `mesh`, divided along `axis` (None: every rank has it)."""
-    place = Replicate() if axis is None else Shard(axis)
-    tensor = distribute_tensor(parameter.detach(), mesh, [place], src_data_rank=None)
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+def _divided(
+    parameter: nn.Parameter, name: str, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None
+) -> nn.Parameter:
+    """A parameter without memory as a DTensor, in the shape that its layout has (gate and up of experts are apart);
+    as it is where there is nothing to divide it over."""
+    adapter = is_adapter(name)
+    stored = parameter.detach() if adapter else parameter.detach().view(world.modules.params[name].shape)
+    axis = world.adapter_axis(name) if adapter else world.axis(name)
+    places = [Replicate() if axis is None else Shard(axis)]
+    if experts is not None and world.is_expert(name):
+        stored = distribute_tensor(stored, experts, [Shard(0), *places], src_data_rank=None)
+    elif mesh.size() > 1:
+        stored = distribute_tensor(stored, mesh, places, src_data_rank=None)
+    return nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 
-def _narrow(world: DTensorWorld, name: str, group: Any) -> Narrow | None:
-    """The one head of keys or values whose queries this rank has; None: it has whole heads of its own."""
-    heads = world.facts.kv_heads
-    if world.roles.get(name) not in KEYS_AND_VALUES or heads >= group.size():
-        return None
-    return Narrow(group.rank() * heads // group.size() * world.facts.head_dim, world.facts.head_dim)
+def _view(world: DTensorWorld, name: str, group: Any) -> View:
+    module, _, own = name.rpartition(".")
+    role = world.roles.get(f"{module}.weight" if own == "lora_b" else name)
+    heads, width = world.facts.kv_heads, world.facts.head_dim
+    if role in KEYS_AND_VALUES and heads < group.size():
+        return partial(_one_head, group.rank() * heads // group.size() * width, width)
+    if role in ROW_BIASES:
+        return lambda parameter: _local(parameter) / group.size()
+    if world.is_expert(name) and len(world.modules.params[name].shape) == GATE_AND_UP_APART:
+        return lambda parameter: _local(parameter).flatten(1, 2)
+    return _local
 
 
-def _local(parameter: Any, kept: Narrow | None) -> Tensor:
+def _local(parameter: Any) -> Tensor:
     """This rank's part of a parameter, whose gradient becomes the parameter's."""
     if not isinstance(parameter, DTensor):
         return parameter
-    whole = parameter.placements[0].is_replicate()
-    if kept is not None and not whole:
-        gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return gathered.narrow(0, kept.start, kept.rows)
-    return parameter.to_local(grad_placements=[Partial()] if whole else parameter.placements)
+    return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
 
 
-def with_local_parameters(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    names: tuple[str, ...],
-    kept: Narrow | None,
-    *args: Any,
-    **kwargs: Any,
+def _one_head(start: int, rows: int, parameter: Any) -> Tensor:
+    """The one head of keys or values whose queries this rank has, where there are more ranks than such heads. It is
+    stored divided like any other, and gathered in the forward pass."""
+    gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return gathered.narrow(0, start, rows)
+
+
+def with_views(
+    module: nn.Module, forward: Callable[..., Any], views: Mapping[str, View], *args: Any, **kwargs: Any
 ) -> Any:
-    """`forward` of a module whose parameters are, for that moment, this rank's parts."""
-    owned = {name: module._parameters[name] for name in names}
-    module._parameters.update({name: _local(value, kept) for name, value in owned.items()})  # type: ignore[arg-type]
+    """`forward` of a module whose parameters are, for that moment, what `views` make of them."""
+    owned = {name: module._parameters[name] for name in views}
+    module._parameters.update({name: views[name](value) for name, value in owned.items()})  # type: ignore[arg-type]
     try:
         return forward(*args, **kwargs)
     finally:
@@ -166,7 +171,7 @@ def with_local_parameters(
 
 def _embed(module: nn.Embedding, group: Any, tokens_1T: Tensor) -> Tensor:
     """[1, T / ranks, H]: each rank looks up the tokens of its part of the vocabulary."""
-    weight = _local(module.weight, None)
+    weight = _local(module.weight)
     local = tokens_1T - group.rank() * weight.shape[0]
     outside = (local < 0) | (local >= weight.shape[0])
     found = F.embedding(local.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import facts_from_hf_config, weights_of
+from rlctl.models.families import weights_of
 from rlctl.weights.layout import Layout
 from rlctl.weights.transfer_plan import SingleWorld, World
 
@@ -54,7 +55,7 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
         hint = "Name the Hugging Face model it was made from with --config-from."
         raise InputError(f"{found.shards} has no config.json next to it.", hint)
     own_weights = _of_checkpoint(found, companions)
-    untrained = facts_from_hf_config(own_weights.config)
+    untrained = facts_in(own_weights.companions)
     if own_weights.facts.mtp_layers == untrained.mtp_layers:
         return own_weights
     try:
@@ -68,7 +69,7 @@ def exported_weights(found: MegatronDirectory, config_from: Path | None, tell: C
 
 def _of_checkpoint(found: MegatronDirectory, companions: Path) -> Exported:
     config = read_config(companions)
-    model = open_megatron_model(found, facts_from_hf_config(config))
+    model = open_megatron_model(found, facts_in(companions))
     blocks = Blocks(model.reader, model.blocks)
     return Exported(companions, config, model.facts, model.world, blocks, model.dtype)
 

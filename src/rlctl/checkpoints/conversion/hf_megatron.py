@@ -75,6 +75,9 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
     """
     options = options or Options()
     model = open_hf_model(source)
+    if model.facts.listed:
+        why = f"{source}: {model.facts.family} cannot be converted, because its family has no file in rlctl."
+        raise InputError(why, "`train --backend dtensor` starts from the published files.")
     dtype = options.dtype or model.dtype
 
     def write(aside: Path) -> Streamed:
@@ -117,8 +120,9 @@ def megatron_to_hf(
     options = options or Options()
     found = find(source)
     if found is None:
-        hint = "Name a directory with latest_checkpointed_iteration.txt or .metadata."
-        raise InputError(f"{source} is no Megatron checkpoint.", hint)
+        why = "is no Megatron checkpoint" if source.exists() else "does not exist"
+        hint = "Name a run, or a directory with latest_checkpointed_iteration.txt or .metadata."
+        raise InputError(f"{source} {why}.", hint)
     if options.verify:
         require_undamaged(found)
     model = exported_weights(found, config_from, options.tell)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
+from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
-from rlctl.models.families import facts_from_hf_config, weights_of
+from rlctl.models.families import weights_of
 from rlctl.weights import hf
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole
 from rlctl.weights.transfer_plan import SingleWorld, World
@@ -56,14 +57,14 @@ class HuggingFaceModel:
         return {name: own for name, own in held.items() if own in FLOATS and own != kept[name].dtype}
 
 
-def open_hf_model(directory: Path) -> HuggingFaceModel:
-    """Open a model directory and check configuration against tensors.
+def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFaceModel:
+    """Open a model directory and check configuration against tensors; `facts`: those of its configuration, if known.
 
     Raises InputError for an unknown architecture, missing or damaged files, and for a tensor that is missing or has
     another shape or dtype than the configuration implies.
     """
     config = read_config(directory)
-    facts = facts_from_hf_config(config)
+    facts = facts or facts_in(directory)
     files = SafetensorsDirectory.open(directory)
     _refuse_packed(directory, config, files)
     facts = without_absent_mtp(facts, files.tensors)

@@ -85,7 +85,9 @@ def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
     if choice.parallel.fsdp_shards * choice.parallel.replicate == 1 and choice.precision == "float32":
         return 0.0  # one rank does without FSDP2
     element = element_bytes(choice)
-    return 2 * element * (params.tables + params.largest_layer) + (element + 4) * params.largest_layer
+    weights = element * (params.tables + 2 * params.largest_layer)
+    gradients = element * params.tables + (element + 4) * params.largest_layer
+    return weights + (gradients if choice.adapters is None else 0.0)
 
 
 def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
@@ -37,6 +38,8 @@ class LayerParameters:
 
 def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
     """Parameters of a layer with experts (`moe`) or with a dense MLP."""
+    if facts.listed:
+        return _listed_layer(facts, moe)
     attention, replicated = _attention(facts)
     dense_mlp, experts, router = 3 * facts.hidden * facts.intermediate, 0, 0
     if moe:
@@ -46,6 +49,16 @@ def layer_parameters(facts: ModelFacts, moe: bool) -> LayerParameters:
         experts = facts.moe.experts * expert_parameters(facts)
         router = facts.moe.experts * (facts.hidden + int(facts.moe.expert_bias or facts.family == "gpt_oss"))
     return LayerParameters(attention, replicated, dense_mlp, experts, router, _norms(facts))
+
+
+def _listed_layer(facts: ModelFacts, moe: bool) -> LayerParameters:
+    """The parameters of the largest layer of a kind, in a model of which the tensors are known and not what they do."""
+    totals = {layer: 0 for layer in range(facts.layers) if facts.is_moe_layer(layer) == moe}
+    for tensor in facts.listed:
+        for layer in totals.keys() & set(tensor.layers) if "{expert}" not in tensor.name else ():
+            totals[layer] += prod(tensor.shape)
+    experts = facts.moe.experts * expert_parameters(facts) if facts.moe and moe else 0
+    return LayerParameters(0, max(totals.values(), default=0), 0, experts, 0, 0)
 
 
 def expert_parameters(facts: ModelFacts) -> int:

@@ -124,10 +124,15 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
                     continue
                 dp = request.pin("training.dp", devices // (tp * pp * cp))
                 for ep in eps:
-                    etp = request.pin("training.etp", 1)
+                    etp = _expert_tp(request, tp)
                     if (tp * cp * dp) % (ep * etp) or (facts.moe and facts.moe.experts % ep):
                         continue
                     yield _layout(request, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+
+
+def _expert_tp(request: Request, tp: int) -> int:
+    """Tensor parallel size of experts: FSDP2 has them divided like everything else."""
+    return request.pin("training.etp", tp if request.fsdp and request.facts.moe else 1)
 
 
 def _layout(request: Request, **sizes: int) -> TrainingChoice:
@@ -154,7 +159,9 @@ def _cpu_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
     nodes = request.cluster.nodes
     cores = max(1, devices // nodes)
     for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
-        sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep", "etp")}
+        sizes = {key: request.pin(f"training.{key}", 1) for key in ("pp", "cp", "ep")} | {
+            "etp": _expert_tp(request, tp)
+        }
         model = tp * sizes["pp"] * sizes["cp"]
         # What experts are spread over is data parallelism, whatever the cores are.
         least = -(-sizes["ep"] * sizes["etp"] // (tp * sizes["cp"]))

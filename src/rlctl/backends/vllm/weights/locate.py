@@ -22,6 +22,8 @@ from rlctl.weights.vllm import LocalMatrix, MatrixPart, Rows
 CORRECTION_BIAS = "e_score_correction_bias"
 # vLLM's model classes whose modules have other names than the published tensors: (vLLM's, published).
 RENAMED = {"GptOssForCausalLM": ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))}
+# Those whose fused modules are published as they are, though their own tables say otherwise.
+UNFUSED = {"Glm4ForCausalLM": {"gate_up_proj": ["gate_up_proj"]}}
 DIGIT_BITS = 8  # indices travel as digits that every floating-point type of weights holds exactly
 
 
@@ -208,6 +210,7 @@ def _renamed(site: Site, vllm: str, published: str) -> Site:
 
 def _walk(model: torch.nn.Module) -> list[Site]:
     fused: dict[str, list[str]] = held.FUSED | getattr(model, "packed_modules_mapping", {})
+    fused |= UNFUSED.get(type(model).__name__, {})
     paths = {id(module): path for path, module in model.named_modules()}
     return [site for path, module in model.named_modules() for site in _of_module(path, module, fused, paths)]
 
@@ -263,6 +266,8 @@ def _linear(path: str, module: Any, kind: set[str], fused: dict[str, list[str]])
     else:
         rows = _output_rows(module, kind, tp, rank)
         count = sum(own.count for own in rows)
+        if len(names) == 1 < len(rows):  # published as one, as Phi-3's are
+            rows, names = held.below_one_another(rows), names * len(rows)
         if len(rows) != len(names) or count != getattr(module, "output_size_per_partition", count):
             return  # composed in a way of its own
         matrix = held.stacked_rows(path, "weight", [f"{name}.weight" for name in names], rows, module.input_size)
