@@ -20,8 +20,8 @@ from support.reference import hf_model, make_batch, megatron_weights
 
 Pools = Callable[[int], Pool]
 PENALTY = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01")
-MODULES = ParallelSpec(cp=2)
-MEGATRON = ParallelSpec(dp=2)
+LAYOUTS = {"alone": (ParallelSpec(), ParallelSpec()), "cp2-dp2": (ParallelSpec(cp=2), ParallelSpec(dp=2))}
+"""The layouts of transformers' modules and of Megatron."""
 
 
 def loss_of(name: str) -> RunLoss:
@@ -45,16 +45,18 @@ def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list
     return found
 
 
-def test_every_algorithm_is_the_same_on_both_backends(pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["alone", pytest.param("cp2-dp2", marks=pytest.mark.slow)])
+def test_every_algorithm_is_the_same_on_both_backends(pools: Pools, name: str, tmp_path: Path) -> None:
     model, losses = hf_model("qwen3"), [loss_of(name) for name in BUILT_IN]
     model.save_pretrained(tmp_path)
     weights = megatron_weights("qwen3", model.state_dict())
-    of_modules = pools(2).run(run_losses, Case("qwen3", MODULES), tmp_path, losses)
-    of_megatron = pools(2).run(run_losses, Case("qwen3", MEGATRON), weights, losses)
-    for index, name in enumerate(BUILT_IN):
+    modules, megatron = LAYOUTS[name]
+    of_modules = pools(modules.world_size).run(run_losses, Case("qwen3", modules), tmp_path, losses)
+    of_megatron = pools(megatron.world_size).run(run_losses, Case("qwen3", megatron), weights, losses)
+    for index, algorithm in enumerate(BUILT_IN):
         ours, theirs = (only_result([rank[index] for rank in ranks]) for ranks in (of_modules, of_megatron))
-        assert ours.grad_norm > 0, name
+        assert ours.grad_norm > 0, algorithm
         for key in ("loss", "grad_norm"):
-            assert getattr(ours, key) == pytest.approx(getattr(theirs, key), rel=1e-5, abs=1e-6), (name, key)
-        assert ours.sums == pytest.approx(theirs.sums, rel=1e-4, abs=1e-5), name
-        assert ours.maxima == pytest.approx(theirs.maxima, rel=1e-4, abs=1e-5), name
+            assert getattr(ours, key) == pytest.approx(getattr(theirs, key), rel=1e-5, abs=1e-6), (algorithm, key)
+        assert ours.sums == pytest.approx(theirs.sums, rel=1e-4, abs=1e-5), algorithm
+        assert ours.maxima == pytest.approx(theirs.maxima, rel=1e-4, abs=1e-5), algorithm

@@ -52,7 +52,7 @@ CASES = {
     "tp2-dp2": case_of("qwen3", tp=2, dp=2),
     "tp2-cp2": case_of("llama-tied", tp=2, cp=2),
 }
-QUICK = ("dp2", "tp2", "cp2")
+QUICK = ("dp2", "tp2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
@@ -108,9 +108,8 @@ def test_policy_and_critic_go_on_where_they_were_saved(pools: Pools, name: str, 
 CHANGED = {"alone": case_of("llama"), "dp2": case_of("llama-tied", dp=2), "ep2": case_of("deepseek", dp=2, ep=2)}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("alone", marks=pytest.mark.slow), "dp2", pytest.param("ep2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGED)
 def test_a_run_with_a_critic_may_change_its_backend(pools: Pools, name: str, tmp_path: Path) -> None:
     """The next steps of both models agree within rounding."""
     case, places = CHANGED[name], [tmp_path / "first", tmp_path / "second"]

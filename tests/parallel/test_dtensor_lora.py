@@ -17,13 +17,16 @@ from torch import Tensor
 from rlctl.backends.clients import only_result
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
+from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
-from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_saved
+from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_family, run_saved
 from support.dtensor_cases import run_case, run_changed
 from support.parallel_cases import WEIGHT, Case
 from support.parallel_cases import run_case as run_megatron
+from support.parallel_families import hf_model as family_model
+from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
 from support.reference import (
     Optim,
@@ -105,8 +108,10 @@ CASES = {
     "tp2-cp2": (case_of("qwen3", tp=2, cp=2), None),
     "replicate2-tp2": (case_of("llama", tp=2, dp=2, replicate=2), None),
     "mla-ep2-shard2": (case_of("deepseek", dp=4, ep=2), None),
+    "moe-tp2": (case_of("qwen3moe", tp=2), case_of("qwen3moe", dp=2, ep=2)),
+    "mla-tp2-ep2": (case_of("deepseek", "full", tp=2, dp=2, ep=2), None),
 }
-QUICK = ("dp2", "tp2", "cp2", "mla-ep2")
+QUICK = ("dp2", "tp2", "mla-ep2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
@@ -116,6 +121,7 @@ def test_adapters_train_as_the_merged_model_does(pools: Pools, published: Publis
     check(pools, published, case, after or case, tmp_path / "saved" if after is not None else None)
 
 
+@pytest.mark.slow
 def test_both_backends_train_the_same_adapters(pools: Pools, published: Published) -> None:
     """They begin with the same A, and share it between the layers that Megatron fuses."""
     case = replace(case_of("qwen3", dp=2), lora=LORA)
@@ -161,15 +167,38 @@ def test_a_run_with_adapters_may_change_its_backend(
 
 def saved_run(pools: Pools, base: Path, case: Case, run: Path) -> dict[tuple[int, int], Tensor]:
     """Write a run with a checkpoint of adapters; return the policy's log-probs."""
+    ranks = pools(case.parallel.world_size).run(run_saved, case, base, make_batch(), policy_of(run, base))
+    return {key: value for rank in ranks for key, value in rank.items()}
+
+
+def policy_of(run: Path, base: Path) -> Path:
+    """The directory of a run's checkpoint, which is to be written; the run's manifest is there."""
     policy = run / "checkpoints" / "step_1" / "policy"
     policy.mkdir(parents=True)
-    ranks = pools(case.parallel.world_size).run(run_saved, case, base, make_batch(), policy)
     manifest = {
         "model": {"directory": str(base), "fingerprint": model_fingerprint(base)},
         "config": {"training.lora.rank": {"value": LORA.rank}, "training.lora.alpha": {"value": LORA.alpha}},
     }
     (run / "manifest.json").write_text(json.dumps(manifest))
-    return {key: value for rank in ranks for key, value in rank.items()}
+    return policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phi3", "qwen2-moe", "gemma2"])
+def test_a_family_without_a_file_takes_adapters_and_is_exported(pools: Pools, family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    base, run, case = tmp_path / "model", tmp_path / "run", Case(share_prompts=False, micro_batch_tokens=48)
+    family_model(family).save_pretrained(base)
+    (found,) = pools(1).run(run_family, case, base, facts_in(base), family_batch(), policy_of(run, base))
+    losses = [result.loss for result in found["results"]]
+    assert losses == sorted(losses, reverse=True)
+    assert megatron_to_hf(run, tmp_path / "merged").verified
+    assert megatron_to_peft(run, tmp_path / "adapters").verified
+    begun, merged = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))
+    changed = {name for name, value in begun.items() if not torch.equal(value, merged[name])}
+    assert {name.split(".")[3] for name in changed} == {"self_attn", "mlp"}
+    assert all(close(merged[name], found["merged"][name], TOLERANCE) for name in changed)
 
 
 def test_adapters_are_exported_merged_and_as_peft_names_them(

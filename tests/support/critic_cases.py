@@ -85,7 +85,7 @@ def make_critic(rank: int, case: Case, weights: dict[str, Tensor] | None, *, off
     if weights is not None:
         fill(worker, weights)
         worker.critic_begin()
-        assert worker.critic is not None
+        assert isinstance(worker.critic, MegatronWorker)
         fill(worker.critic, weights | {HEAD: head_of(case.kind)})
         worker.critic_end()
     return worker
@@ -97,7 +97,7 @@ def run_critic(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
     turns = case.parallel.dp == 1
     worker = make_critic(rank, case, weights, offload=turns)
     critic = worker.critic
-    assert critic is not None
+    assert isinstance(critic, MegatronWorker)
     before = {name: value.clone() for name, value in worker.parameters().items()}
     shard = plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
@@ -120,7 +120,7 @@ def run_critic(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
 
 def sleep_together(worker: MegatronWorker) -> None:
     """Put both models to sleep, the policy's weights later as for a refit, and wake them."""
-    assert worker.critic is not None
+    assert isinstance(worker.critic, MegatronWorker)
     worker.critic_end()
     assert 0 < worker.sleep(keep_weights=True) < worker.sleep()
     chunks = (*worker.chunks, *worker.critic.chunks)
@@ -158,7 +158,7 @@ def _take_step(
 
 
 def _all_pieces(worker: MegatronWorker) -> list[Any]:
-    assert worker.critic is not None
+    assert isinstance(worker.critic, MegatronWorker)
     worker.critic_begin()
     own = [(f"critic.{name}", *rest) for name, *rest in pieces(worker.critic, "data")]
     worker.critic_end()
@@ -169,7 +169,7 @@ def run_loaded(rank: int, case: Case, directory: Path) -> list[Any]:
     """The critic's parameters after a model was loaded for both."""
     worker = make_critic(rank, case, None)
     worker.load_model(directory)
-    assert worker.critic is not None
+    assert isinstance(worker.critic, MegatronWorker)
     return list(pieces(worker.critic, "data"))
 
 

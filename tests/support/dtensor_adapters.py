@@ -14,6 +14,7 @@ from rlctl.backends.dtensor.lora import set_part
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.lora import is_adapter
 from rlctl.config.schema import LoraConfig
+from rlctl.models.facts import ModelFacts
 from rlctl.weights.layout import Span
 from support.dtensor_cases import Batch, make_worker, wholes
 from support.parallel_cases import WEIGHT, Case, Loss, column_by_rollout, plan_of
@@ -153,6 +154,17 @@ def run_adapters(
     worker.wake()
     assert all(is_adapter(name) for name in worker.saved())
     return out if rank == 0 else {key: out[key] for key in ("differs", "logprobs", "reference", "results")}
+
+
+def run_family(rank: int, case: Case, directory: Path, facts: ModelFacts, batch: Batch, saved: Path) -> dict[str, Any]:
+    """Three steps with adapters of a family without a file, which are saved; and what a refit would read."""
+    worker = make_worker(rank, replace(case, lora=LORA), directory, facts=facts)
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    results = [worker.train_minibatch(0, Loss(), Optim().lr) for _ in range(3)]
+    worker.save_begin(saved)
+    worker.save_finish()
+    merged = worker.parameters()
+    return {"results": results, "merged": {name: merged[name].clone() for name in merged}}
 
 
 def run_saved(rank: int, case: Case, directory: Path, batch: Batch, saved: Path) -> dict[tuple[int, int], Tensor]:

@@ -21,6 +21,7 @@ from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.lora import Adapted, first_a, merged, require_kind, takes_adapter
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
+from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.megatron_names import slot
 
@@ -43,7 +44,7 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
     another kind, and where there is none."""
     inner.requires_grad_(False)
     found = dict[str, nn.Parameter]()
-    for name, shared in _targets(world, lora):
+    for name, shared in _targets(inner, world, lora):
         module = inner.get_submodule(name)
         require_kind(name, module, (nn.Linear,))
         module.__class__ = AdaptedLinear
@@ -58,17 +59,30 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
         )
 
 
-def _targets(world: DTensorWorld, lora: LoraConfig) -> Iterator[tuple[str, str]]:
-    """(module, Megatron's name of the layer that has its weight)."""
+def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tuple[str, str]]:
+    """(module, Megatron's name of the layer that has its weight). In a family without a file no layer shares its A, and
+    the name of a linear layer says where it belongs."""
     facts = world.facts
     for name, role in world.roles.items():
         if not name.endswith(".weight") or ".layers." not in name or world.is_expert(name):
             continue
-        layer = int(name.partition(".layers.")[2].partition(".")[0])
+        module, layer = name.removesuffix(".weight"), int(name.partition(".layers.")[2].partition(".")[0])
+        if role is Role.OTHER:
+            layer_of = inner.get_submodule(module)
+            wide = type(layer_of) is nn.Linear and layer_of.out_features > 1  # no gate of a shared expert
+            if wide and any(word in module for word in _words(lora)):
+                yield module, module
+            continue
         own = slot(role, "local", "sequential", mla=facts.mla is not None, moe_layer=facts.is_moe_layer(layer)).name
         shared = own.removesuffix(".weight")
         if takes_adapter(shared.rpartition(".")[2], lora):
-            yield name.removesuffix(".weight"), f"decoder.layers.{layer}.{shared}"
+            yield module, f"decoder.layers.{layer}.{shared}"
+
+
+def _words(lora: LoraConfig) -> Iterator[str]:
+    """How transformers calls the blocks behind the targets."""
+    words = {"attention": (".self_attn.", ".attention."), "mlp": (".mlp.", ".feed_forward.", ".shared_expert")}
+    return (word for target in lora.targets for word in words[target])
 
 
 def adapted_layers(inner: nn.Module) -> dict[str, AdaptedLinear]:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
-from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
+from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.megatron.adapters import Adapters, adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.errors import InputError, VerificationError
-from rlctl.models.families import facts_from_hf_config, weights_of
+from rlctl.models.families import weights_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def megatron_to_peft(
         require_undamaged(found)
     begun, dtype = time.perf_counter(), options.dtype or reader.shapes[own[0]].dtype
     base = base_of(found, config_from)
-    facts = facts_from_hf_config(read_config(base.directory))
+    facts = facts_in(base.directory)
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
     tensors = named_for_peft(adapters, dtype)
     size = sum(tensor.nbytes for tensor in tensors.values())
