@@ -1,19 +1,20 @@
 """Measures what asynchronous rollouts gain, what their lag costs, and what their machinery costs.
 
-    python benchmarks/async.py [--parts abc --steps 12 --curve-steps 40 --warm-up 3 --directory DIR]
+    python benchmarks/async.py [--parts abc --steps 12 --curve-steps 40 --pairs 20 --warm-up 3 --directory DIR]
 
-All runs are of the laptop preset on this machine; ratios are of the same work, one run after the other.
+All runs are of the laptop preset on this machine; ratios are of the same work.
 
 (a) A scorer that is waited for, as a remote one is: it sleeps, on average as long in a step as the step computes, with
     a long tail (log-normal, sigma 1.5). Steps of asynchronous runs in the time of a synchronous one, at an equal batch,
     and the shares of time in which the policy waited for rollouts and in which the engine computed nothing. With both
     sides computing on the same processor the limit of the ratio is 2.
 (b) Staleness 0 to 4 for the same number of trained rollouts: the mean reward of each tenth of the run, side by side,
-    with the importance weights' effective sample size.
+    with the importance weights' effective sample size. `--plot FILE` draws the curves.
 (c) No scorer sleeps and both sides compute on the same cores, so that nothing can overlap: seconds of an asynchronous
-    step over those of a synchronous one. The limit is 1.05.
+    step over those of a synchronous one. One run takes both kinds of steps in turn, on the same prompts, so that what
+    else the machine does falls on both. The limit is 1.05.
 
-Prints one JSON object. Other programs on the machine disturb (a) and (c), and not (b).
+Prints one JSON object. Other programs on the machine disturb (a), and not (b).
 """
 
 from __future__ import annotations
@@ -21,18 +22,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, quantiles
 from typing import Any
 
+import rlctl
+from rlctl.rl.loop import Loop
+from rlctl.rollouts.source import RolloutBatch
+from rlctl.rollouts.synchronous import SynchronousSource
+from rlctl.telemetry.charts import Series, line_chart
 from rlctl.telemetry.metrics import read_metrics
 
 LIMIT_S = 6 * 3600
 RLCTL = str(Path(sys.executable).with_name("rlctl"))
 FAST = ("--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
+QUIET = {"run.save_final": False, "run.checkpoint_every": 0, "run.loggers": []}
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b")
 SLEEPS = """
 import hashlib, math, os, statistics, time
 SIGMA = 1.5
@@ -48,7 +57,7 @@ def run(place: Path, name: str, steps: int, *more: str, sleep_s: float = 0.0) ->
     """Train the laptop preset; return the metrics of its steps."""
     command = [
         RLCTL, "train", "grpo", "--preset", "laptop", "--steps", str(steps), "--run-dir", str(place / name),
-        "--set", "run.save_final=false", "--set", "run.checkpoint_every=0", "--set", "run.loggers=[]", "-q", *more,
+        *(part for key, value in QUIET.items() for part in ("--set", f"{key}={json.dumps(value)}")), "-q", *more,
     ]  # fmt: skip
     environment = {**os.environ, "SLEEP_S": str(sleep_s)}
     subprocess.run(command, check=True, timeout=LIMIT_S, stdout=sys.stderr, env=environment)
@@ -88,9 +97,9 @@ def scorer_that_sleeps(place: Path, steps: int, warm_up: int) -> dict[str, Any]:
     return found
 
 
-def cost_of_lag(place: Path, steps: int) -> dict[str, Any]:
+def cost_of_lag(place: Path, steps: int, plot: Path | None) -> dict[str, Any]:
     """Part (b)."""
-    found = {}
+    found, curves = {}, list[Series]()
     for staleness in range(5):
         lines = run(place, f"b-{staleness}", steps, "--async", "--max-staleness", str(staleness))
         tenths = [lines[i : i + max(1, steps // 10)] for i in range(0, steps, max(1, steps // 10))]
@@ -100,23 +109,81 @@ def cost_of_lag(place: Path, steps: int) -> dict[str, Any]:
             "effective_sample_size": round(fmean(effective), 4),
             "mean_staleness": fmean(line["staleness"]["mean"] for line in lines),
         }
+        points = [(float(line["step"]), line["reward_mean"]) for line in lines]
+        curves.append(Series(f"max_staleness {staleness}", points, staleness))
+    if plot is not None:
+        plot.write_text(picture(curves, steps))
     return found
 
 
-def overhead(place: Path, steps: int, warm_up: int) -> dict[str, float]:
+def picture(curves: list[Series], steps: int) -> str:
+    """Return the curves as an SVG that stands alone, with a legend."""
+    chart = line_chart(curves, "mean reward of each step, for five bounds of staleness", (1.0, float(steps)))
+    head, body = chart.split(">", 1)
+    box = head.split('viewBox="')[1].split('"')[0]
+    style = "".join(f".c{one.colour}{{--c:{COLOURS[one.colour]}}}" for one in curves)
+    style += (
+        "path{fill:none;stroke:var(--c);stroke-width:1.4}.faint{opacity:.3}.dot{fill:var(--c)}.grid{stroke:#dfe3e8}"
+        "text{font:8px system-ui,sans-serif;fill:#5b6570}.y{text-anchor:end}.x{text-anchor:middle}"
+    )
+    legend = "".join(
+        f'<text x="{60 + 60 * i}" y="14" style="fill:{COLOURS[one.colour]}">{one.name.removeprefix("max_")}</text>'
+        for i, one in enumerate(curves)
+    )
+    quoted = re.sub(r"=([\w.-]+)(?=[\s/>])", r'="\1"', body)
+    label = head.split('aria-label="')[1].split('"')[0]
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" role="img"><title>{label}</title>'
+    return f'{opening}<rect width="100%" height="100%" fill="#fff"/><style>{style}</style>{legend}{quoted}\n'
+
+
+class BothKinds(Loop):
+    """Takes steps of synchronous and of asynchronous rollouts in turn, each kind on the same prompts."""
+
+    plain: SynchronousSource | None = None
+
+    @staticmethod
+    def is_plain(step: int) -> bool:
+        """Whether a step, counted from 1, is synchronous: which kind is first changes from pair to pair."""
+        return step % 4 in (0, 1)
+
+    def sample(self) -> RolloutBatch:
+        source: Any = self.parts.source
+        self.plain = self.plain or SynchronousSource(
+            self.config, source._prompts, source._engines, source._groups._rewards, self.parts.sync, self.parts.timer
+        )
+        return (self.plain if self.is_plain(self.step + 1) else source).next(self.version)
+
+
+def overhead(place: Path, pairs: int, warm_up: int) -> dict[str, Any]:
     """Part (c)."""
-    plain = seconds(run(place, "c-sync", steps)[warm_up:], "total")
-    lines = run(place, "c-async", steps, "--async")
-    overlapped = seconds(lines[warm_up:-1], "total")
-    return {"synchronous_s": plain, "asynchronous_s": overlapped, "ratio": overlapped / plain, "limit": 1.05}
+    steps = 2 * (warm_up + pairs)
+    values = {**QUIET, "run.dir": str(place / "c"), "run.steps": steps, "rollouts.mode": "async"}
+    rlctl.train(rlctl.load_config("laptop", values=values), quiet=True, loop=BothKinds)
+    lines = read_metrics(place / "c" / "metrics.jsonl")[2 * warm_up :]
+    kinds = [[line for line in lines if BothKinds.is_plain(line["step"]) is plain] for plain in (True, False)]
+    plain_s, overlapped_s = ([line["seconds"]["total"] for line in kind] for kind in kinds)
+    ratios = [overlapped / plain for plain, overlapped in zip(plain_s, overlapped_s, strict=True)]
+    phases = [{name: round(seconds(kind, name), 3) for name in kind[0]["seconds"]} for kind in kinds]
+    return {
+        "pairs": pairs,
+        "synchronous": phases[0],
+        "asynchronous": phases[1],
+        "ratio": median(ratios),
+        "quartiles": quantiles(ratios, n=4)[::2],
+        "ratio_of_sums": sum(overlapped_s) / sum(plain_s),
+        "limit": 1.05,
+        "load": os.getloadavg(),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="abc")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each run of (a) and (c)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run of (a)")
     parser.add_argument("--curve-steps", type=int, default=40, help="steps of each run of (b)")
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps that are not counted in (a) and (c)")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of steps of (c)")
+    parser.add_argument("--warm-up", type=int, default=3, help="first steps of (a), and pairs of (c), not counted")
+    parser.add_argument("--plot", type=Path, help="write the curves of (b) here, as SVG")
     parser.add_argument("--directory", type=Path, help="keep the runs here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -126,9 +193,9 @@ def main() -> None:
         if "a" in given.parts:
             found["a"] = scorer_that_sleeps(place, given.steps, given.warm_up)
         if "b" in given.parts:
-            found["b"] = cost_of_lag(place, given.curve_steps)
+            found["b"] = cost_of_lag(place, given.curve_steps, given.plot)
         if "c" in given.parts:
-            found["c"] = overhead(place, given.steps, given.warm_up)
+            found["c"] = overhead(place, given.pairs, given.warm_up)
     print(json.dumps(found, indent=2))
 
 

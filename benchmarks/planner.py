@@ -38,7 +38,8 @@ from rlctl.planner.costs.generation import (
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.make_plan import make_plan
+from rlctl.planner.result import Plan
 from rlctl.telemetry.phases import Phase
 
 FITTED = (
@@ -49,10 +50,11 @@ FITTED = (
 
 
 def for_row(row: Row, constants: GatheringConstants) -> GatheringConstants:
-    """Adapt the constants to Megatron-Bridge's tables: balanced routing and a fused cross-entropy."""
+    """Adapt the constants to Megatron-Bridge's tables: balanced routing, a fused cross-entropy and Megatron-FSDP, whose
+    communication is hidden where computation is long enough."""
     if row.fields["kind"] != "pretrain" and "megatron-bridge perf" not in row.fields["source"]:
         return constants
-    return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0)
+    return replace(constants, expert_imbalance=1.0, logit_copy_bytes=0.0, gather_overlap=1.0, backward_overlap=1.0)
 
 
 @dataclass(frozen=True)
@@ -327,6 +329,31 @@ def show_times(rows: list[Row], constants: GatheringConstants = GATHERING) -> No
             f"median error: total {100 * median(totals):.0f}% of {len(totals)}, phases {100 * median(phases):.0f}% "
             f"of {len(phases)}"
         )
+
+
+def show_backends(rows: list[Row]) -> None:
+    section("Both backends, published for one model and machine: does the prediction keep their order?")
+    pairs: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        backend = row.fields["train_backend"]
+        if row.published("train_s") is not None and row.fields["kind"] == "rl" and backend in ("megatron", "dtensor"):
+            pairs.setdefault((row.fields["model"], row.cluster.gpus), {})[backend] = row
+    for (model, gpus), pair in pairs.items():
+        if len(pair) < 2:
+            continue
+        cells, order = [], []
+        for phases in (("training", "logprobs"), ("total",)):
+            predicted, seen = ([sum(one[phase] for phase in phases) for one in two] for two in (
+                [seconds_of(pair[name]) for name in ("megatron", "dtensor")],
+                [{"total": row.published("step_time_s")} | {p: row.published(f) for p, f in PHASES.items()}
+                 for row in (pair["megatron"], pair["dtensor"])],
+            ))  # fmt: skip
+            cells.append(f"{' and '.join(phases)} {predicted[1] / predicted[0]:.2f} / {seen[1] / seen[0]:.2f}")
+            order.append((predicted[1] > predicted[0]) == (seen[1] > seen[0]))
+        verdict = "the same order" if all(order) else "ANOTHER ORDER"
+        own = make_plan(pair["megatron"].facts, pair["megatron"].cluster, pair["megatron"].workload, gradient_bytes=2)
+        print(f"   {model} on {gpus}: dtensor over megatron, predicted / published: {'; '.join(cells)}: {verdict}; "
+              f"auto chooses {own.backend}")  # fmt: skip
 
 
 def bound_of(row: Row) -> float | None:
@@ -632,6 +659,7 @@ def main() -> None:
     show_memory_bounds(rows)
     show_vllm_profile(arguments.data / "vllm_memory_profile.csv")
     show_times(rows)
+    show_backends(rows)
     section("Published refits from shard to shard: predicted / published seconds")
     show_shard_to_shard(arguments.data / "refit_numbers.csv")
     show_bounds(rows, arguments.rows)

@@ -4,8 +4,9 @@
 
 A shape is prompts x completions of each x tokens of a prompt x most new tokens. The batch is that of a GRPO step:
 groups of completions behind one prompt, of uneven lengths. transformers gets it as TRL does, padded to a rectangle,
-with logits for the completion only, and torch's fused AdamW. Both train in float32 on the CPU. Each number is the best
-of the repeats, the two taking turns, so that a busy machine harms both alike. Memory is by how much the process is
+with logits for the completion only, and torch's fused AdamW. Both train in float32 on the CPU. Seconds are the best of
+the repeats; ratios are medians over the repeats, in each of which all ways take a turn, of wall-clock and of processor
+seconds, so that a busy machine harms all alike. Memory is by how much the process is
 larger at its highest in a step than before it: activations and what else a step holds, by token of the batch. Prints
 one JSON object.
 """
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -126,16 +128,30 @@ def transformers_step(model: Any, groups: dict[int, RolloutColumns]) -> Callable
     return step
 
 
-def best(steps: dict[str, Callable[[], float]], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (seconds, gradient norm of the first step) of each way."""
-    norms = {name: step() for name, step in steps.items()}
-    seconds = dict.fromkeys(steps, float("inf"))
+@dataclass(frozen=True)
+class Taken:
+    """Wall-clock and processor seconds of each repeat, and the gradient norm of the first step."""
+
+    wall: list[float]
+    processor: list[float]
+    norm: float
+
+    def ratios(self, plain: Taken) -> dict[str, float]:
+        """Return how many of these steps `plain` could have taken meanwhile: medians over the repeats."""
+        pairs = {"wall": (plain.wall, self.wall), "processor": (plain.processor, self.processor)}
+        return {name: round(median(a / b for a, b in zip(*two, strict=True)), 2) for name, two in pairs.items()}
+
+
+def in_turns(steps: dict[str, Callable[[], float]], repeats: int) -> dict[str, Taken]:
+    """Take each way's step `repeats` times, after one that is not counted."""
+    found = {name: Taken([], [], step()) for name, step in steps.items()}
     for _ in range(repeats):
         for name, step in steps.items():
-            begun = time.perf_counter()
+            begun = time.perf_counter(), time.process_time()
             step()
-            seconds[name] = min(seconds[name], time.perf_counter() - begun)
-    return seconds, norms
+            found[name].wall.append(time.perf_counter() - begun[0])
+            found[name].processor.append(time.process_time() - begun[1])
+    return found
 
 
 def measure(worker: PolicyRank, model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +162,8 @@ def measure(worker: PolicyRank, model: Any, shape: Shape, args: argparse.Namespa
         "packed": policy_step(worker, plain),
         "transformers": transformers_step(model, groups),
     }
-    seconds, norms = best(steps, args.repeats)
+    taken = in_turns(steps, args.repeats)
+    seconds = {name: min(one.wall) for name, one in taken.items()}
     memory = {name: peak_bytes(step) for name, step in steps.items()}
     tokens = plain.stats.tokens
     return {
@@ -154,9 +171,9 @@ def measure(worker: PolicyRank, model: Any, shape: Shape, args: argparse.Namespa
         "tokens_computed_with_shared_prompts": shared.stats.tokens,
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "tokens_per_s": {name: round(tokens / value, 1) for name, value in seconds.items()},
-        "ratio_to_transformers": {name: round(seconds["transformers"] / value, 2) for name, value in seconds.items()},
+        "ratio_to_transformers": {name: one.ratios(taken["transformers"]) for name, one in taken.items()},
         "kilobytes_per_token": {name: round(value / tokens / 1e3, 1) for name, value in memory.items()},
-        "first_grad_norm": {name: round(value, 6) for name, value in norms.items()},
+        "first_grad_norm": {name: round(one.norm, 6) for name, one in taken.items()},
     }
 
 
@@ -176,6 +193,7 @@ def main() -> None:
         for shape in args.shape or SHAPES:
             report[shape] = measure(worker, model, Shape.parse(shape), args)
             print(shape, json.dumps(report[shape]), file=sys.stderr, flush=True)  # should the rest take too long
+    report["load_average_at_end"] = [round(value, 1) for value in os.getloadavg()]
     json.dump(report, sys.stdout, indent=1)
     print()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ import yaml
 from rlctl.config.load import resolve
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.user_function import user_scorer
+from support.hosts import made_hosts
+from support.runs import LIMIT_S, REWARD, TASK, results, started
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -49,12 +54,69 @@ def test_the_script_for_two_nodes_is_a_shell_script_with_known_flags() -> None:
     from rlctl.cli import load_command
 
     for name, path in (("train", ["grpo"]), ("doctor", [])):
-        line = next(line for line in text.splitlines() if f"rlctl {name}" in line)
+        line = next(line for line in text.splitlines() if f"rlctl {name}" in line and line.startswith("on_first"))
+        line = line[line.index("rlctl") :]
         command = load_command(name)
         for child in path:
             command = command.commands[child]
         known = {flag for parameter in command.params for flag in parameter.opts}
         assert {word for word in line.split() if word.startswith("--")} <= known
+
+
+SRUN = """#!{python}
+import os, subprocess, sys
+hosts, words, flags = {hosts}, sys.argv[1:], {{}}
+while words[0].startswith("--"):
+    flag, _, value = words.pop(0).lstrip("-").partition("=")
+    flags[flag] = value
+wanted = [flags["nodelist"]] if "nodelist" in flags else [name for name in hosts if name != flags.get("exclude")]
+assert len(wanted) == int(flags["nodes"]) == int(flags["ntasks"])
+words = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *words]
+inside = [["nsenter", "-t", str(hosts[name]), "--net", "--mount", "--uts", *words] for name in wanted]
+started = [subprocess.Popen(one) for one in inside]
+sys.exit(max(one.wait() for one in started))
+"""
+"""Stands in for Slurm's srun: it runs a command on the named hosts, or on all but one."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))),
+    reason="needs root, unshare, nsenter and ip to make hosts out of namespaces",
+)
+def test_the_script_for_two_nodes_trains_over_two_hosts(tiny_llama: Path, tmp_path_factory) -> None:
+    """On CPUs, in the order and with the words of the script; srun and scontrol alone are not Slurm's."""
+    shared = tmp_path_factory.getbasetemp()
+    place = tmp_path_factory.mktemp("job")
+    (place / "reward.py").write_text(REWARD)
+    try:
+        stack = made_hosts(shared, 2)
+        hosts = stack.__enter__()
+    except OSError as error:
+        pytest.skip(str(error))
+    try:
+        (place / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{h.chosen} {h.name}\n" for h in hosts))
+        for host in hosts:
+            host.run("mount", "--bind", str(place / "hosts"), "/etc/hosts")
+        tools = {"srun": SRUN.format(python=sys.executable, hosts={host.name: host.pid for host in hosts})}
+        tools["scontrol"] = "#!/bin/sh\nprintf 'host-a\\nhost-b\\n'\n"
+        for name, text in tools.items():
+            (place / name).write_text(text)
+            (place / name).chmod(0o755)
+        flags = [*TASK, "--reward", "reward.py:even", "--nodes", "2", "--steps", "2", "--prompts", "2", "--generations",
+                 "2", "--max-new-tokens", "4", "--set", "training.dp=2", "--set", "generation.engines=2"]  # fmt: skip
+        job = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "USER": "someone"}
+        job |= {"SLURM_GPUS_ON_NODE": "0", "PRESET": "laptop", "HOME": str(place)}
+        job["PATH"] = f"{place}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        script = ["sh", "-c", f'cd {place} && exec bash "$@"', "sh", str(EXAMPLES / "two_nodes" / "train.sbatch")]
+        log = place / "log"
+        with started(hosts[0].inside([*script, str(tiny_llama), *flags], **job), log) as run:
+            assert run.wait(LIMIT_S) == 0, log.read_text()
+    finally:
+        stack.__exit__(None, None, None)
+    assert "2 node(s) see the same" in log.read_text()
+    assert [line["step"] for line in results(place / "runs" / "17")] == [1, 2]
+    assert (place / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
 
 
 def test_the_files_that_services_read_are_yaml() -> None:

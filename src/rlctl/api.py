@@ -22,7 +22,7 @@ from rlctl.rl.algorithms.available import register as register_algorithm
 
 if TYPE_CHECKING:
     from rlctl.apps.run import RunSummary
-    from rlctl.planner.make_plan import Plan
+    from rlctl.planner.result import Plan
     from rlctl.rl.loop import Loop
 
 __all__ = ["evaluate", "generate", "load_config", "plan", "read_metrics", "register_algorithm", "train"]

@@ -1,15 +1,19 @@
-"""`rlctl train grpo --backend dtensor` as a user runs it: the same metrics as with Megatron, exported and resumed."""
+"""`rlctl train grpo --backend dtensor` as a user runs it: the same metrics as with Megatron, exported and resumed; so
+with adapters, a critic and a teacher."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from support.runs import STEPS, command, results, resume, same_run
-from support.tiny_models import VOCAB_SIZE, write_tokenizer
+from support.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tokenizer
 
 
 @pytest.mark.slow
@@ -26,6 +30,84 @@ def test_both_backends_run_the_same_steps(uninterrupted, here, tiny_llama: Path,
     assert done.returncode == 0, done.stderr
     assert [line.keys() for line in results(ours)] == [line.keys() for line in results(theirs)]
     same_run(results(theirs), results(ours))
+
+
+@pytest.mark.slow
+def test_the_laptop_preset_takes_the_same_first_steps_on_both_backends(here, tmp_path: Path) -> None:
+    """SmolLM2-135M itself: the same tokens and rewards, and what follows from them to float32's rounding."""
+    found = []
+    for backend in ("megatron", "dtensor"):
+        done = here(["rlctl", "train", "grpo", "--preset", "laptop", "--steps", "2", "--backend", backend,
+                     "--run-dir", str(tmp_path / backend)])  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(results(tmp_path / backend))
+    theirs, ours = found
+    same_run(theirs, ours)
+    for one, other in zip(theirs, ours, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def begun_and_changed(here, model: Path, place: Path, *more: str) -> tuple[list[dict], list[dict]]:
+    """The metrics of a run of Megatron's, and of one that two ranks of dtensor begin and Megatron goes on with."""
+    whole, changed = place / "whole", place / "changed"
+    done = here(command(model, whole, *more))
+    assert done.returncode == 0, done.stderr
+    half = ("--backend", "dtensor", "--steps", str(STEPS // 2), "--set", "training.dp=2")
+    done = here(command(model, changed, *more, *half))
+    assert done.returncode == 0, done.stderr
+    generated_as_exported(here, changed, place)
+    done = here(resume(changed, "--steps", str(STEPS), "--backend", "megatron", "--set", "training.dp=1"))
+    assert done.returncode == 0, done.stderr
+    assert [line.keys() for line in results(changed)] == [line.keys() for line in results(whole)]
+    same_run(results(whole), results(changed))
+    return results(whole), results(changed)
+
+
+def generated_as_exported(here, run: Path, place: Path) -> None:
+    """A run's checkpoint and the model that it is exported to complete a prompt alike."""
+    assert megatron_to_hf(run, place / "exported").verified
+    shown = []
+    for model in (["--run-dir", str(run)], ["--model", str(place / "exported"), "--gpu", "cpu"]):
+        asked = ["--prompt", "2 + 3", "--max-new-tokens", "4", "--temperature", "0", "--json"]
+        done = here([str(Path(sys.executable).with_name("rlctl")), "generate", *model, *asked])
+        assert done.returncode == 0, done.stderr
+        shown.append(json.loads(done.stdout)["completions"][0])
+    assert shown[0]["token_ids"] == shown[1]["token_ids"]
+    assert shown[0]["logprobs"] == pytest.approx(shown[1]["logprobs"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_exported_and_gone_on_with_by_the_other_backend(here, tiny_llama, tmp_path) -> None:
+    more = ("--set", "training.lora.rank=4", "--set", "loss.kl_coefficient=0.05")
+    whole, changed = begun_and_changed(here, tiny_llama, tmp_path, *more)
+    assert changed[0]["kl"] == pytest.approx(0, abs=1e-9)  # B is 0: the policy is the reference
+    assert changed[1]["kl"] == pytest.approx(whole[1]["kl"], rel=1e-3)
+    written = megatron_to_peft(tmp_path / "changed", tmp_path / "adapters")
+    assert written.verified
+
+
+@pytest.mark.slow
+def test_a_critic_is_trained_and_gone_on_with_by_the_other_backend(here, tiny_llama, tmp_path) -> None:
+    more = ("--algorithm", "ppo", "--set", "critic.lr=3e-3", "--set", "batch.optimizer_steps=2")
+    whole, changed = begun_and_changed(here, tiny_llama, tmp_path, *more)
+    for ours, theirs in zip(changed, whole, strict=True):
+        assert ours["critic"] == pytest.approx(theirs["critic"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_teacher_teaches_the_same_on_both_backends(here, tiny_llama, tmp_path) -> None:
+    teacher = write_tiny_llama(tmp_path / "teacher", seed=5, num_hidden_layers=3)
+    form = ("--algorithm", "distillation", "--teacher", str(teacher), "--set", "distillation.loss=top-k")
+    for name in ("megatron", "dtensor"):
+        done = here(command(tiny_llama, tmp_path / name, *form, "--backend", name, "--steps", "2"))
+        assert done.returncode == 0, done.stderr
+    theirs, ours = (results(tmp_path / name) for name in ("megatron", "dtensor"))
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert other["teacher_kl"] > 0
+        for name in ("teacher_kl", "loss", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
 
 
 SIZES = {

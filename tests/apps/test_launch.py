@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from rlctl.apps.dry_run import about
 from rlctl.apps.prepare import Job, prepare_job
-from rlctl.apps.train import continued, resumed_job
+from rlctl.apps.train import continued, resumed_job, unused_place
 from rlctl.cli import run
 from rlctl.config.load import resolve
 from rlctl.errors import InputError
@@ -188,6 +189,12 @@ def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files,
         assert not (files / "run").exists()
 
 
+def test_runs_without_a_name_that_begin_at_the_same_time_each_have_a_directory(tmp_path):
+    assert [unused_place(tmp_path / "runs" / "sums").name for _ in range(3)] == ["sums", "sums-2", "sums-3"]
+    (tmp_path / "file").touch()
+    assert unused_place(tmp_path / "file" / "sums") == tmp_path / "file" / "sums"  # which nobody can make
+
+
 def begun(arguments: list[str], path: Path, data: str | list[str] = "sums.jsonl") -> None:
     """The directory of a run that was begun with `arguments` and finished two steps."""
     from rlctl.commands import options
@@ -290,6 +297,26 @@ def test_a_size_that_the_planner_chose_becomes_the_users_when_it_is_set():
     assert (merged.config.training.tp, merged.origin["training.tp"]) == (2, "--set")
     assert (merged.config.training.pp, merged.origin["training.pp"]) == (2, "--set")
     assert not changes
+
+
+def test_a_backend_that_the_planner_chose_goes_on_unless_another_is_asked_for(files, tiny_llama):
+    stored = {"config": resolve(environment={}).with_values({"training.backend": "dtensor"}).to_json()}
+    for given, expected in ((["training.dp=2"], "dtensor"), (["training.backend=megatron"], "megatron")):
+        merged, changes = continued(stored, resolve(sets=given, environment={}))
+        assert (merged.config.training.backend, changes) == (expected, [])
+    begun(train(tiny_llama), files / "run")
+    stored = RunDirectory(files / "run").manifest()
+    assert stored["config"]["training.backend"] == {"value": "megatron", "origin": "planner"}
+    reason = stored["plan"]["reasons"][0]
+    assert (reason["value"], "one rank of either" in reason["rule"]) == ("training.backend=megatron", True)
+    after, said = go_on(files / "run", set_=["training.dp=2"], backend="dtensor")
+    assert after.plan.backend == "dtensor"
+    assert any("goes on as DP2 by dtensor" in line for line in said)
+    again, _ = go_on(files / "run", set_=["training.replicate=2", "training.dp=2"], backend="auto")
+    assert again.plan.backend == "dtensor", "megatron has no copies of sharded weights"
+    assert [
+        line for line in about(again) if line.startswith("backend: dtensor; megatron cannot: training.replicate")
+    ], about(again)
 
 
 def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
-from rlctl.weights.fingerprints import combine
+from rlctl.weights.readings import combine
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -94,6 +94,26 @@ def test_a_machine_that_is_no_node_of_the_cluster_is_told_so(ranks, monkeypatch)
         ray_session._require_membership(address)
 
 
+def test_a_session_has_a_token_of_its_own_where_none_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")  # so that it is put back
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    ray_session.provide_token(tmp_path / "auth_token")
+    assert "RAY_AUTH_TOKEN" not in os.environ  # Ray makes one there
+    ray_session.provide_token(Path("/proc/1/.ray/auth_token"))
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_a_folder_for_the_files_of_ray_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "absent"))
+    said = r"absent, which is no directory\. Make it, or change RAY_TMPDIR"
+    with pytest.raises(MachineError, match=said), ray_session._started(0, None):
+        pass
+
+
 def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session(tmp_path: Path) -> None:
     shared = Path(f"/dev/shm/test-{os.getpid()}")
     code = "import os, sys, time; from pathlib import Path; from rlctl.cluster.session_files import *\n"

@@ -144,7 +144,7 @@ def test_a_cluster_that_asks_for_no_token_is_told_and_doctor_names_what_is_open(
 def test_a_network_that_is_lost_between_hosts_ends_the_run(cluster, tiny_llama, tmp_path):
     """The last of this file: the second host does not come back."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    limits = ("--steps", "300", "--set", "cluster.step_timeout_s=60", "--set", "refit.timeout_s=60")
+    limits = ("--steps", "300", "--set", "cluster.step_timeout_s=30", "--set", "refit.timeout_s=20")
     with started(cluster.first.inside([*over_both(tiny_llama, cluster, run_dir), *limits], **TOKEN), log) as run:
         wait_for((run_dir / "checkpoints" / "step_2").exists, run, log)
         assert cluster.second.run("ip", "link", "set", "eth1", "down").returncode == 0

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from ray import cloudpickle
 
+from rlctl.cluster import workers
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
-from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec
+from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, telling_waits
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 
 # Workers cannot import a test module: its classes travel by value.
@@ -58,6 +59,10 @@ class Counter:
     def hang(self, rank: int) -> None:
         if self.rank == rank:
             time.sleep(600)
+
+    def doze(self, rank: int, seconds: float) -> None:
+        if self.rank == rank:
+            time.sleep(seconds)
 
     def make(self, lengths: tuple[int, ...]) -> tuple[str, list[np.ndarray]]:
         return f"made by {self.rank}", [np.arange(length, dtype=np.int32) + self.rank for length in lengths]
@@ -157,6 +162,22 @@ def test_a_worker_that_says_itself_that_it_is_late_takes_no_result_of_the_others
     assert isinstance(late, WaitTimeoutError)
 
 
+def test_who_is_waited_for_is_said_after_a_quiet_minute_unless_there_is_progress(lasting, monkeypatch):
+    monkeypatch.setattr(workers, "QUIET_S", 0.1)
+    told = []
+    with telling_waits(told.append):
+        assert lasting.call(Counter.rank_plus, 1) == [1, 2]
+        for wait in (PendingCall.results, PendingCall.outcomes):
+            told.clear()
+            wait(lasting.submit(Counter.doze, 1, 0.5))
+            assert len(told) >= 2
+            assert told[-1].endswith(" s for counter rank 1 (`doze`)")
+        told.clear()
+        monkeypatch.setattr(WorkerGroup, "progress", lambda self: {0: (time.monotonic_ns(), 0)})
+        lasting.call(Counter.doze, 1, 0.3)
+        assert told == []
+
+
 def test_an_error_meant_for_the_user_arrives_as_it_was_raised(lasting):
     with pytest.raises(InputError, match="the file `x` is empty") as caught:
         lasting.call(Counter.refuse)
@@ -200,6 +221,14 @@ def test_a_rank_is_done_without_and_comes_back_as_the_last(group):
     group.join(away)
     assert group.call(Counter.rank_plus, 10) == [11, 10]
     assert len(set(group.pids)) == len(group) == 2
+
+
+def test_a_process_whose_host_is_lost_while_it_starts_is_not_waited_for(group, monkeypatch):
+    monkeypatch.setattr("rlctl.cluster.workers.HOST_LOOK_S", 0.01)
+    monkeypatch.setattr(Placement, "stands", lambda self, bundles: bundles != group.specs[1].bundles)
+    with pytest.raises(WorkerError, match="was lost while a process of counter started on it"):
+        group.restart([1])
+    assert group.part([0]).call(Counter.rank_plus, 1) == [1]
 
 
 def test_bundles_stay_away_from_the_nodes_of_others(placement):

@@ -9,6 +9,7 @@ import pytest
 
 from rlctl import cli
 from rlctl.commands.output import JsonMode
+from rlctl.config.nemo_rl.recipe import import_recipe
 
 RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
 FORM = str(RECIPES / "megatron_form.yaml")
@@ -35,6 +36,8 @@ def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureF
     assert lines[4].startswith("  grpo.key_of_tomorrow = 3: ")
     assert "policy.model_name" not in out
     assert len(lines) <= 15
+    said = rlctl(capsys, "config", "validate", "--config", str(path))[2]
+    assert "left out: grpo.key_of_tomorrow = 3: rlctl does not know this key" in said
 
 
 def test_headings_have_colours_at_a_terminal(
@@ -57,6 +60,7 @@ def test_all_reports_every_key_by_section_with_a_reason(capsys: pytest.CaptureFi
     mapped = out.partition("These keys are in the configuration:\n")[2].partition("\nThese keys become nothing")[0]
     sections = [line.strip().partition(".")[0] for line in mapped.splitlines()]
     assert sections == sorted(sections)
+    assert all(f"\n  {entry.key} = " in out for entry in import_recipe(Path(FORM)).entries)
 
 
 def test_what_is_written_comes_without_the_report_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -27,3 +27,11 @@ def test_a_model_alone_is_converted_to_where_runs_look_for_it(
     said: list[str] = []
     assert prepared(resolve_model(str(tiny_llama)), "float32", 1, said.append).megatron is not None
     assert "converted by an earlier run" in said[0]
+
+
+@pytest.mark.parametrize(("name", "said"), [("absent", "absent does not exist"), (".", "is no Megatron checkpoint")])
+def test_what_is_no_checkpoint_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    assert cli.run(["convert", "megatron-to-hf", str(tmp_path / name), str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")

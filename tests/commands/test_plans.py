@@ -60,6 +60,15 @@ def test_set_wins_over_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out)["config"]["generation.temperature"]["value"] == 0.7
 
 
+def test_what_is_true_of_both_plans_of_a_comparison_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.apps.prepare.local_gpus", lambda: [])
+    asked = ["plan", "--preset", "1node", "--model", "Qwen/Qwen3-8B", "--compare", "training.tp=1", "training.tp=2"]
+    code, _, err = rlctl(capsys, *asked)
+    assert (code, err.count("This machine has no GPU")) == (0, 1)
+
+
 def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = rlctl(capsys, *REFIT_TEST, "--json", "--tp", "4", "--set", "training.pp=2")
     assert code == 0, err

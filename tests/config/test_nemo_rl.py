@@ -344,7 +344,8 @@ def test_a_recipes_fields_may_have_no_effect_also_when_it_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("policy__megatron_cfg__moe_router_dtyp", "nor a field of Megatron-Core"),
+        ("policy__megatron_cfg__moe_router_dtyp", "nor is it a field of Megatron-Core"),
+        ("policy__megatron_cfg__tensor_model_paralel_size", "mean policy.megatron_cfg.tensor_model_parallel_size?"),
         ("grpo__num_prompt_per_step", "did you mean grpo.num_prompts_per_step"),
         ("a_section_of_tomorrow__key", "rlctl does not know this key"),
     ],
@@ -354,7 +355,15 @@ def test_an_unknown_key_is_an_entry_and_stops_nothing(tmp_path: Path, key: str, 
     name = key.replace("__", ".")
     assert [entry.note for entry in result.entries if entry.key == name and said in entry.note]
     assert status(result, name) == "not known"
-    resolve(files=[result.path], environment={}).require_supported()
+    resolved = resolve(files=[result.path], environment={})
+    resolved.require_supported()
+    assert [line for line in resolved.notes if line.startswith(f"left out: {name} = fp32") and said in line]
+
+
+def test_a_reference_of_an_unknown_key_that_leads_nowhere_stops_nothing(tmp_path: Path) -> None:
+    result = recipe(tmp_path, run_name="${oc.env:RLCTL_NO_SUCH_NAME}-first")
+    assert status(result, "run_name") == "not known"
+    assert result.unsupported == []
 
 
 @pytest.mark.parametrize(
@@ -612,6 +621,26 @@ def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_p
     assert made.runnable
     assert (made.engine_devices, made.training.parallel.world_size, made.mover) == (8, 8, "collective")
     assert recipe(tmp_path, grpo__async_grpo={"max_trajectory_age_steps": 2}).values.get("rollouts.mode") != "async"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "values", "told"),
+    [
+        ({"name": "in_order", "max_lookahead_versions": 2}, ("async", 2, "keep", "position"), "mapped"),
+        ({"name": "in_order", "max_staleness_versions": 2}, ("async", 1, "keep", "position"), "mapped"),
+        ({"name": "windowed", "max_staleness_versions": 3}, ("async", 3, "keep", "arrival"), "changed"),
+        ({"name": "in_order", "max_lookahead_versions": 0}, ("sync", None, None, None), "mapped"),
+        ({"name": "custom", "target": "mine:Sampler"}, (None, None, None, None), "not yet"),
+    ],
+)
+def test_the_sampler_of_a_single_controller_says_how_old_rollouts_may_be(
+    tmp_path: Path, sampler: dict[str, object], values: tuple[object, ...], told: str
+) -> None:
+    found = recipe(tmp_path, async_rl={"sampler": sampler, "max_inflight_prompts": 4}, grpo__async_grpo=None)
+    keys = ("rollouts.mode", "rollouts.max_staleness", "refit.in_flight", "rollouts.order")
+    assert tuple(found.values.get(key) for key in keys) == values
+    assert status(found, "async_rl.sampler.name") == told
+    assert status(found, "async_rl.max_inflight_prompts") == "not applicable"
 
 
 MEGATRON_FORM = {

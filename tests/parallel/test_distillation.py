@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from rlctl.rl.algorithms.distillation import Distillation
 from support.parallel_cases import WEIGHT, Case, assemble
 from support.pool import Pool
 from support.reference import Optim, advantage, hf_model, make_batch, megatron_weights
-from support.taught import run_student, run_teacher, together
+from support.taught import run_module_student, run_module_teacher, run_student, run_teacher, together
 
 Pools = Callable[[int], Pool]
 TOP = 5
@@ -68,6 +70,13 @@ CASES = {
 
 
 QUICK = ("teacher-tp1-student-tp2",)
+MODULES = {
+    "alone": (Case(chunk=7), Case("qwen3", chunk=5)),
+    "teacher-tp2-student-dp2": (Case(parallel=ParallelSpec(dp=2)), Case("qwen3", ParallelSpec(tp=2))),
+    "teacher-dp2-student-tp2": (Case(parallel=ParallelSpec(tp=2)), Case("qwen3", ParallelSpec(dp=2), packing=False)),
+    "teacher-cp2-student-cp2": (Case(parallel=ParallelSpec(cp=2)), Case("qwen2", ParallelSpec(cp=2))),
+}
+"""On the dtensor backend."""
 
 
 @pytest.mark.parametrize("form", ["sampled", "top-k"])
@@ -76,13 +85,59 @@ QUICK = ("teacher-tp1-student-tp2",)
 )
 def test_a_student_learns_what_its_teacher_says(pools: Pools, name: str, form: str) -> None:
     student, teacher = CASES[name]
+    weights = [megatron_weights(case.kind, model.state_dict()) for case, model in of_both(student, teacher)]
+    grads = check(pools, student, teacher, form, (run_student, weights[0]), (run_teacher, weights[1]))
+    for key, value in megatron_weights("llama", grads.wanted).items():
+        assert torch.allclose(grads.found[key], value, rtol=1e-4, atol=1e-6), key
+
+
+QUICK_MODULES = [("teacher-tp2-student-dp2", "top-k")]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=() if (name, form) in QUICK_MODULES else pytest.mark.slow)
+        for name in MODULES
+        for form in ("sampled", "top-k")
+    ],
+)
+def test_a_student_of_modules_learns_what_its_teacher_says(pools: Pools, name: str, form: str, tmp_path: Path) -> None:
+    student, teacher = MODULES[name]
+    for place, (_, model) in zip(("student", "teacher"), of_both(student, teacher), strict=True):
+        model.save_pretrained(tmp_path / place)
+    runs = (run_module_student, tmp_path / "student"), (run_module_teacher, tmp_path / "teacher")
+    grads = check(pools, student, teacher, form, *runs)
+    for key, value in grads.wanted.items():
+        assert torch.allclose(grads.found[key], value, rtol=1e-4, atol=1e-6), key
+
+
+def of_both(student: Case, teacher: Case) -> list[tuple[Case, Any]]:
+    return [(student, hf_model("llama")), (teacher, hf_model(teacher.kind, TEACHER_SEED))]
+
+
+class Gradients(NamedTuple):
+    """The student's, as they were found, and by transformers' names as they should be."""
+
+    found: dict[str, Tensor]
+    wanted: dict[str, Tensor]
+
+
+def check(
+    pools: Pools,
+    student: Case,
+    teacher: Case,
+    form: str,
+    of_student: tuple[Callable[..., Any], object],
+    of_teacher: tuple[Callable[..., Any], object],
+) -> Gradients:
+    """Compare the loss and its metric; each pair is what a rank runs, and the weights that it takes."""
     options = {"loss": form, "top_k": TOP, "reward_weight": 1}
     ours, theirs = hf_model("llama").double(), hf_model(teacher.kind, TEACHER_SEED).double()
-    weights = megatron_weights(teacher.kind, {key: value.float() for key, value in theirs.state_dict().items()})
     loss, kl = expected(ours, theirs, options)
 
     teaching = Teaching(vocab=256, top=TOP if form == "top-k" else 0)
-    ranks = pools(teacher.parallel.world_size).run(run_teacher, teacher, weights, make_batch(), teaching)
+    ranks = pools(teacher.parallel.world_size).run(of_teacher[0], teacher, of_teacher[1], make_batch(), teaching)
     for _, kept in ranks:
         assert kept["optimizer"] is None
         assert kept["trained"] == 0
@@ -91,15 +146,15 @@ def test_a_student_learns_what_its_teacher_says(pools: Pools, name: str, form: s
     config = RlctlConfig.model_validate(
         {"run": {"algorithm": "distillation"}, "distillation": options, "loss": {"importance_correction": "off"}}
     )
-    weights = megatron_weights("llama", hf_model("llama").state_dict())
     run_loss = RunLoss(Distillation(config))
-    found = pools(student.parallel.world_size).run(run_student, student, weights, make_batch(), taught, run_loss)
+    found = pools(student.parallel.world_size).run(
+        of_student[0], student, of_student[1], make_batch(), taught, run_loss
+    )
 
     result = only_result([rank.results[0] for rank in found])
     assert result.loss == pytest.approx(loss, rel=1e-5)
     assert run_loss.metrics([result])["teacher_kl"] == pytest.approx(kl, rel=1e-5)
     grads, _ = assemble([rank.grads for rank in found])
     unclip = (result.grad_norm + 1e-6) / Optim().clip  # clipping scales them in place
-    named = {name: value.grad.float() for name, value in ours.named_parameters()}
-    for key, value in megatron_weights("llama", named).items():
-        assert torch.allclose(grads[key] * unclip, value, rtol=1e-4, atol=1e-6), key
+    wanted = {name: value.grad.float() for name, value in ours.named_parameters()}
+    return Gradients({key: value * unclip for key, value in grads.items()}, wanted)

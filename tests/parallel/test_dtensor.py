@@ -343,6 +343,7 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
 
 CHANGED = {
     "dp2": Case("qwen3", ParallelSpec(dp=2)),
+    "dp2-states-on-host": Case("llama-tied", ParallelSpec(dp=2), optimizer_offload=True),
     "moe-dp2-ep2": Case("deepseek", ParallelSpec(dp=2, ep=2)),
     "moe-tp2": Case("qwen3moe", ParallelSpec(tp=2)),
 }

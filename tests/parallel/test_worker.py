@@ -13,6 +13,7 @@ import torch
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import only_result
 from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.results import NORM_CHUNK
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, RlctlConfig
 from rlctl.errors import InputError
@@ -24,6 +25,7 @@ from support.parallel_cases import (
     run_asleep,
     run_broken,
     run_case,
+    run_gradient_norm,
     run_logprobs,
     run_meeting,
     run_reference_policy,
@@ -84,6 +86,13 @@ def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:
     assert then == straight
     assert not then.skipped
     assert odd == [[], ["embedding.word_embeddings.weight"]]
+
+
+def test_the_norm_of_a_large_gradient_is_right_to_float32s_rounding(pools: Pools) -> None:
+    large = torch.randn(20 * NORM_CHUNK, generator=torch.Generator().manual_seed(0)) * 1e-4
+    gradients = [large, large[:9]]
+    exact = sum(float(one.double().square().sum()) for one in gradients) ** 0.5
+    assert pools(1).run(run_gradient_norm, gradients)[0] == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("parallel", [ParallelSpec(), ParallelSpec(tp=2), ParallelSpec(dp=2)])

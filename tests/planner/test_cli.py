@@ -304,7 +304,6 @@ def test_fsdp_divides_experts_as_it_divides_the_rest(capsys: pytest.CaptureFixtu
         ("training.tp=4 training.etp=1", "FSDP2 has experts divided as training.tp = 4 divides the rest"),
         ("training.tp=512", "do not split over 512 ranks"),
         ("training.replicate=16", "do not make 16 equal copies"),
-        ("training.lora.rank=8", "training.lora.rank is refused"),
         ("megatron.moe_router_fusion=true", "megatron.moe_router_fusion is refused"),
         ("ddp.overlap_grad_reduce=true", "ddp.overlap_grad_reduce is refused"),
     ],
@@ -322,9 +321,13 @@ def test_fsdp_refuses_by_key_and_names_the_other_backend(
 
 
 def test_copies_of_sharded_weights_are_fsdps(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = rlctl(capsys, *NODE, "--set", "training.replicate=2")
+    copies = ("--set", "training.replicate=2", "--json")
+    code, _, err = rlctl(capsys, *NODE, "--backend", "megatron", *copies)
     assert code == 2
     assert "training.backend=dtensor" in err
+    code, out, _ = rlctl(capsys, *NODE, *copies)
+    assert code == 0
+    assert json.loads(out)["training"]["backend"] == "dtensor"
 
 
 def test_the_cheapest_change_is_one_that_runs_and_fits(capsys: pytest.CaptureFixture[str]) -> None:

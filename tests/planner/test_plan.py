@@ -21,7 +21,8 @@ from rlctl.planner.from_config import cluster_from_config, pins_from_config, pla
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan, refuse_unrunnable
+from rlctl.planner.make_plan import make_plan, refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
@@ -68,6 +69,49 @@ def test_dynamic_batching_costs_its_padding_and_not_whole_rows() -> None:
     assert seconds["alone"] > 1.5 * seconds["dynamic"]
 
 
+def rule_of(made: Plan, key: str = "training.backend") -> str:
+    return next(reason.rule for reason in made.reasons if reason.value.startswith(f"{key}="))
+
+
+@pytest.mark.parametrize(
+    ("pins", "backend", "why"),
+    [
+        ({}, "megatron", "Megatron-Core trained faster (NeMo-RL 0.3"),
+        ({"training.pp": 2}, "megatron", "dtensor cannot: FSDP2 has no pipeline stages"),
+        ({"training.replicate": 2}, "dtensor", "megatron cannot: training.replicate = 2: copies of sharded weights"),
+        ({"training.backend": "dtensor"}, "dtensor", "It is pinned: training.backend=dtensor"),
+        ({"training.tp": 1, "training.pp": 1, "training.recompute": "none", "training.optimizer_offload": False},
+         "dtensor", "megatron cannot: No plan fits 1 x 8 H100"),
+    ],
+)  # fmt: skip
+def test_the_backend_is_the_one_that_can_and_megatron_where_both_do(
+    pins: dict[str, object], backend: str, why: str
+) -> None:
+    made = make_plan(model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=795), pins)
+    assert (made.backend, made.config_values()["training.backend"]) == (backend, backend)
+    assert why in rule_of(made)
+
+
+def test_a_backend_that_refuses_what_is_asked_for_is_not_chosen() -> None:
+    facts, cluster, asked = model("Llama-3.1-8B"), make_cluster("h100"), []
+
+    def but(*able: str) -> Plan:
+        def refusal(made: Plan) -> str | None:
+            asked.append(made.backend)
+            return None if made.backend in able else f"{made.backend} has no such thing."
+
+        return make_plan(facts, cluster, Workload(), refusal=refusal)
+
+    for able, chosen, why in (
+        ("megatron", "megatron", "dtensor cannot: dtensor has no such thing."),
+        ("dtensor", "dtensor", "megatron cannot: megatron has no such thing."),
+        ("neither", "megatron", "No backend can run it. megatron: megatron has no such thing"),
+    ):
+        made = but(able)
+        assert (made.backend, why in rule_of(made)) == (chosen, True), rule_of(made)
+    assert set(asked) == {"megatron", "dtensor"}
+
+
 def test_70b_needs_model_parallelism() -> None:
     made = plan("Llama-3.1-70B", nodes=8)
     assert made.training.parallel.tp * made.training.parallel.pp >= 4
@@ -97,8 +141,7 @@ def test_every_value_has_a_reason() -> None:
     made = plan("Llama-3.1-70B", nodes=8)
     told = " ".join(reason.value for reason in made.reasons)
     for key in made.config_values():
-        if key != "training.backend":
-            assert key.replace("generation.max_batched_tokens", "generation.tp") in told, key
+        assert key.replace("generation.max_batched_tokens", "generation.tp") in told, key
     assert all(reason.rule for reason in made.reasons)
     assert made.rejected
 
@@ -636,9 +679,17 @@ def test_devices_of_engines_that_cannot_be_are_refused(pins: dict[str, object], 
         make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(), pins)
 
 
-def test_engines_on_the_policys_gpus_cannot_sample_while_it_trains() -> None:
-    made = make_plan(model("Qwen3-0.6B"), make_cluster("h100", 1, 1), Workload(staleness=1))
-    with pytest.raises(ConfigError, match=r"rollouts\.mode = async"):
-        refuse_unrunnable(made)
-    asked = make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(staleness=1), {"generation.colocated": True})
-    assert not asked.runnable
+def test_engines_on_the_policys_gpus_take_turns_with_it_and_leave_no_tail() -> None:
+    one, lagging = make_cluster("h100", 1, 1), Workload(staleness=1, in_flight="keep")
+    facts = model("Qwen3-0.6B")
+    made, turns = make_plan(facts, one, lagging), make_plan(facts, one, Workload())
+    assert made.runnable
+    assert made.colocated
+    reason = next(one for one in made.reasons if one.value.startswith("generation.colocated"))
+    assert "pause while the policy trains" in reason.rule
+    scoring = turns.seconds[Phase.REWARD]
+    assert 0 < made.seconds[Phase.WAITING] < turns.seconds[Phase.GENERATION]
+    assert made.rollouts_s == pytest.approx(made.seconds[Phase.WAITING] + scoring)  # scored while the policy trains
+    asked = make_plan(model("Qwen3-8B"), make_cluster("h100"), lagging, {"generation.colocated": True})
+    assert asked.runnable
+    assert asked.waits is None

@@ -425,4 +425,6 @@ def test_sparse_falls_back_to_everything_where_boxes_go_whole(stage: Stage, tmp_
     session = open_session(policy, engines, facts, sparse=True, mover="disk", directory=str(tmp_path))
     for version in (1, 2):
         assert session.refit(version, verify=True).sparse == "everything: the disk mover sends whole boxes"
+    session.abandon()  # as where a run fails
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     session.close()

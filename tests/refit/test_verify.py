@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlctl.refit.verify import assemble, compare, guess
-from rlctl.weights.fingerprints import Reading
+from rlctl.weights.readings import Reading
 
 NORM, UP, DOWN = "model.layers.0.norm.weight", "model.layers.0.mlp.experts.0.up.weight", "model.layers.0.o.weight"
 SOURCE = {NORM: 5, UP: 7, DOWN: 9}

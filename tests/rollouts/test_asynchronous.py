@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
@@ -48,16 +49,19 @@ class Engines:
         self.allowed: set[int] = set()
         self.all_allowed = True
         self.dead: set[str] = set()
+        self.awake = True
         self.chance = random.Random(7)
 
     def allow(self, *positions: int) -> None:
         self.allowed |= set(positions)
 
     def begin(self, engine: str, requests: Sequence[GroupRequest], *_: Any) -> Call:
+        assert self.awake
         self.begun += requests
         return Call(engine, list(requests), self._whole)
 
     def submit(self, engine: str, requests: Sequence[GroupRequest], _: Any) -> None:
+        assert self.awake
         self.begun += requests
         self.held[engine] += requests
 
@@ -70,11 +74,15 @@ class Engines:
     def _whole(self, call: Call) -> list[GroupResult] | None:
         if call.engine in self.dead:
             raise WorkerError(f"{call.engine} is gone")
+        assert self.awake  # nothing is under way while they sleep
         return [answer(request) for request in call.requests] if all(map(self._may, call.requests)) else None
 
     def _first(self, call: Call) -> list[GroupResult] | None:
         if call.engine in self.dead:
             raise WorkerError(f"{call.engine} is gone")
+        if not self.awake:
+            call.ready = lambda _: []
+            return []
         free = [request for request in self.held[call.engine] if self._may(request)]
         if not free:
             return None
@@ -86,11 +94,18 @@ class Engines:
 
 
 class Sync:
-    """Replaces a lost engine by another."""
+    """Replaces a lost engine by another; lets engines sleep where they share devices with the policy."""
 
-    def __init__(self, engines: Engines) -> None:
-        self.engines, self.recovered = engines, []
+    def __init__(self, engines: Engines, *, takes_turns: bool) -> None:
+        self.engines, self.takes_turns, self.recovered = engines, takes_turns, []
         self.before_refit: Callable[[], None] = lambda: None
+        engines.awake = not takes_turns
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[int]:
+        self.engines.awake = True
+        yield 7
+        self.engines.awake = not self.takes_turns
 
     def recover(self, error: Exception, version: int) -> None:
         self.recovered.append(version)
@@ -121,6 +136,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
         in_flight: str = "keep",
         *,
         steps: int = 100,
+        turns: bool = False,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         sections: dict[str, Any] | None = None,
         **rollouts: Any,
@@ -131,7 +147,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
             "refit": {"in_flight": in_flight}, "rollouts": {"mode": "async", **rollouts}, **(sections or {}),
         })  # fmt: skip
         engines, workers = Engines(), Scorer()
-        sync = Sync(engines)
+        sync = Sync(engines, takes_turns=turns)
         source: Any = AsynchronousSource(
             config, Prompts(), engines, workers, sync, StepTimer(), trains_on, told.append  # type: ignore[arg-type]
         )  # fmt: skip
@@ -222,6 +238,38 @@ def test_weights_change_only_when_nothing_is_in_flight_where_it_is_to_be_waited_
     assert asked == [4]
 
 
+def test_groups_pause_while_the_policy_has_the_devices_and_go_on_afterwards(make: Any) -> None:
+    source, engines, _ = make("keep", order="arrival", turns=True)
+    engines.all_allowed = False
+    engines.allow(2, 3)
+    first = source.next(0)
+    assert sorted(positions(first)) == [2, 3]
+    assert first.metrics["offloaded_bytes"] == 7
+    engines.allow(0)
+    time.sleep(0.05)
+    assert len(source._progress.finished) == 0  # the policy trains
+    thread, found = later(source, 1)
+    wait(lambda: len(source._progress.finished) == 1)
+    engines.allow(1)
+    thread.join(30)
+    assert sorted(positions(found[0])) == [0, 1]
+    assert sorted(request.group for request in engines.begun) == list(range(6))  # 0 and 1 once
+
+
+def test_devices_are_given_back_when_nothing_is_under_way_where_that_is_waited_for(make: Any) -> None:
+    source, engines, _ = make("wait", turns=True)
+    engines.all_allowed = False
+    engines.allow(0, 1, 2)
+    thread, found = later(source, 0)
+    wait(lambda: len(engines.begun) == 4)
+    thread.join(0.1)
+    assert not found
+    engines.allow(3)
+    thread.join(30)
+    assert positions(found[0]) == [0, 1]
+    assert not engines.awake
+
+
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
 def test_groups_of_a_lost_engine_are_begun_again_with_their_seeds(make: Any, in_flight: str) -> None:
     source, engines, sync = make(in_flight)
@@ -272,12 +320,13 @@ def test_however_often_a_run_is_cut_off_each_position_is_trained_once(
     assert (flat if order == "position" else sorted(flat)) == list(range(80))
 
 
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_no_group_is_trained_on_later_than_its_age_allows_whatever_finishes_first(
-    make: Any, in_flight: str, limit: int
+    make: Any, in_flight: str, limit: int, turns: bool
 ) -> None:
-    source, engines, _ = make(in_flight, order="arrival", max_staleness=limit, steps=30)
+    source, engines, _ = make(in_flight, order="arrival", max_staleness=limit, steps=30, turns=turns)
     batches = [source.next(version) for version in range(30)]
     ages = [batch.metrics["versions_since_admission"] for batch in batches]
     assert max(ages) == limit
@@ -468,7 +517,6 @@ def test_a_damaged_file_of_finished_groups_is_named(make: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"training": {"offload": True}}, "training.offload=false"),
         ({"refit": {"in_flight": "abort"}}, "in_flight = abort"),
         ({"loss": {"importance_correction": "off"}}, "need a correction"),
         ({"training": {"router_replay": True}, "refit": {"in_flight": "keep"}}, "router_replay"),

@@ -94,6 +94,22 @@ def test_a_place_that_is_taken_is_refused(run, tmp_path):
         RunDirectory(tmp_path / "full").create()
 
 
+def test_a_name_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be made: File name too long"):
+        RunDirectory(tmp_path / ("x" * 300)).require_place()
+
+
+def test_a_save_killed_while_it_takes_the_place_of_a_damaged_one_is_completed(run):
+    for step in (1, 2):
+        save(run, step)
+    place = run.path / "checkpoints"
+    shutil.copytree(place / "step_2", place / ".step_2.partial")
+    (place / "step_2" / "state.json").unlink()  # half of what was there before is removed
+    run.recover_partial(print)
+    assert sorted(os.listdir(place)) == ["step_1", "step_2"]
+    assert run.checkpoints()[-1].step == 2
+
+
 def test_resume_wants_a_run(tmp_path):
     with pytest.raises(InputError, match="holds no run"):
         RunDirectory(tmp_path / "none").reopen()

@@ -202,12 +202,14 @@ def reference_critic(kind: str, batch: dict[int, RolloutColumns]) -> Critics:
             loss.backward()
             total += loss.item()
         if step == 0:
-            out.grads = _named(kind, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
+            out.grads = named_for(
+                kind, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+            )
             out.grads[HEAD] = torch.zeros_like(head) if head.grad is None else head.grad.clone()
         out.losses.append(total)
         out.norms.append(float(torch.nn.utils.clip_grad_norm_([*named.values(), head], optim.clip)))
         adam.step()
-    out.params = _named(kind, {n: p.detach() for n, p in (*named.items(), *_buffers(model))})
+    out.params = named_for(kind, {n: p.detach() for n, p in (*named.items(), *_buffers(model))})
     out.params[HEAD] = head.detach()
     return out
 
@@ -231,7 +233,8 @@ def _buffers(model: Any) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in model.named_buffers() if "e_score_correction_bias" in name]
 
 
-def _named(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def named_for(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model without an output layer by Megatron's names, from transformers'."""
     embedding = weights["model.embed_tokens.weight"]
     found = megatron_weights(kind, weights | {"lm_head.weight": embedding})
     return {name: value for name, value in found.items() if name != HEAD}

@@ -131,13 +131,14 @@ def run_changed(
     straight.save_finish()
     results: list[Any] = [straight.train_minibatch(0, Loss(), Optim().lr)]
     results.append(straight.train_minibatch(0, Loss(), Optim().lr))
-    changed = make_worker(rank, case, directory, load=False)
+    adapted = bool(case.lora.rank)  # a checkpoint of adapters is read onto the model that the run began with
+    changed = make_worker(rank, case, directory, load=adapted)
     changed.load(places[0])
     changed.load_batch(load, list)
     results.append(changed.train_minibatch(0, Loss(), Optim().lr))
     changed.save_begin(places[1])
     changed.save_finish()
-    back = make_megatron(rank, case, None)
+    back = make_megatron(rank, case, weights if adapted else None)
     back.load(places[1])
     back.load_batch(load, list)
     results.append(back.train_minibatch(0, Loss(), Optim().lr))

@@ -139,6 +139,13 @@ def make_worker(rank: int, case: Case, weights: dict[str, Tensor] | None) -> Meg
     return worker
 
 
+def run_gradient_norm(rank: int, gradients: list[torch.Tensor]) -> float:
+    """Megatron's norm of gradients of whole parameters."""
+    from megatron.core.optimizer import clip_grads
+
+    return float(clip_grads.l2_norm_impl(0, None, [gradients], False)[0])
+
+
 def run_meeting(rank: int, case: Case) -> tuple[bool, bool]:
     """Whether strangers reach the store at which the ranks meet, before and after the worker of a run has started."""
     torch.distributed.destroy_process_group()

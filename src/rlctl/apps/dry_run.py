@@ -11,8 +11,9 @@ from rlctl.apps.engine_arguments import EngineArguments, differences
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.open_model import NamedModel, find_model, published_facts
 from rlctl.apps.planned_crew import planned_crew, planned_teacher
-from rlctl.apps.prepare import ASSUMED_GPU, Job, check_names, check_plan, prepare_job, runnable_plan
+from rlctl.apps.prepare import ASSUMED_GPU, Job, check_plan, checked_algorithm, prepare_job, runnable_plan
 from rlctl.apps.refit_test import RefitTestJob
+from rlctl.backends.lookup import POLICY
 from rlctl.checkpoints.megatron.megatron_directory import find
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
@@ -21,7 +22,8 @@ from rlctl.config.schema import ModelConfig
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
-from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.planner.views.render import columns, kept, plan_json, plan_text, wrapped
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
@@ -97,7 +99,7 @@ def dry_train(resolved: Resolved) -> DryRun:
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     told: list[str] = []
-    check_names(resolved, told.append)
+    checked_algorithm(resolved, told.append)
     try:
         job = prepare_job(resolved)
     except (InputError, MachineError) as error:
@@ -167,7 +169,16 @@ def about(job: Job) -> list[str]:
         *job.prompts.describe(),
         *(job.rewards.describe() if job.rewards is not None else ["reward: none"]),
         *([f"teacher: {job.teacher.source.label}"] if job.teacher is not None else []),
+        *_other_backend(job.plan),
         *([job.validation.describe(job.config)] if job.validation else []),
         *(f"note: {note}" for note in (job.source.note, job.prompts.encoder.note) if note),
         *differences(job.resolved),
     ]
+
+
+def _other_backend(plan: Plan) -> list[str]:
+    """Say why another backend than the usual one trains, where nobody asked for it."""
+    if plan.backend == POLICY or "training.backend" in plan.pins:
+        return []
+    why = next(reason.rule for reason in plan.reasons if reason.value == f"training.backend={plan.backend}")
+    return [f"backend: {plan.backend}; {why}"]

@@ -31,7 +31,8 @@ from rlctl.data.prompt_rows import PromptRow, checked_prompt
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
-from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.rl.agreement import error_limit
 from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.source import sample_seed

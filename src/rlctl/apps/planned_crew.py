@@ -13,7 +13,8 @@ from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.make_plan import Plan
+from rlctl.planner.make_plan import Refusal
+from rlctl.planner.result import Plan
 
 
 def device_of(plan: Plan) -> Device:
@@ -57,6 +58,21 @@ def planned_policy(config: RlctlConfig, facts: ModelFacts, plan: Plan, *, trains
     )
     policy_backend(plan.backend).refuse(policy)
     return policy
+
+
+def refusal_of(config: RlctlConfig, facts: ModelFacts, teacher: ModelFacts | None = None) -> Refusal:
+    """Return what says why the backend of a plan refuses the configuration."""
+
+    def refused(plan: Plan) -> str | None:
+        try:
+            planned_policy(config, facts, plan)
+            if teacher is not None:
+                planned_teacher(config, facts, teacher, plan)
+        except ConfigError as error:
+            return error.message
+        return None
+
+    return refused
 
 
 def planned_critic(config: RlctlConfig, plan: Plan) -> CriticSpec | None:

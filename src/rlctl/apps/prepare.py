@@ -21,6 +21,7 @@ from rlctl.apps.planned_crew import (
     planned_crew,
     planned_policy,
     planned_teacher,
+    refusal_of,
 )
 from rlctl.backends.base import Device, Dtype, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backend
@@ -37,7 +38,8 @@ from rlctl.envs.scorers import Rewards
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import local_gpus, plan_from_config
-from rlctl.planner.make_plan import Plan, refuse_unrunnable
+from rlctl.planner.make_plan import refuse_unrunnable
+from rlctl.planner.result import Plan
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.rl.agreement import refuse_cut_sampling
 from rlctl.rl.algorithms.algorithm import Algorithm, declared
@@ -112,6 +114,7 @@ class Job:
         if self.teacher is not None:
             top = self.algorithm.teacher_top
             teacher = planned_teacher(self.config, self.facts, self.teacher.facts, self.plan, top=top)
+            teacher = replace(teacher, model_dir=self.teacher.source.directory)
         return replace(crew, validation=self.validation.rewards if self.validation else None, teacher=teacher)
 
     def _tokenizer_fingerprint(self, directory: Path) -> str:
@@ -170,7 +173,8 @@ def runnable_plan(
     """Plan, and return the configuration with the plan's values; raises for what has no effect or cannot run yet."""
     refuse_without_effect(resolved, facts)
     require_backend(resolved.config.training.backend)
-    plan = plan_from_config(resolved.config, facts, assume=assume, teacher=teacher)
+    refusal = refusal_of(resolved.config, facts, teacher)
+    plan = plan_from_config(resolved.config, facts, assume=assume, teacher=teacher, refusal=refusal)
     refuse_unrunnable(plan)
     return resolved.with_values(plan.config_values()), plan
 
@@ -196,7 +200,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
     """
-    algorithm, config = check_names(resolved, tell), resolved.config
+    algorithm, config = checked_algorithm(resolved, tell), resolved.config
     named = open_teacher(config, weights=False)
     early = check_plan(resolved, open_model(config.model, weights=False).facts, teacher=named.facts if named else None)
     if starts:
@@ -221,11 +225,13 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     if tight := sum(tokens + new > length for tokens in prompt_tokens):
         tell(f"{tight} of the first {len(prompt_tokens)} prompts leave less than {new} tokens for a completion: "
              f"it ends at --max-length {length}")  # fmt: skip
+    learned_from = teacher.facts if teacher else None
     plan = plan_from_config(
         resolved.config,
         facts,
         prompt_tokens=round(sum(prompt_tokens) / len(prompt_tokens)),
-        teacher=teacher.facts if teacher else None,
+        teacher=learned_from,
+        refusal=refusal_of(resolved.config, facts, learned_from),
     )
     refuse_unrunnable(plan)
     if rewards is None:
@@ -235,7 +241,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher)
 
 
-def check_names(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
+def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:
     """Return the algorithm. Raises what a configuration is refused for before its model is looked for: what cannot run
     yet, and names of backends, files, scorers, algorithms and packages that are not there."""
     resolved.require_supported()
@@ -288,7 +294,8 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
     refuse_without_effect(resolved, facts)
     named = config.teacher
     teacher = published_facts(ModelConfig(name=named.model, revision=named.revision), tell) if named.model else None
-    plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top, teacher=teacher)
+    refusal = refusal_of(config, facts, teacher)
+    plan = plan_from_config(config, facts, assume=ASSUMED_GPU, top=top, teacher=teacher, refusal=refusal)
     if config.cluster.gpu == "auto" and not plan.cluster.is_cpu and not local_gpus():
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
     length, limit = config.model.max_length, facts.max_length

@@ -20,7 +20,7 @@ from rlctl.config.files import temporary_folder
 from rlctl.config.load import Resolved
 from rlctl.config.schema import RefitConfig, RlctlConfig
 from rlctl.models.facts import ModelFacts
-from rlctl.planner.make_plan import Plan
+from rlctl.planner.result import Plan
 from rlctl.refit.decoding import fixed_prompts, policy_difference
 from rlctl.refit.session import Receive
 from rlctl.rl.agreement import precision_of

@@ -17,6 +17,7 @@ from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
+from rlctl.cluster.workers import telling_waits
 from rlctl.config.schema import BatchConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.errors import RlctlError, WorkerError
@@ -118,16 +119,11 @@ def _train(
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
     with contextlib.ExitStack() as stack:
-        if job.converts and job.source.megatron is None:
-            display.doing("preparing the converted model", own_bar=True)
-            job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
-        if job.config.model.convert and job.teacher is not None:
-            display.doing("preparing the converted teacher", own_bar=True)
-            source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
-            job = replace(job, teacher=replace(job.teacher, source=source))
+        job = _converted(job, display)
         display.doing("starting Ray")
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
+        stack.enter_context(telling_waits(display.say))
         stop.install()  # Ray has brought its own handlers
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
@@ -174,6 +170,18 @@ def _train(
         display.doing("stopping the processes")
         _keep_memory(run, crew, display)
         return steps.step, interrupted
+
+
+def _converted(job: Job, display: Display) -> Job:
+    """Return the job with the policy's and the teacher's models converted, where the backend reads converted ones."""
+    if job.converts and job.source.megatron is None:
+        display.doing("preparing the converted model", own_bar=True)
+        job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
+    if job.config.model.convert and job.teacher is not None:
+        display.doing("preparing the converted teacher", own_bar=True)
+        source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
+        job = replace(job, teacher=replace(job.teacher, source=source))
+    return job
 
 
 def _progress_of(crew: Crew, batch: BatchConfig) -> Callable[[Phase], tuple[int, int] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def _begin(resolved: Resolved, display: Display, stop: StopRequest, loop: type[L
     if resolved.config.run.dir:
         RunDirectory(Path(resolved.config.run.dir)).require_place()
     job = prepare_job(resolved, display.say, starts=True)
-    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else RUNS / _name(job))
+    run = RunDirectory(Path(resolved.config.run.dir) if resolved.config.run.dir else unused_place(RUNS / _name(job)))
     with _locked(run, run.create):
         try:
             display.log_to(run.log)
@@ -135,12 +136,13 @@ def _layout_change(stored: dict[str, Any], job: Job) -> str | None:
     if now is None:
         return None
     before = replace(now.parallel, **{size: then[size] for size in SIZES if size in then})
-    if before == now.parallel:
+    backend = then.get("backend", job.plan.backend)
+    if (backend, before) == (job.plan.backend, now.parallel):
         return None
-    return (
-        f"training was laid out as {before.name()} and goes on as {now.parallel.name()}: equal within rounding, not "
-        "bitwise"
-    )
+    was, now_is = before.name(), now.parallel.name()
+    if backend != job.plan.backend:
+        was, now_is = f"{was} by {backend}", f"{now_is} by {job.plan.backend}"
+    return f"training was laid out as {was} and goes on as {now_is}: equal within rounding, not bitwise"
 
 
 @contextlib.contextmanager
@@ -163,7 +165,8 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
     if any(value.key == "run.algorithm" for value in changed):
         values = [value for value in values if not value.origin.startswith(ALGORITHM)]
     if any(value.key in LAYOUT for value in changed):
-        values = [value for value in values if value.origin != PLANNER]
+        # A backend that the planner chose goes on too, unless another is asked for.
+        values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
     changes = []
     for value in changed:
         if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
@@ -178,6 +181,20 @@ def _overruled(value: Value, stored: dict[str, Any]) -> bool:
     """Return whether an algorithm sets a value that the user has set when the run began."""
     before = stored.get(value.key, {"origin": DEFAULT})["origin"]
     return value.origin.startswith(ALGORITHM) and not before.startswith((ALGORITHM, DEFAULT))
+
+
+def unused_place(place: Path) -> Path:
+    """Make `place`, or with a number behind its name where it is there: another run may have begun in this second."""
+    for number in itertools.count(1):
+        numbered = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        try:
+            numbered.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            break  # `create` says why
+        return numbered
+    return place
 
 
 def _name(job: Job) -> str:

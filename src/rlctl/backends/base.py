@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from rlctl.transport.movers import Received
     from rlctl.transport.rounds import Connection, Need
-    from rlctl.weights.fingerprints import Reading
+    from rlctl.weights.readings import Reading
     from rlctl.weights.transfer_plan import World
 
 Device = Literal["cpu", "cuda"]
@@ -355,15 +355,16 @@ class EngineWorker(WeightReceiver, Protocol):
         """Begin the samples of some prompts, which are decoded while `collect_apart` waits for some."""
 
     def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
-        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_apart`. Raises
-        WaitTimeoutError after `timeout_s`."""
+        """Wait until a submitted group is finished; return it, token-sized values apart as in `generate_apart`, or
+        nothing where the engine falls asleep before. Raises WaitTimeoutError after `timeout_s`."""
         ...
 
     def forget_prompts(self) -> None:
         """Drop what is cached of earlier prompts, so that the next ones are computed as in a new engine."""
 
     def sleep(self) -> None:
-        """Give the device's memory back until `wake`, where it is shared. A refit meanwhile wakes the weights alone."""
+        """Give the device's memory back until `wake`, where it is shared; submitted samples are kept, and go on then. A
+        refit meanwhile wakes the weights alone."""
 
     def wake(self) -> None:
         """Take the memory again; the engine can generate."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,22 +18,31 @@ if TYPE_CHECKING:
 
     from rlctl.checkpoints.conversion.stream import ParamReader
 
+    Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
 
 def load_rank(
-    directory: Path, world: World, rank: int, params: dict[str, torch.Tensor], facts: ModelFacts | None = None
+    directory: Path,
+    world: World,
+    rank: int,
+    params: dict[str, torch.Tensor],
+    facts: ModelFacts | None = None,
+    *,
+    critic: bool = False,
 ) -> int:
     """Stream a model directory into the live params of one rank; returns bytes read.
 
     `params` are contiguous tensors under the names of `world.layout(rank)`; each gets every element exactly once
     (proven beforehand). Each rank reads only what it holds. `facts` are the policy's: a Megatron checkpoint is checked
-    against them, a Hugging Face directory against its own configuration.
+    against them, a Hugging Face directory against its own configuration. `critic`: it is a critic's checkpoint, all but
+    the head of which is read.
 
     Raises InputError for a damaged directory or one of another model, and for a param of the layout that the policy
     does not have, or has in another shape.
     """
     from rlctl.checkpoints.plan_execution import execute, fill
 
-    stored, opened, order = _open(directory, facts)
+    stored, opened, order = _open(directory, facts, critic)
     plan = receive_plan(stored, world, rank).prove()
     check_params(plan.layout, params)
     fill(plan.fills, params, plan.layout.params)
@@ -55,7 +64,13 @@ def require_policy(directory: Path) -> Path:
 
 
 def load_moments(
-    directory: Path, world: World, rank: int, moments: Mapping[str, dict[str, torch.Tensor]], facts: ModelFacts
+    directory: Path,
+    world: World,
+    rank: int,
+    moments: Mapping[str, dict[str, torch.Tensor]],
+    facts: ModelFacts,
+    *,
+    critic: bool = False,
 ) -> float:
     """Stream Adam's moments of a policy checkpoint, whichever backend saved it, into the tensors of one rank; returns
     the optimizer steps that were taken.
@@ -68,7 +83,7 @@ def load_moments(
 
     found = find(require_policy(directory))
     assert found is not None
-    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers)
+    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, critic=critic)
     own = world.layout(rank)
     for name, tensors in moments.items():
         params = {param: replace(own.params[param], dtype="float32") for param in tensors}
@@ -83,7 +98,49 @@ def load_moments(
     return checkpoint.steps
 
 
-def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, ParamReader, dict[str, int]]:
+@dataclass(frozen=True)
+class StoredAdapters:
+    """The adapters of a policy checkpoint, whole, by published tensor: A [rank, inputs] and B [outputs, rank]."""
+
+    weights: Pairs
+    moments: dict[str, Pairs]
+    """Adam's, by name."""
+    steps: float
+
+
+def load_adapters(directory: Path, facts: ModelFacts) -> StoredAdapters:
+    """Read the adapters of a policy checkpoint and their optimizer's states, whichever backend saved it. Raises
+    InputError where it holds none, or another model's."""
+    from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters
+    from rlctl.checkpoints.megatron.megatron_model import steps_of
+    from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+
+    reader = TorchDistReader.open(require_policy(directory))
+    if not adapter_keys(reader.shapes):
+        raise InputError(f"{directory} holds no adapters; its run trained all weights.", "Set training.lora.rank to 0.")
+
+    def read(prefix: str) -> Pairs:
+        return read_adapters(reader, facts, prefix=prefix).pairs
+
+    moments = {name: read(f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
+    return StoredAdapters(read(""), moments, steps_of(reader))
+
+
+def load_value_head(directory: Path) -> dict[str, torch.Tensor]:
+    """Read the head of a critic's checkpoint, [1, H], whichever backend saved it: `weight`, and Adam's moments of it by
+    name. Raises InputError where it holds none."""
+    from rlctl.checkpoints.megatron.megatron_model import VALUE_HEADS
+    from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
+
+    reader = TorchDistReader.open(require_policy(directory))
+    key = next((key for key in VALUE_HEADS if key in reader.shapes), None)
+    if key is None or reader.shapes[key].shape[0] != 1:
+        raise InputError(f"{directory} holds no head of a critic.", "Copy the checkpoint again.")
+    names = {"weight": key} | {name: f"optimizer.state.{name}.{key}" for name in ("exp_avg", "exp_avg_sq")}
+    return {name: reader.whole(key) for name, key in names.items()}
+
+
+def _open(directory: Path, facts: ModelFacts | None, critic: bool) -> tuple[World, ParamReader, dict[str, int]]:
     """A directory's world and params, and where each param lies: files are read front to back."""
     from rlctl.checkpoints.hf.hf_model import open_hf_model
 
@@ -94,7 +151,7 @@ def _open(directory: Path, facts: ModelFacts | None) -> tuple[World, ParamReader
         return model.world, model.source, {name: i for i, name in enumerate(names)}
     from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model
 
-    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers)
+    checkpoint = open_megatron_model(found, facts, without_mtp=not facts.mtp_layers, critic=critic)
     order = {name: i for i, name in enumerate(checkpoint.blocks)}
     return checkpoint.world, Blocks(checkpoint.reader, checkpoint.blocks), order
 

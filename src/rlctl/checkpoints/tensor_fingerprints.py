@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import torch
 
-from rlctl.weights.fingerprints import MASK as _MASK
+from rlctl.weights.readings import MASK as _MASK
 
 # Elements at a time. Their int64 copy (2 MiB) lives in a buffer that is used again: fresh pages would cost more than
 # the arithmetic (measured on 2 cores: 9 GB/s with it, 0.8 without, and 18 GB/s for copying).

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.ray_session import dead_process, require_processes
+from rlctl.cluster.ray_session import control_answers, dead_process, require_processes
 from rlctl.errors import MachineError
 
 NODE_LABEL = "ray.io/node-id"
 """The label with which Ray marks each node by itself."""
+LOOK_S = 0.02
+"""Seconds between two looks at whether bundles are reserved."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,6 @@ class Placement:
         """Reserve the bundles, none of them on a node that holds one of `away_from`. Raises MachineError when Ray
         cannot reserve them in `timeout_s`."""
         import ray
-        from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
         unit = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
@@ -47,7 +49,7 @@ class Placement:
         self.group = placement_group([dict(unit) for _ in range(count)], strategy="PACK", **elsewhere)
         try:
             self.bundles = self._discover(range(count), gpus, timeout_s)
-        except GetTimeoutError:
+        except TimeoutError:
             require_processes()
             self.release()
             have = ray.cluster_resources()
@@ -63,15 +65,36 @@ class Placement:
             raise
 
     def _discover(self, indexes: Sequence[int], gpus: bool, timeout_s: float) -> tuple[Bundle, ...]:
-        """Ask a task inside each bundle which node and device it is on, and order the bundles by them. The tasks begin
-        when the bundles are reserved. (Ray's own wait for that cannot be interrupted.)"""
-        import ray
-
-        where = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(_where_am_i)
-        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
-        found = [Bundle(index, *place) for index, place in zip(indexes, ray.get(asked, timeout=timeout_s), strict=True)]
+        """Wait until the bundles are reserved, and order them by node and device. Raises TimeoutError."""
+        places = self._devices(indexes, timeout_s) if gpus else self._slots(indexes, timeout_s)
+        found = [Bundle(index, *place) for index, place in zip(indexes, places, strict=True)]
         # Stable: Ray's own order within equal (node, GPU) keys.
         return tuple(sorted(found, key=lambda bundle: place_order(bundle.node, bundle.gpu)))
+
+    def _devices(self, indexes: Sequence[int], timeout_s: float) -> list[tuple[str, str | None, str]]:
+        """Ask a task inside each bundle which node and device it is on: Ray tells it there only."""
+        import ray
+
+        where = ray.remote(num_cpus=1, num_gpus=1)(_where_am_i)
+        asked = [where.options(scheduling_strategy=self.strategy(index)).remote() for index in indexes]
+        return ray.get(asked, timeout=timeout_s)
+
+    def _slots(self, indexes: Sequence[int], timeout_s: float) -> list[tuple[str, None, str]]:
+        """Look up which node each bundle without a device is on: no process has to start for that. (Ray's own wait for
+        a reservation cannot be interrupted.)"""
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while True:
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+            table = ray.util.placement_group_table(self.group)
+            nodes = [table["bundles_to_node_id"].get(index) for index in indexes]
+            if table["state"] == "CREATED" and all(node in addresses for node in nodes):
+                return [(addresses[node], None, node) for node in nodes]
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            require_processes()
+            time.sleep(LOOK_S)
 
     def strategy(self, index: int) -> Any:
         """Ray scheduling strategy for Ray's bundle number `index`."""
@@ -108,7 +131,7 @@ class Placement:
         import ray
         from ray.exceptions import GetTimeoutError
 
-        if dead_process() is None:
+        if dead_process() is None and control_answers():
             with contextlib.suppress(GetTimeoutError):
                 ray.util.remove_placement_group(self.group)
 

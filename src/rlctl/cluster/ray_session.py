@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import getpass
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -29,6 +31,7 @@ from rlctl.errors import ClusterError, MachineError
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 5.0
 START_ATTEMPTS = 3
 # Ray ends every process this long after its control process died. We end the run in our own words before.
 GCS_PATIENCE_S = 3600
@@ -119,9 +122,12 @@ def asks_for_token(address: str) -> bool:
 def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
+    base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    if not base.is_dir():
+        raise MachineError(f"Ray keeps its files in {base}, which is no directory.", "Make it, or change RAY_TMPDIR.")
     with contextlib.ExitStack() as stack:
         try:
-            own = stack.enter_context(lasting_folder(Path(os.environ.get("RAY_TMPDIR", "/tmp"))))
+            own = stack.enter_context(lasting_folder(base))
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
             stack.enter_context(_ending_descendants())
             with _children_survive_the_terminal():
@@ -145,6 +151,19 @@ def dead_process(*kinds: str) -> str | None:
         if any(info.process.poll() is not None for info in node.all_processes.get(kind, ())):
             return PROCESSES[kind]
     return None
+
+
+def control_answers() -> bool:
+    """Whether Ray's control process answers. Ray itself would ask it for a minute, and then end this process without a
+    word of ours."""
+    from ray._private import worker
+    from ray.exceptions import RayError
+
+    try:
+        worker.global_worker.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
+    except RayError:
+        return False
+    return True
 
 
 def require_processes(*kinds: str) -> None:
@@ -211,7 +230,8 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
             kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
             environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
-            with _protected_token(), _on_loopback(), environment:
+            with _protected_token(), _on_loopback(), _bare(), environment:
+                provide_token(token_path())
                 ray.init(
                     address="local",
                     job_config=_job(),
@@ -261,6 +281,23 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _bare() -> Iterator[None]:
+    """Have Ray start without its dashboard, its autoscaler and the process that copies logs of workers to the driver: a
+    session of one machine neither serves pages nor grows, and the workers have logs of their own. `ray.init` has no
+    arguments for that; without `include_dashboard` it still starts a dashboard and waits for it."""
+    from ray._private import node, parameter
+
+    before = parameter.RayParams, node.Node.start_api_server
+    without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+    parameter.RayParams = functools.partial(before[0], **without)
+    node.Node.start_api_server = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        parameter.RayParams, node.Node.start_api_server = before
+
+
+@contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
     """Set variables for the processes that are started in the block."""
     before = {name: os.environ.get(name) for name in values}
@@ -275,15 +312,26 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def token_path() -> Path:
+    """Where Ray keeps this user's token."""
+    return Path(os.path.expanduser("~/.ray/auth_token"))
+
+
 @contextlib.contextmanager
 def _protected_token() -> Iterator[None]:
     """Keep the token that Ray makes for this user from the others, who could read it. Ray itself does not."""
-    token = Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):
-        token.parent.mkdir(mode=0o700, exist_ok=True)
+        token_path().parent.mkdir(mode=0o700, exist_ok=True)
     yield
     with contextlib.suppress(OSError):
-        token.chmod(0o600)
+        token_path().chmod(0o600)
+
+
+def provide_token(token: Path) -> None:
+    """Give this process, and those that it starts, a token of their own where none can be kept at `token`, as in a home
+    that cannot be written to."""
+    if not token.exists() and not os.access(token.parent, os.W_OK | os.X_OK):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def _require_answer(address: str) -> None:

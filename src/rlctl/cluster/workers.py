@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
@@ -40,10 +40,14 @@ Ts = TypeVarTuple("Ts")
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 20.0
 USAGE_LIMIT_S = 2.0
+HOST_LOOK_S = 10.0
+"""Between two looks at whether the hosts of processes that start are there."""
 # How long a failure waits for the death that may have caused it, and one that surely follows from another rank's for
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
 PEER_CAUSE_S = 15.0
+QUIET_S = 60.0
+"""Time without an answer or a sign of progress after which it is said who is waited for, again and again."""
 
 
 @dataclass(frozen=True)
@@ -156,25 +160,23 @@ class PendingCall(Generic[R]):
     refs: list[Any]
     """Ray's handles of the results, in rank order."""
 
-    def results(self) -> list[R]:
-        """Wait for the results, in rank order; the first rank that fails ends the wait.
+    def results(self, look: Callable[[], None] | None = None) -> list[R]:
+        """Wait for the results, in rank order; the first rank that fails ends the wait, and so does an error of `look`,
+        which is called now and then.
 
         Raises WorkerError (a worker died or raised), WaitTimeoutError (which names the ranks that did not answer), or
         the RlctlError that a worker raised itself.
         """
-        return _wait_for_all([self], self.group.call_timeout_s)[0]
+        return _wait_for_all([self], self.group.call_timeout_s, look)[0]
 
     def outcomes(self) -> list[R | WorkerError | WaitTimeoutError]:
         """Wait for every rank. A WorkerError (its process or its work failed) or a WaitTimeoutError stands in place of
         the result of a rank that has none. Raises what a worker raised on purpose at once."""
-        import ray
-
         limit = self.group.call_timeout_s
         rank_of, pending, deadline = {ref: i for i, ref in enumerate(self.refs)}, self.refs, time.monotonic() + limit
         found: list[Any] = [None] * len(self.refs)
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-            require_processes(RAYLET)
+            done, pending = _next_done([self], pending, deadline)
             if not done:
                 for rank in map(rank_of.__getitem__, pending):
                     found[rank] = _late([self], [(0, rank)], limit)
@@ -244,15 +246,22 @@ class WorkerGroup(Generic[W_co]):
         return self.hosts[rank].start.remote(self._worker_class, self.specs[rank].kwargs)
 
     def ready(self) -> None:
-        """Wait until every worker is constructed. Raises WorkerError when one dies or raises, WaitTimeoutError when one
-        is not ready in `start_timeout_s`; the processes are ended then."""
+        """Wait until every worker is constructed. Raises WorkerError when one dies or raises or its host is lost,
+        WaitTimeoutError when one is not ready in `start_timeout_s`; the processes are ended then."""
         try:
-            self.pids = PendingCall(self.within(self.start_timeout_s), "start", self._started).results()
+            starting = PendingCall(self.within(self.start_timeout_s), "start", self._started)
+            self.pids = starting.results(self._require_hosts)
             for rank, pid in enumerate(self.pids):
                 log.info("%s rank %d is process %d; its output is in %s", self.name, rank, pid, self.log_path(rank))
         except BaseException:
             self.kill()
             raise
+
+    def _require_hosts(self) -> None:
+        """Raise WorkerError where the host of a rank is lost. Ray would let its process wait for another one."""
+        placed = self.placed(range(len(self)))
+        if lost := [spec.bundles[0].node for rank, spec in enumerate(self.specs) if rank not in placed]:
+            raise WorkerError(f"The host {lost[0]} was lost while a process of {self.name} started on it.")
 
     def restart(self, ranks: Sequence[int]) -> None:
         """End the processes of `ranks` and construct their workers again, in new ones that write to the same logs.
@@ -468,16 +477,63 @@ def wait_together(first: PendingCall[R], second: PendingCall[S], timeout_s: floa
     return of_first, of_second
 
 
-def _wait_for_all(calls: Sequence[PendingCall[Any]], timeout_s: float) -> list[list[Any]]:
+class _Waits:
+    """The one who hears of long waits."""
+
+    tell: Callable[[str], None] = staticmethod(lambda text: None)
+
+
+@contextlib.contextmanager
+def telling_waits(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within the block `tell` hears who is waited for, after each minute without an answer or a sign of progress."""
+    before, _Waits.tell = _Waits.tell, tell
+    try:
+        yield
+    finally:
+        _Waits.tell = before
+
+
+def _next_done(
+    calls: Sequence[PendingCall[Any]], pending: list[Any], deadline: float, look: Callable[[], None] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Wait for the first of `pending`, handles of `calls`, until `deadline`; return what is done, and what is not."""
     import ray
 
+    told = list[dict[int, tuple[int, int]]]()
+    begun = said = time.monotonic()
+    pause_s = QUIET_S if look is None else HOST_LOOK_S
+    while True:
+        left = deadline - time.monotonic()
+        done, rest = ray.wait(pending, timeout=max(0.0, min(left, pause_s)))
+        require_processes(RAYLET)  # the workers died with it, and are not the cause
+        if done or left <= pause_s:
+            return done, rest
+        if look is not None:
+            look()
+        if time.monotonic() - said < QUIET_S:
+            continue
+        said = time.monotonic()
+        before, told = told, [call.group.progress() for call in calls]
+        if told == before or not any(told):
+            waited_for = " and ".join(filter(None, (_unanswered(call, rest) for call in calls)))
+            _Waits.tell(f"the run has waited {time.monotonic() - begun:.0f} s for {waited_for}")
+
+
+def _unanswered(call: PendingCall[Any], pending: Sequence[Any]) -> str:
+    """The ranks whose answers are among `pending`, and the method; empty: there are none."""
+    ranks = [str(rank) for rank, ref in enumerate(call.refs) if ref in pending]
+    return f"{call.group.name} rank {', '.join(ranks)} (`{call.method}`)" if ranks else ""
+
+
+def _wait_for_all(
+    calls: Sequence[PendingCall[Any]], timeout_s: float, look: Callable[[], None] | None = None
+) -> list[list[Any]]:
     place = {ref: (index, rank) for index, call in enumerate(calls) for rank, ref in enumerate(call.refs)}
     results: list[list[Any]] = [[None] * len(call.refs) for call in calls]
     pending, deadline = list(place), time.monotonic() + timeout_s
     first: RlctlError | None = None
     while pending:
-        done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
-        require_processes(RAYLET)  # the workers died with it, and are not the cause
+        done, pending = _next_done(calls, pending, deadline, look)
         if not done:
             break
         for ref in done:

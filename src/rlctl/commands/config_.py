@@ -108,6 +108,8 @@ def validate(
     resolved = options.resolve_config(**context.params)
     for line in not_checked(list(resolved.origin)):
         message(f"{coloured('note:', 'warn', sys.stderr)} {line}")
+    for line in resolved.notes:
+        message(line)
     decided = sum(origin != DEFAULT for origin in resolved.origin.values())
     message(
         f"The configuration is {coloured('valid', 'ok', sys.stderr)}: {decided} keys set, the others at their defaults."
@@ -219,9 +221,11 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
         if recipe.foreign is not None and status != "not known" and not everything:
             continue
         yield coloured(heading, LOOK[status], stream) if status in LOOK else heading
-        lines = grouped(sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0]))
+        entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
+        parts = [[entry] for entry in entries] if everything else [entries]
+        lines = [line for part in parts for line, _ in grouped(part)]
         shown = lines if everything else lines[:MOST_LINES]
-        yield from (f"  {line}" for line, _ in shown)
+        yield from (f"  {line}" for line in shown)
         if len(shown) < len(lines):
             yield f"  and {len(lines) - len(shown):,} more lines, which --all shows"
     if not everything:

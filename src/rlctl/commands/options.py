@@ -59,7 +59,8 @@ Backend: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
-        help="The backend that trains: megatron, dtensor (transformers' modules with FSDP2), or auto.",
+        help="The backend that trains: megatron, dtensor (transformers' modules with FSDP2), or auto: megatron where "
+        "it can, else dtensor.",
     ),
 ]
 MaxLength: TypeAlias = Annotated[

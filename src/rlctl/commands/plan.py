@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from rlctl.errors import InputError, NoPlanError
 
 if TYPE_CHECKING:
     from rlctl.config.load import Resolved
-    from rlctl.planner.make_plan import Plan
+    from rlctl.planner.result import Plan
 
 app = command_app()
 
@@ -112,7 +113,8 @@ def plan(
         from rlctl.apps.prepare import shown_plan
 
         refuse_with("--compare shows two plans and no alternatives", {"--top": top})
-        plans = [shown_plan(resolved_with(*side(text)), ALTERNATIVES, message) for text in compare]
+        once = functools.cache(message)  # what is true of both plans
+        plans = [shown_plan(resolved_with(*side(text)), ALTERNATIVES, once) for text in compare]
         show_comparison(plans, compare, explain, json_)
         return
     show_plan(resolved_with([]), explain, top or ALTERNATIVES, json_)

@@ -469,8 +469,9 @@ class TrainingConfig(Section):
     """How the policy is trained: backend, parallelism, rows of tokens, memory."""
 
     backend: str = "auto"
-    """The backend that trains, by the name of its record; auto is megatron. dtensor trains transformers' own modules
-    with FSDP2: weights, gradients and states are sharded over the data parallel ranks."""
+    """The backend that trains, by the name of its record; auto is megatron where that can run what is asked for, and
+    else dtensor. dtensor trains transformers' own modules with FSDP2: weights, gradients and states are sharded over
+    the data parallel ranks."""
     tp: Positive | None = None
     """Tensor parallel size."""
     pp: Positive | None = None

@@ -283,7 +283,10 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
         refusals[recipe.source.get(settled_by or "") in given].append(Refusal(line, settled_by))
-    notes = [f"runs differently: {line}" for line in recipe.changed]
+    notes = [
+        *(f"left out: {line}" for line in recipe.unknown),
+        *(f"runs differently: {line}" for line in recipe.changed),
+    ]
     if named := [f"{recipe.source[value.key]} is rlctl's {value.key}" for value in values[True]]:
         notes.append(f"note: {'; '.join(named)}")
     return Source(values[False], notes, refusals[False]), Source(values[True], (), refusals[True])

@@ -71,19 +71,19 @@ class Mixing:
         self.parts = whole_parts(weights)
         parts, total = np.array(self.parts, dtype=np.int64), sum(self.parts)
         counts = np.zeros_like(parts)
-        owners, places = np.empty(total, np.int32), np.empty(total, np.int64)
+        owners, turns = np.empty(total, np.int32), np.empty(total, np.int64)
         for turn in range(total):
             behind = counts * total < parts * (turn + 1)
             owner = int(np.argmin(np.where(behind, (counts + 1) / parts, np.inf)))
-            owners[turn], places[turn] = owner, counts[owner]
+            owners[turn], turns[turn] = owner, counts[owner]
             counts[owner] += 1
-        self._owners, self._places = owners, places
+        self._owners, self._turns = owners, turns
 
     def at(self, position: int) -> tuple[int, int]:
         """Return the number of the source whose turn it is, and how many turns it has had before."""
         rounds, turn = divmod(position, len(self._owners))
         owner = int(self._owners[turn])
-        return owner, rounds * self.parts[owner] + int(self._places[turn])
+        return owner, rounds * self.parts[owner] + int(self._turns[turn])
 
     def turns(self, positions: int) -> list[int]:
         """Return how many of the first `positions` each source has."""

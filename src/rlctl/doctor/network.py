@@ -80,7 +80,7 @@ def open_places(process: psutil.Process) -> list[str]:
 
 def check_ray_files(processes: Iterable[psutil.Process] | None = None, token: Path | None = None) -> Check:
     """Check that other users cannot read the token of this user's Ray, nor the sockets and logs of a running one."""
-    token = token or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = token or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token"))
     sessions = {folder for one in processes or psutil.process_iter() if (folder := session_of(one)) is not None}
     fixes = {token: f"`chmod 600 {token}`."} if token.exists() else {}
     fixes |= dict.fromkeys(sessions, "Start Ray with --temp-dir below a directory that you made by `mkdir -m 700`.")

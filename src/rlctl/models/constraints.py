@@ -70,6 +70,9 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     ):
         if size > 1:
             found.append(Problem(f"training.{key}", why))
+    for key in ("first_stage_layers", "last_stage_layers"):
+        if getattr(parallel, key) is not None:
+            found.append(Problem(f"training.{key}", "FSDP2 has no pipeline stages"))
     tp = parallel.tp
     found += [*_tensor_problems(facts, parallel), *_expert_problems(facts, parallel)]
     if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:

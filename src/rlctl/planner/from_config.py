@@ -19,7 +19,8 @@ from rlctl.planner.choice import Adapters, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.make_plan import Refusal, make_plan
+from rlctl.planner.result import Plan
 
 DRIVER_LIMIT_S = 30.0
 PROMPT_TOKENS = 128
@@ -211,9 +212,11 @@ def plan_from_config(
     top: int = 5,
     workload: Workload | None = None,
     teacher: ModelFacts | None = None,
+    refusal: Refusal = lambda _: None,
 ) -> Plan:
-    """The plan of a configuration; `workload` stands in for a training step's. Raises ConfigError, NoPlanError or
-    MachineError as `make_plan` and `cluster_from_config` do."""
+    """The plan of a configuration; `workload` stands in for a training step's, and `refusal` says why a backend cannot
+    do what is asked for. Raises ConfigError, NoPlanError or MachineError as `make_plan` and `cluster_from_config`
+    do."""
     cluster = cluster_from_config(config, assume)
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
@@ -247,5 +250,5 @@ def plan_from_config(
         constants = replace(constants, staging_bytes=config.refit.staging_mb * 1024.0**2)
     return make_plan(
         facts, cluster, workload, pins, precision=precision, adapters=adapters_from_config(config.training.lora),
-        gradient_bytes=gradient_bytes, top=top, constants=constants, teacher=teacher,
+        gradient_bytes=gradient_bytes, top=top, constants=constants, teacher=teacher, refusal=refusal,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.search.rules import gives_way, not_runnable
+from rlctl.planner.search.rules import not_runnable
 from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
@@ -110,8 +110,6 @@ class Plan:
         backend = self.backend if self.training is not None else None
         family = next(filter(None, (family_problem(facts, backend) for facts in models)), None)
         layout = not_runnable(self.training, self.generation)
-        if self.training is not None and self.generation is not None:
-            layout += gives_way(self.workload, self.cluster, self.colocated)
         return [*([family] if family else []), *self.blocked, *layout]
 
     @property

@@ -32,7 +32,7 @@ from rlctl.transport.movers import Sender, make_staging, open_sender, sends_mess
 from rlctl.transport.round_buffers import Packer, source_view
 from rlctl.transport.rounds import Changes, Channel, Lengths, chunk_world, cut_rounds, whole_tensors
 from rlctl.transport.shared_memory import Staging, this_node
-from rlctl.weights.fingerprints import combine
+from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import (
     Copy,
     Place,

@@ -65,9 +65,9 @@ class Sent:
     packing_s: float
     """Seconds of copying."""
     bytes: int
-    """Bytes sent, those to ranks of other nodes included."""
+    """Bytes sent, those to ranks that reach the staging memory in its place included."""
     exchange_s: float = 0.0
-    """Seconds in which it waited for boxes of other nodes, or until they were gone."""
+    """Seconds in which it waited for boxes of other ranks, or until they were gone."""
 
 
 @dataclass(frozen=True)

@@ -338,11 +338,15 @@ class RefitSession:
 
     def close(self) -> None:
         """Let go of the staging memory on both sides. Workers that are gone are passed over."""
+        self.abandon()
+        self._tolerantly(self.policy, WeightSender.refit_close)
+        self._tolerantly(self.engines, WeightReceiver.refit_close)
+
+    def abandon(self) -> None:
+        """Remove what would outlive the processes, which are to end."""
         self.opened = self.broken = False
         if self.mover == "disk" and self.setup.channels:
             self._tolerantly(self.policy, WeightSender.refit_retire, None)
-        self._tolerantly(self.policy, WeightSender.refit_close)
-        self._tolerantly(self.engines, WeightReceiver.refit_close)
 
     def _tolerantly(
         self, group: WorkerGroup[W], method: Callable[Concatenate[W, P], object], *args: P.args, **kwargs: P.kwargs

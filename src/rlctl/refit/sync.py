@@ -47,6 +47,11 @@ class DeviceTurns:
         self._offload, self._engines_sleep = offload, engines_sleep
         self.turn = Turn.POLICY
 
+    @property
+    def taken(self) -> bool:
+        """Whether one side waits while the other computes."""
+        return self._offload or self._engines_sleep
+
     @contextmanager
     def generating(self) -> Iterator[int]:
         """The engines' turn for the block, then the policy's; yields the bytes that the policy's devices got back."""
@@ -128,13 +133,19 @@ class WeightSync:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an interrupt nobody is asked: the processes, which may be busy, are ended at once.
-        if kind is not KeyboardInterrupt:
+        if kind is None:
             self.session.close()
+        elif kind is not KeyboardInterrupt:  # after which nobody is asked: the processes, which may be busy, are ended
+            self.session.abandon()
 
     def generating(self) -> AbstractContextManager[int]:
         """As `DeviceTurns.generating`."""
         return self.turns.generating()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the engines pause while the policy computes."""
+        return self.turns.taken
 
     def to_policy(self) -> None:
         """Let the policy compute: a refit leaves its optimizer aside."""

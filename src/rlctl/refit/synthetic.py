@@ -23,8 +23,8 @@ from rlctl.transport.cuda_ipc import device_name
 from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_receiver
 from rlctl.transport.rounds import Connection, Need, Taken, cut_rounds
 from rlctl.transport.shared_memory import this_node
-from rlctl.weights.fingerprints import Reading
 from rlctl.weights.layout import Layout
+from rlctl.weights.readings import Reading
 from rlctl.weights.transfer_plan import World
 from rlctl.weights.vllm import VllmParallel, VllmWorld
 

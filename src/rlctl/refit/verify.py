@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rlctl.errors import VerificationError, listed
-from rlctl.weights.fingerprints import Reading, combine
+from rlctl.weights.readings import Reading, combine
 
 RELATIVE = 1e-6
 

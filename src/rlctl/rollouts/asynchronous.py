@@ -13,6 +13,10 @@ from it too: where groups are replaced, they are admitted only while none is und
 engine with the least to do, one by one, and go on under the new weights. An order of prompts by pass rates follows from
 the batches that were returned, not from what happens to be finished.
 
+Where policy and engines take turns on the same devices, engines sample while the loop waits for a batch, and give the
+devices back with it. Rollouts under way then pause (`keep`) or are sampled to their end first (`wait`); groups are
+scored in both turns.
+
 Two threads work besides the loop: one takes finished groups from the engines, the other has them scored.
 """
 
@@ -119,11 +123,10 @@ class AsynchronousSource:
 
     def next(self, version: int) -> RolloutBatch:
         """Return the next batch, once all of it is there; begin what may be begun under `version`."""
-        with self._timer(Phase.WAITING):
+        with self._timer(Phase.WAITING), self._sync.generating() as freed_bytes:
             self._wait(lambda: self._may_admit() or None, "the policy", version)
-        self._admit(version)
-        with self._timer(Phase.WAITING):
-            positions = self._wait(lambda: self._batch(version), "the policy", version)
+            self._admit(version)
+            positions = self._wait(lambda: self._batch(version) if self._may_pause() else None, "the policy", version)
         with self._changed:
             groups = [self._progress.finished.pop(position) for position in positions]
             filled = len(positions) - len(self._progress.in_vain.intersection(positions))
@@ -133,7 +136,7 @@ class AsynchronousSource:
             failures, self._progress.failures = self._progress.failures, 0
             self._ledger.hand_over(positions)
         self._prompts.observe(groups)
-        measured = {"scorer_failures": failures, "offloaded_bytes": 0, "versions_since_admission": max(ages)}
+        measured = {"scorer_failures": failures, "offloaded_bytes": freed_bytes, "versions_since_admission": max(ages)}
         if self._replaces:
             size = self._config.batch.prompts
             measured |= {"sampling_rounds": -(-len(groups) // size), "missing_groups": size - filled}
@@ -199,6 +202,10 @@ class AsynchronousSource:
 
     def _may_admit(self) -> bool:
         return not (self._replaces and self._whole_calls and self._ledger.under_way)
+
+    def _may_pause(self) -> bool:
+        """Whether the engines may give the devices back, where they share them with the policy."""
+        return not (self._sync.takes_turns and self._whole_calls and self._progress.calls)
 
     def _begin(self, requests: Sequence[GroupRequest]) -> None:
         """Ask the engines for `requests`; an engine that fails is replaced."""
@@ -384,6 +391,7 @@ class AsynchronousSource:
         return True
 
     def _took(self, pending: PendingGroups, results: Sequence[GroupResult]) -> None:
+        """Take what a call has returned, which is nothing where the engine fell asleep, and ask for more."""
         with self._changed:
             left = self._progress.asked.get(pending.engine, {})
             for result in results:

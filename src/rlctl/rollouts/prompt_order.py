@@ -29,7 +29,7 @@ ROWS_KEPT = 1_000_000
 
 
 @dataclass(frozen=True)
-class MixedSource:
+class OpenedSource:
     """One source of a run's prompts, opened."""
 
     label: str
@@ -45,7 +45,7 @@ class PromptStream:
     order by pass rates also follows from what was `observe`d, and then `state` holds all that it follows from."""
 
     def __init__(
-        self, sources: Sequence[MixedSource], mixing: Mixing, planned: int, held_out: PromptSource | None = None
+        self, sources: Sequence[OpenedSource], mixing: Mixing, planned: int, held_out: PromptSource | None = None
     ) -> None:
         """`planned`: largest number of positions that the run will use; `held_out`: prompts taken away from it."""
         self.sources, self._mixing, self._planned, self.held_out = sources, mixing, planned, held_out
@@ -69,7 +69,7 @@ class PromptStream:
             opened[0], held_out = hold_out(opened[0], config.validation.holdout, config.run.seed)
         tokenizer = load_tokenizer(model_dir, config.model)
         sources = [
-            MixedSource(
+            OpenedSource(
                 label=one.label,
                 prompts=prompts,
                 encoder=PromptEncoder.build(tokenizer, config.model, one.data, model_dir),
@@ -90,9 +90,9 @@ class PromptStream:
 
     def prompt_at(self, position: int) -> PromptRow:
         """Return the row of the data at `position`."""
-        number, place = self._mixing.at(position)
+        number, turn = self._mixing.at(position)
         source = self.sources[number]
-        return self._row(source, source.order.at(place))
+        return self._row(source, source.order.at(turn))
 
     def text(self, row: PromptRow) -> str:
         """Return a prompt as the model sees it."""
@@ -126,8 +126,8 @@ class PromptStream:
     def state(self, since: int = 0) -> dict[str, Any]:
         """Return what the prompts at `since` and later positions follow from, as JSON, by source; sources without such
         are left out."""
-        places = self._mixing.turns(since)
-        states = ((one.label, one.order.state(place)) for one, place in zip(self.sources, places, strict=True))
+        turns = self._mixing.turns(since)
+        states = ((one.label, one.order.state(turn)) for one, turn in zip(self.sources, turns, strict=True))
         return {label: state for label, state in states if state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -154,10 +154,10 @@ class PromptStream:
         """Yield the rows of the first positions that the run will use, at most `limit`, each row once."""
         turns = self._mixing.turns(min(self._planned, limit))
         for source, count in zip(self.sources, turns, strict=True):
-            for place in range(min(count, len(source.prompts))):
-                yield self._row(source, source.order.at(place))
+            for turn in range(min(count, len(source.prompts))):
+                yield self._row(source, source.order.at(turn))
 
-    def _row(self, source: MixedSource, index: int) -> PromptRow:
+    def _row(self, source: OpenedSource, index: int) -> PromptRow:
         row = source.prompts[index]
         return replace(row, source=source.label) if source.label else row
 
@@ -185,16 +185,16 @@ class PromptOrder:
         shuffle = data.shuffle and data.order != "as-written"
         return kind(len(prompts), seed, shuffle, number=number, difficulty=difficulty)
 
-    def at(self, position: int) -> int:
-        """Return the row of the source at `position`."""
-        epoch, offset = divmod(position, self.size)
+    def at(self, turn: int) -> int:
+        """Return the row that comes at a turn of the source (from 0)."""
+        epoch, offset = divmod(turn, self.size)
         return int(self._rows(epoch)[offset])
 
     def observe(self, group: RolloutGroup) -> None:
         """Take note of a finished group; this order follows from none."""
 
     def state(self, since: int = 0) -> dict[str, Any]:
-        """Return what the rows at `since` and later follow from: nothing."""
+        """Return what the rows at the turn `since` and later follow from: nothing."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -248,8 +248,8 @@ class PassRateOrder(PromptOrder):
         if any(sorted(rows.tolist()) != list(range(self.size)) for rows in self._fixed.values()):
             raise ValueError("an order of prompts does not hold each prompt once")
 
-    def at(self, position: int) -> int:
-        epoch, offset = divmod(position, self.size)
+    def at(self, turn: int) -> int:
+        epoch, offset = divmod(turn, self.size)
         if epoch and epoch not in self._fixed:
             self._fixed[epoch] = self._by_rate(epoch)
             for old in sorted(self._fixed)[: -max(ORDERS_KEPT, ROWS_KEPT // self.size)]:

@@ -61,11 +61,6 @@ def refuse_async(config: RlctlConfig) -> None:
     rollouts = config.rollouts
     if rollouts.mode == "sync":
         return
-    if config.training.offload:
-        raise ConfigError(
-            "rollouts.mode = async: with training.offload = true the policy waits in host memory while engines sample.",
-            "Set training.offload=false.",
-        )
     if config.refit.in_flight == "abort":
         raise ConfigError(
             "rollouts.mode = async: refit.in_flight = abort would cut off every rollout that is being sampled when new "

@@ -54,8 +54,11 @@ class RunDirectory:
 
     def require_place(self) -> None:
         """Raises InputError where `create` cannot make the directory, without making anything."""
-        self._require_free()
-        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        try:
+            self._require_free()
+            parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        except OSError as error:  # a name that is too long
+            raise InputError(f"--run-dir {self.path} cannot be made: {error.strerror}.", "Name another.") from error
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise InputError(
                 f"--run-dir {self.path} cannot be made: {parent} cannot be written to.", "Name another directory."

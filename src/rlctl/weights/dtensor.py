@@ -82,6 +82,8 @@ class DTensorWorld:
     facts: ModelFacts
     parallel: ParallelSpec
     dtype: str = "float32"
+    head: bool = True
+    """False: the model has no output layer, as a critic's."""
 
     @property
     def size(self) -> int:
@@ -90,7 +92,12 @@ class DTensorWorld:
     @cached_property
     def modules(self) -> Layout:
         """Every parameter, whole."""
-        return module_layout(self.facts, self.dtype)
+        found = module_layout(self.facts, self.dtype)
+        if self.head:
+            return found
+        left_out = {matrix.tensor for matrix in weights_of(self.facts).matrices if matrix.role is Role.HEAD}
+        params = {name: spec for name, spec in found.params.items() if name not in left_out}
+        return Layout(0, params, tuple(piece for piece in found.pieces if piece.param in params))
 
     @cached_property
     def roles(self) -> dict[str, Role]:
@@ -145,6 +152,22 @@ class DTensorWorld:
             side = 0 if matrix.role in COLUMN_ROLES else 1 if matrix.role in ROW_ROLES else None
             found[piece.param] = None if side is None else piece.axes.index(matrix.axes[side])
         return found
+
+    def adapter_axis(self, name: str) -> int | None:
+        """The axis along which tensor parallelism divides an adapter (`<module>.lora_a` or `lora_b`): B has the rows of
+        the weight, and A its columns."""
+        module, _, which = name.rpartition(".")
+        own = {"lora_b": 0, "lora_a": 1}[which]
+        return own if self.axis(f"{module}.weight") == own else None
+
+    def adapter_box(self, name: str, shape: Shape, rank: int) -> Box:
+        """The part of an adapter of that whole shape that a rank holds."""
+        tp, shard = rank % self.parallel.tp, rank // self.parallel.tp % self.parallel.fsdp_shards
+        box, axis = list(whole(shape)), self.adapter_axis(name)
+        if axis is not None:
+            box[axis] = _chunk(box[axis], self.parallel.tp, tp)
+        box[0] = _chunk(box[0], self.parallel.fsdp_shards, shard)
+        return tuple(box)
 
     def is_expert(self, name: str) -> bool:
         """Whether a param holds something of every expert of a layer."""

@@ -76,7 +76,7 @@ class MegatronWorld:
         pieces: list[Piece] = []
         fills: dict[str, tuple[Fill, ...]] = {}
         for matrix in self._held(at):
-            for held in self._places(matrix, at):
+            for held in self._params_of(matrix, at):
                 params[held.param] = held.spec
                 pieces.extend(held.pieces)
                 if held.fills:
@@ -89,7 +89,7 @@ class MegatronWorld:
         for matrix in self.weights.by_tensor.get(tensor, ()):
             for stage in self._stages(matrix):
                 for ranks, at in self._groups(matrix, stage):
-                    places = self._places(matrix, at)
+                    places = self._params_of(matrix, at)
                     held = tuple((p, own.spec) for own in places for p in own.pieces if p.primary or every)
                     if held:
                         shards.append(Shard(ranks, held))
@@ -128,21 +128,21 @@ class MegatronWorld:
         for layer in self.layers_of(at.pp):
             yield from self.weights.layer(layer, self.local_experts(at.ep))
 
-    def _places(self, matrix: Matrix, at: Coordinates) -> Iterator[LocalParam]:
+    def _params_of(self, matrix: Matrix, at: Coordinates) -> Iterator[LocalParam]:
         """Yield the places of `matrix` on a rank; nothing where the rank has no part of it."""
         last, first = at.pp == self.parallel.pp - 1, at.pp == 0
         if matrix.role is Role.EMBEDDING:
             if first or (self.facts.mtp_layers and last):
-                yield self._place(matrix, Role.EMBEDDING, at, primary=first)
+                yield self._param_of(matrix, Role.EMBEDDING, at, primary=first)
             if self.facts.tied_embeddings and self.head and last and not first:
-                yield self._place(matrix, Role.HEAD, at, primary=False)
+                yield self._param_of(matrix, Role.HEAD, at, primary=False)
         elif matrix.role in (Role.HEAD, Role.FINAL_NORM):
             if last and (self.head or matrix.role is Role.FINAL_NORM):
-                yield self._place(matrix, matrix.role, at)
+                yield self._param_of(matrix, matrix.role, at)
         else:
-            yield self._place(matrix, matrix.role, at)
+            yield self._param_of(matrix, matrix.role, at)
 
-    def _place(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> LocalParam:
+    def _param_of(self, matrix: Matrix, role: Role, at: Coordinates, primary: bool = True) -> LocalParam:
         target = self._slot(matrix, role)
         name = self.param_name(matrix, target)
         expert = matrix.expert is not None
@@ -150,7 +150,7 @@ class MegatronWorld:
         key = (*kind, matrix.offset, expert, at, primary)
         found = self._alike.get(key)
         if found is None:
-            found = self._alike[key] = _place(self, matrix, target, name, at, primary)
+            found = self._alike[key] = _local_param(self, matrix, target, name, at, primary)
         return found.renamed(matrix.tensor, name)
 
     def _slot(self, matrix: Matrix, role: Role) -> Slot:
@@ -241,7 +241,9 @@ class LocalParam:
         )
 
 
-def _place(world: MegatronWorld, matrix: Matrix, target: Slot, name: str, at: Coordinates, primary: bool) -> LocalParam:
+def _local_param(
+    world: MegatronWorld, matrix: Matrix, target: Slot, name: str, at: Coordinates, primary: bool
+) -> LocalParam:
     """Return where the rank at `at` holds its part of `matrix` in the param `name`."""
     parallel = world.parallel
     parts, index = (parallel.etp, at.etp) if matrix.expert is not None else (parallel.tp, at.tp)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rlctl.backends.base import EngineWorker
-from rlctl.backends.messages import GroupResult, Sampling
-from rlctl.backends.vllm.inflight import EngineLock
+from rlctl.backends.messages import VALUES_A_GROUP, GroupResult, Sampling, joined
+from rlctl.backends.vllm.inflight import AwakeClock, EngineLock
 from rlctl.errors import WorkerError
 from support.engine_host import SwappingEngine
 from support.engine_policies import PROMPTS, WholeTensorPolicy, generate, largest_logprob_error, requests
@@ -117,12 +117,12 @@ def test_weights_change_between_two_decode_steps_and_never_during_one() -> None:
     assert order == ["step", "refit", "step"]
 
 
-def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path) -> None:
-    engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
-    old.refit(engine, 1)
-    new.perturb(5)
+def require_tokens_of_their_versions(
+    results: list[GroupResult], old: WholeTensorPolicy, new: WholeTensorPolicy
+) -> None:
+    """Each token's log-prob is that of the version that it carries, 1 or 2, and most samples have both."""
     mixed = 0
-    for result, columns, row, part in columns_of(refit_in_flight(engine, new, 2)):
+    for result, columns, row, part in columns_of(results):
         versions = columns.weight_version_T[part][result.prompt_tokens :]
         tokens = columns.tokens_T[part].tolist()
         prompt, response = tuple(tokens[: result.prompt_tokens]), tokens[result.prompt_tokens :]
@@ -138,7 +138,50 @@ def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path
         # The two policies disagree, so that a wrong version would show.
         assert np.abs(by[1] - by[2]).max() > 100 * TOLERANCE
     assert mixed >= len(PROMPTS)
+
+
+def test_kept_samples_go_on_under_the_new_weights(start: Start, tiny_llama: Path) -> None:
+    engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
+    old.refit(engine, 1)
+    new.perturb(5)
+    require_tokens_of_their_versions(refit_in_flight(engine, new, 2), old, new)
     assert engine.call(EngineWorker.weight_version) == 2
+
+
+def test_submitted_samples_are_kept_while_the_engine_sleeps_and_go_on_under_the_new_weights(
+    start: Start, tiny_llama: Path
+) -> None:
+    engine, old, new = start("keep"), WholeTensorPolicy(tiny_llama), WholeTensorPolicy(tiny_llama)
+    engine.group.call(SwappingEngine.share_device)
+    old.refit(engine, 1)
+    new.perturb(5)
+    new.open(engine)
+    engine.call(EngineWorker.submit, requests(), LONG)
+    asked = engine.submit(EngineWorker.collect_apart, 100.0)
+    engine.group.call(SwappingEngine.when_in_flight, 8 * len(PROMPTS) * 4, EngineWorker.sleep)
+    assert engine.wait(asked) == ([], [None] * VALUES_A_GROUP)
+    tokens = engine.group.call(SwappingEngine.tokens_in_flight)
+    engine.call(EngineWorker.refit_begin, 2)
+    new.transfer(engine, 2)
+    engine.call(EngineWorker.refit_finish, 2)
+    assert engine.call(EngineWorker.collect_apart, 0.05)[0] == []  # the device is still the policy's
+    assert engine.group.call(SwappingEngine.tokens_in_flight) == tokens
+    engine.call(EngineWorker.wake)
+    results = list[GroupResult]()
+    while len(results) < len(requests()):
+        results += joined(*engine.call(EngineWorker.collect_apart, 100.0))
+    require_tokens_of_their_versions(results, old, new)
+
+
+def test_seconds_in_which_an_engine_sleeps_are_not_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = AwakeClock(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    found = []
+    for seconds, awake in [(1, True), (10, False), (100, False), (1000, True), (10000, True)]:
+        now += seconds
+        clock.run(awake)
+        found.append(clock.now())
+    assert found == [101, 111, 111, 111, 10111]
 
 
 def test_a_refit_waits_for_samples_in_flight(start: Start, tiny_llama: Path) -> None:

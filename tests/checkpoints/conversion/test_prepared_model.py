@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -237,10 +238,11 @@ def test_a_signal_to_the_run_alone_leaves_no_part_of_a_conversion(
     model = write_tiny_llama(tmp_path / "model", vocab_size=200_000)  # 0.2 GB: longer than to see that it has begun
     monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
     place = tmp_path / "shared" / "rlctl"
-    run = subprocess.Popen([sys.executable, "-c", RUN, str(model)], stderr=subprocess.PIPE)
-    while not list(place.glob(".*.partial/release/*.distcp")):
-        assert run.poll() is None
-        time.sleep(0.01)
-    run.terminate()
-    assert "KeyboardInterrupt" in run.communicate(timeout=60)[1].decode()
-    assert not [path for path in place.iterdir() if not path.name.endswith(".lock")]
+    for number, said in ((signal.SIGTERM, "KeyboardInterrupt"), (signal.SIGKILL, "")):
+        run = subprocess.Popen([sys.executable, "-c", RUN, str(model)], stderr=subprocess.PIPE)
+        while not list(place.glob(".*.partial/release/*.distcp")):
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.send_signal(number)
+        assert said in run.communicate(timeout=60)[1].decode()  # until the child has ended too
+        assert not [path for path in place.iterdir() if not path.name.endswith(".lock")]

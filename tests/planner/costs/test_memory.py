@@ -52,6 +52,25 @@ def test_float32_needs_no_master_weights() -> None:
     assert states["optimizer"] == pytest.approx(4 * parameters)
 
 
+def test_fsdp_shards_all_states_and_has_two_layers_whole() -> None:
+    """4 bytes of weight, 4 of gradient and 8 of moments a parameter over the shards; whole are embedding and head with
+    their gradients, two layers, and one layer's gradients twice."""
+    parameters, element = count(LLAMA_8B).total, 2
+    layer, table = 4096 * (4096 + 6144 + 3 * 14336) + 2 * 4096, 128256 * 4096
+    choice = TrainingChoice(ParallelSpec(dp=16, replicate=2), sharding="full")
+    (stage,) = stages(LLAMA_8B, choice)
+    states = state_bytes(LLAMA_8B, stage, choice)
+    whole = element * (2 * 2 * table + 2 * layer) + (element + 4) * layer
+    assert states == pytest.approx(
+        {"weights": parameters / 2, "gradients": parameters / 2, "optimizer": parameters, "gathered": whole}
+    )
+    cluster = make_cluster("h100", 2)
+    asleep = host_memory(LLAMA_8B, choice, cluster, True, 0.0) - host_memory(LLAMA_8B, choice, cluster, False, 0.0)
+    assert asleep == pytest.approx(8 * (states["weights"] + states["optimizer"]))
+    alone = TrainingChoice(sharding="full", precision="float32")
+    assert state_bytes(LLAMA_8B, stage, alone)["gathered"] == 0, "one rank does without FSDP2"
+
+
 def test_adapters_alone_have_gradients_and_states() -> None:
     """Rank 16 on Llama-3.1-8B: A and B of the fused QKV, of the output projection, and of both halves of the MLP."""
     choice = TrainingChoice(ParallelSpec(dp=8), adapters=Adapters(16))
@@ -67,6 +86,21 @@ def test_adapters_alone_have_gradients_and_states() -> None:
         32 * 16 * (4096 + 6144 / 2 + 4096 / 2 + 4096)
     )  # A of what splits outputs and B of what splits inputs are whole
     assert trained_parameters(LLAMA_8B, stage, attention).total == split
+
+
+def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
+    plain = TrainingChoice(ParallelSpec(dp=8), sharding="full", reference=True)
+    (stage,) = stages(LLAMA_8B, plain)
+    whole, adapted = (state_bytes(LLAMA_8B, stage, replace(plain, adapters=a)) for a in (None, Adapters(16)))
+    own = trained_parameters(LLAMA_8B, stage, replace(plain, adapters=Adapters(16))).total / 8
+    gathered = 2 * (2 * 128256 * 4096 + 2 * (4096 * (4096 + 6144 + 3 * 14336) + 2 * 4096))
+    assert adapted == pytest.approx(
+        {"weights": whole["weights"] + 4 * own, "gradients": 4 * own, "optimizer": 8 * own, "gathered": gathered}
+    )  # and no reference
+    states = {name: value for name, value in whole.items() if name not in ("reference", "gathered")}
+    both = state_bytes(LLAMA_8B, stage, replace(plain, critic=True))
+    assert both == whole | {"critic": sum(states.values())}
+    assert state_bytes(LLAMA_8B, stage, replace(plain, critic=True, critic_offload=True)) == whole
 
 
 def test_a_critic_has_the_states_of_a_policy_on_the_device_or_in_turns_with_it() -> None:

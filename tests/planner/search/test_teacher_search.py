@@ -13,7 +13,8 @@ from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
 from rlctl.planner.inputs.workload import Workload
-from rlctl.planner.make_plan import Plan, make_plan
+from rlctl.planner.make_plan import make_plan
+from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.telemetry.phases import Phase
@@ -55,6 +56,15 @@ def test_a_teacher_that_does_not_fit_a_device_is_split() -> None:
     assert plan.memory["teacher"].parts["teacher weights"] > 0
     assert plan.memory["training"].parts["teacher asleep"] > 0
     assert plan.config_values()["teacher.tp"] == plan.teacher.choice.parallel.tp
+
+
+def test_a_teacher_is_laid_out_by_the_rules_of_the_policys_backend() -> None:
+    plan = taught("Qwen3-32B", training_backend="dtensor")
+    assert plan.teacher is not None
+    assert plan.teacher.choice.sharding == "full"
+    assert plan.teacher.choice.parallel.pp == 1
+    with pytest.raises(NoPlanError, match=r"teacher.*FSDP2 has no pipeline stages"):
+        taught("Qwen3-4B", training_backend="dtensor", teacher_pp=2)
 
 
 def test_sizes_of_the_teacher_can_be_pinned() -> None:

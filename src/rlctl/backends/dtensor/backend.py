@@ -56,17 +56,16 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
-    if spec.lora.rank:
-        yield "training.lora.rank", "training.backend = dtensor has no adapters yet"
-    if spec.teaches is not None:
-        yield "teacher.model", "training.backend = dtensor has no teachers yet"
 
 
-BACKEND = PolicyBackend("dtensor", "rlctl.backends.dtensor.worker:DTensorWorker", layouts, arguments, refuse)
+BACKEND = PolicyBackend(
+    "dtensor", "rlctl.backends.dtensor.worker:DTensorWorker", layouts, arguments, refuse, has_critic=True
+)
 
 
 if TYPE_CHECKING:
-    from rlctl.backends.base import PolicyWorker
+    from rlctl.backends.base import CriticWorker, PolicyWorker
     from rlctl.backends.dtensor.worker import DTensorWorker
 
     WORKER: type[PolicyWorker] = DTensorWorker
+    CRITIC: type[CriticWorker] = DTensorWorker

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from rlctl.backends.dtensor.model import local_part
+from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.checkpoints.megatron.megatron_model import STEP
@@ -64,7 +64,7 @@ class Save:
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             (self._directory / "metadata.json").write_text(json.dumps(BACKEND))
-            index = [path for path in self._directory.iterdir() if path.suffix != ".distcp"]
+            index = [path for path in self._directory.iterdir() if path.is_file() and path.suffix != ".distcp"]
             self._digests |= {path.name: file_digest(path) for path in index}
         torch.distributed.destroy_process_group(self._group)
         return self._digests

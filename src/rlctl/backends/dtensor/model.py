@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import GatherContext, JoinContext, context_part, zigzag
 from rlctl.backends.dtensor.experts import Replay, install_replay, spread
-from rlctl.backends.dtensor.tensor_parallel import divide, gather_tokens
-from rlctl.backends.logprobs import VocabPart, chunked_logprobs
+from rlctl.backends.dtensor.lora import adapt, begin
+from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_alike, gather_tokens, local_part
+from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.hf.transformers_model import fill_buffers, head_of, meta_model
@@ -106,14 +107,16 @@ def register_attention() -> None:
 
 
 class PolicyModel(nn.Module):
-    """A transformers model that returns float32 [2, R], log-prob and entropy of a row's chosen tokens. The head runs
-    only at the positions that predict one."""
+    """A transformers model that returns float32 [2, R], log-prob and entropy of a row's chosen tokens, and more rows
+    where further tokens are asked for (`chunked_logprobs`). The head runs only at the positions that predict one."""
 
-    def __init__(self, inner: Any, groups: Groups, temperature: float, chunk: int) -> None:
+    def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__()
-        self.inner, self._head = inner, head_of(inner)
+        self.inner, self._head, teaches = inner, head_of(inner), spec.teaches
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
-        self._temperature, self._chunk, self._vocab = temperature, chunk, inner.config.vocab_size
+        self._temperature, self._chunk = spec.temperature, spec.logprob_chunk_tokens
+        self._vocab = inner.config.vocab_size
+        self._top = Top(teaches.top, teaches.vocab) if teaches is not None and teaches.top else None
         self.replays: list[Replay] = []
         """With router replay, the routers that are told a row's experts."""
 
@@ -130,15 +133,55 @@ class PolicyModel(nn.Module):
         found = self.inner.model(
             input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, row=passed
         ).last_hidden_state
-        if self._tensor.size() > 1:
-            found = gather_tokens(found, self._tensor)
         part = context_part(row, size, rank)
-        hidden_U = found[0].index_select(0, part.sources_U)
-        vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
-        out = chunked_logprobs(
-            hidden_U, part.inverse_R, part.targets_R, self._head, vocab, self._temperature, self._chunk
-        )
+        out = self._outputs(found, part)
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
+
+    def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
+        """Return log-prob and entropy of this rank's chosen tokens, [2, R], from the last hidden states."""
+        if self._tensor.size() > 1:
+            hidden_1TH = gather_tokens(hidden_1TH, self._tensor)
+        hidden_U = hidden_1TH[0].index_select(0, part.sources_U)
+        vocab = VocabPart(self._tensor, self._tensor.rank() * self._vocab // self._tensor.size())
+        return chunked_logprobs(
+            hidden_U, part.inverse_R, part.targets_R, self._head, vocab, self._temperature, self._chunk,
+            part.further_RK, self._top,
+        )  # fmt: skip
+
+    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+        """Divide the model over the ranks of `mesh` (tp), and its experts over `experts` (ep, tp)."""
+        divide(self.inner, world, mesh, experts)
+
+
+class ValueHead(nn.Module):
+    """A value of each hidden state, in float32: 0 everywhere before training."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden, device="meta"))
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H] -> [T]."""
+        return F.linear(hidden_TH.float(), self.weight.float())[:, 0]
+
+
+class ValueModel(PolicyModel):
+    """A critic: returns float32 [1, R], the value at the position before each chosen token."""
+
+    def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
+        super().__init__(inner, groups, spec)
+        self.head = ValueHead(inner.config.hidden_size)
+
+    def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
+        values_T = self.head(hidden_1TH[0])
+        if self._tensor.size() > 1:
+            values_T = GatherValues.apply(values_T, self._tensor)
+        return values_T[part.sources_U][part.inverse_R][None]
+
+    def divide(self, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
+        super().divide(world, mesh, experts)
+        if mesh.size() > 1:
+            divide_alike(self.head, mesh)
 
 
 def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
@@ -147,39 +190,49 @@ def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def build_model(
-    spec: PolicySpec, world: DTensorWorld, groups: Groups, device: torch.device, frozen: frozenset[str]
+    spec: PolicySpec,
+    world: DTensorWorld,
+    groups: Groups,
+    device: torch.device,
+    frozen: frozenset[str],
+    kind: type[PolicyModel] = PolicyModel,
 ) -> PolicyModel:
-    """This rank's part of the policy, with random weights; parameters named in `frozen` are not trained.
+    """This rank's part of the policy or its critic, with random weights; parameters named in `frozen` are not trained.
 
     Raises InputError for a model whose buffers transformers cannot compute anew.
     """
-    model = PolicyModel(_on_meta(spec), groups, spec.temperature, spec.logprob_chunk_tokens)
+    model = kind(_on_meta(spec, headless=kind is ValueModel), groups, spec)
     for name, parameter in model.inner.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+        parameter.requires_grad_(spec.teaches is None and name not in frozen)
+    if spec.lora.rank:
+        adapt(model.inner, world, spec.lora)
     if spec.router_replay:
         model.replays = install_replay(model.inner, world)
-    divide(model.inner, world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
+    model.divide(world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
     if groups.experts is not None:
         spread(model.inner, world, groups.experts.get_group("ep"))
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
         _shard(model, groups, spec.dtype)
     model.to_empty(device=device)
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule) and kind is not ValueModel:
         model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
     fill_buffers(model.inner)
     generator = torch.Generator(device).manual_seed(spec.seed)
     with torch.no_grad():
         for parameter in model.parameters():
             local_part(parameter).normal_(std=0.02, generator=generator)
+        if isinstance(model, ValueModel):
+            local_part(model.head.weight).zero_()
+    begin(model.inner, world, torch.distributed.get_rank(), spec.seed)
     return model.eval()  # no model is trained with dropout
 
 
-def _on_meta(spec: PolicySpec) -> Any:
+def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
     if spec.model_dir is None:
         raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
-    inner = meta_model(Path(spec.model_dir), name)
+    inner = meta_model(Path(spec.model_dir), name, headless=headless)
     inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
     return inner
 
@@ -221,8 +274,3 @@ def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, a gradient or a state; a view of the live memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

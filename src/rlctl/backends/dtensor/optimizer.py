@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.dtensor.backend import optimizer_values
-from rlctl.backends.dtensor.model import local_part
-from rlctl.backends.results import StepOutcome
+from rlctl.backends.dtensor.tensor_parallel import local_part
+from rlctl.backends.results import StepOutcome, squared_norm
 
 
 def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
@@ -64,7 +64,7 @@ def total_norm(gradients: Iterable[Tensor]) -> float:
     world = torch.distributed.get_world_size()
     total = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
-        square = torch.linalg.vector_norm(local_part(gradient), dtype=torch.float32).double().square()
+        square = squared_norm(local_part(gradient))
         total = total.to(square.device) + square * _parts(gradient) / world
     torch.distributed.all_reduce(total)
     return float(total.sqrt())

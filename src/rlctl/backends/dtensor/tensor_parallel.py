@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from rlctl.backends.context_parallel import GatherContext
+from rlctl.backends.lora import is_adapter
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import ROW_BIASES, DTensorWorld
 
@@ -46,6 +47,22 @@ class ShareOut(torch.autograd.Function):
         out = grad.new_empty((grad.shape[0] * ctx.group.size(), *grad.shape[1:]))
         torch.distributed.all_gather_into_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
+
+
+class GatherValues(torch.autograd.Function):
+    """The values of the tokens of all ranks. Each rank computes the same from them, and keeps the gradient of its own
+    tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, values_T: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = values_T.new_empty(values_T.shape[0] * group.size())
+        torch.distributed.all_gather_into_tensor(out, values_T.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None
 
 
 def gather_tokens(x_1TH: Tensor, group: Any) -> Tensor:
@@ -84,13 +101,27 @@ def divide(inner: Any, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMes
             module.forward = partial(_on_whole_rows, module.forward, group)
 
 
+def divide_alike(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank of `mesh` the parameters of a module that sees the tokens of the rank alone."""
+    for name, parameter in tuple(module.named_parameters(recurse=False)):
+        tensor = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    module.forward = partial(with_views, module, module.forward, dict.fromkeys(module._parameters, _local))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, a gradient or a state; a view of the live memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _divided(
     parameter: nn.Parameter, name: str, world: DTensorWorld, mesh: DeviceMesh, experts: DeviceMesh | None
 ) -> nn.Parameter:
     """A parameter without memory as a DTensor, in the shape that its layout has (gate and up of experts are apart);
     as it is where there is nothing to divide it over."""
-    stored = parameter.detach().view(world.modules.params[name].shape)
-    axis = world.axis(name)
+    adapter = is_adapter(name)
+    stored = parameter.detach() if adapter else parameter.detach().view(world.modules.params[name].shape)
+    axis = world.adapter_axis(name) if adapter else world.axis(name)
     places = [Replicate() if axis is None else Shard(axis)]
     if experts is not None and world.is_expert(name):
         stored = distribute_tensor(stored, experts, [Shard(0), *places], src_data_rank=None)
@@ -100,7 +131,9 @@ def _divided(
 
 
 def _view(world: DTensorWorld, name: str, group: Any) -> View:
-    role, heads, width = world.roles.get(name), world.facts.kv_heads, world.facts.head_dim
+    module, _, own = name.rpartition(".")
+    role = world.roles.get(f"{module}.weight" if own == "lora_b" else name)
+    heads, width = world.facts.kv_heads, world.facts.head_dim
     if role in KEYS_AND_VALUES and heads < group.size():
         return partial(_one_head, group.rank() * heads // group.size() * width, width)
     if role in ROW_BIASES:

@@ -5,25 +5,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import LogprobColumn
+from rlctl.backends.critic_rank import CriticRank
 from rlctl.backends.dtensor.backend import layouts
+from rlctl.backends.dtensor.lora import adapter_parameters, merges, set_part
+from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
+from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
+from rlctl.backends.policy_rank import LossOf, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.megatron_model import names_modules
-from rlctl.checkpoints.rank_loading import load_moments, load_rank, require_policy
+from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
 from rlctl.errors import InputError
 from rlctl.models.matrices import Role
-from rlctl.weights.dtensor import DTensorWorld
+from rlctl.weights.dtensor import DTensorWorld, module_name
+
+if TYPE_CHECKING:
+    from rlctl.backends.dtensor.model import PolicyModel
+    from rlctl.backends.dtensor.value_worker import ValueWorker
 
 
-class DTensorWorker(PolicyRank):
+class DTensorWorker(CriticRank):
     """One rank."""
 
     _states_away: Offloaded | None = None
@@ -37,21 +46,37 @@ class DTensorWorker(PolicyRank):
         register_attention()
 
     def build(self) -> None:
-        from rlctl.backends.dtensor.model import Groups, build_model
+        from rlctl.backends.dtensor.model import Groups
+
+        torch.manual_seed(self.spec.seed)
+        self.groups = Groups.of(self.spec.parallel, self.spec.device)
+        self.build_model()
+        self._reference = None
+        self._rows = []
+        self.build_critic()
+
+    def build_model(self) -> None:
+        from rlctl.backends.dtensor.model import build_model
         from rlctl.backends.dtensor.optimizer import build_optimizer
 
         spec, world = self.spec, self.layouts()
-        torch.manual_seed(spec.seed)
         routers = {name for name, role in world.roles.items() if role in (Role.ROUTER, Role.ROUTER_BIAS)}
-        self.groups = Groups.of(spec.parallel, spec.device)
-        self.model = build_model(
-            spec, world, self.groups, self.device, frozenset(routers if spec.freeze_router else ())
-        )
-        self.optimizer = build_optimizer(spec, self.model)
+        frozen = frozenset(routers if spec.freeze_router else ())
+        self.model = build_model(spec, world, self.groups, self.device, frozen, self._kind)
+        self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
         self._buffers = [name for name in world.roles if name in dict(self.model.inner.named_buffers())]
-        self._reference = None
-        self._rows = []
         self._state_memory = HostMemory()
+
+    @property
+    def _kind(self) -> type[PolicyModel]:
+        from rlctl.backends.dtensor.model import PolicyModel
+
+        return PolicyModel
+
+    def new_critic(self, critic: CriticSpec) -> ValueWorker:
+        from rlctl.backends.dtensor.value_worker import ValueWorker
+
+        return ValueWorker(self, critic)
 
     # --- weights
 
@@ -59,16 +84,25 @@ class DTensorWorker(PolicyRank):
         return layouts(self.spec)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Views of the live weights: what this rank holds of each."""
-        from rlctl.backends.dtensor.model import local_part
+        """Views of the live weights: what this rank holds of each. Adapted ones are merged when they are asked for."""
+        live = self._live()
+        return MergedParameters(live, merges(self.model.inner)) if self.spec.lora.rank else live
 
+    def _live(self) -> dict[str, Tensor]:
+        """This rank's part of each weight of the layout, a view of the live memory; not collective."""
         return {name: local_part(value.detach()) for name, value in self._named().items()}
 
     def _named(self) -> dict[str, Tensor]:
-        """Parameters, and buffers that are stored, by the names of the layout; sharded ones are DTensors."""
+        """Parameters of the model itself (no adapters), and buffers that are stored, by the names of the layout;
+        sharded ones are DTensors."""
         self._reshard()
         inner = self.model.inner
-        return dict(inner.named_parameters()) | {name: inner.get_buffer(name) for name in self._buffers}
+        parameters = {name: value for name, value in inner.named_parameters() if not is_adapter(name)}
+        return parameters | {name: inner.get_buffer(name) for name in self._buffers}
+
+    def saved(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint by name: all weights, or the adapters alone."""
+        return adapter_parameters(self.model.inner) if self.spec.lora.rank else self._named()
 
     def _reshard(self) -> None:
         """After a forward pass without a backward one, the root's parameters are still gathered."""
@@ -78,15 +112,19 @@ class DTensorWorker(PolicyRank):
             module.reshard()
 
     @torch.no_grad()
-    def load_model(self, directory: Path | str) -> None:
+    def load_weights(self, directory: Path, *, saved_critic: bool = False) -> None:
+        """`saved_critic`: the directory is a critic's checkpoint."""
         world = self.layouts()
-        load_rank(Path(directory), world, self.rank, dict(self.parameters()), world.facts)
-        self.optimizer.state.clear()
+        load_rank(directory, world, self.rank, self._live(), world.facts, critic=saved_critic)
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
         self._states_away = None
         self._state_memory.rewind()
 
     def hold_reference(self) -> None:
-        self._reference = {name: value.clone() for name, value in self.parameters().items()}
+        """With adapters the reference is the model without them, and nothing is copied."""
+        values = {} if self.spec.lora.rank else self._live()
+        self._reference = {name: value.clone() for name, value in values.items()}
 
     @contextlib.contextmanager
     def weights_of(self, column: LogprobColumn) -> Iterator[None]:
@@ -95,6 +133,10 @@ class DTensorWorker(PolicyRank):
             return
         if self._reference is None:
             raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
+        if self.spec.lora.rank:
+            with base_weights([self.model]):
+                yield
+            return
         self._exchange(self._reference)
         try:
             yield
@@ -104,24 +146,22 @@ class DTensorWorker(PolicyRank):
     @torch.no_grad()
     def _exchange(self, others: dict[str, Tensor]) -> None:
         """Exchange the weights with `others`, one after the other: FSDP2 gathers from the memory that it has."""
-        for name, live in self.parameters().items():
+        for name, live in self._live().items():
             kept = live.clone()
             live.copy_(others[name])
             others[name].copy_(kept)
 
-    def sleep(self, keep_weights: bool = False) -> int:
-        """The bytes returned include those of an earlier `sleep` that kept the weights."""
-        weights = self.parameters()
+    def offload(self, keep_weights: bool) -> int:
+        weights = [*self._live().values(), *(local_part(value.detach()) for value in self.model.parameters())]
         self.clear_gradients()
-        moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights.values())]
+        moving = [*self._states(), *(self._reference or {}).values(), *(() if keep_weights else weights)]
         self._offloaded.append(Offloaded(moving, (), self.host_memory()))
         return sum(part.device_bytes for part in self._offloaded)
 
     def _states(self) -> list[Tensor]:
         """This rank's part of the optimizer's states, live."""
-        from rlctl.backends.dtensor.model import local_part
-
-        found = (value for state in self.optimizer.state.values() for value in state.values())
+        states = self.optimizer.state if self.optimizer is not None else {}
+        found = (value for state in states.values() for value in state.values())
         return [local_part(value) for value in found if isinstance(value, Tensor)]
 
     @contextlib.contextmanager
@@ -137,13 +177,18 @@ class DTensorWorker(PolicyRank):
     # --- batches
 
     def clear_gradients(self) -> None:
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def take_step(self, lr: float, weight_decay: float | None) -> StepOutcome:
         from rlctl.backends.dtensor.optimizer import take_step
 
         with self._states_here():
-            return take_step(self.spec, self.optimizer, lr, weight_decay)
+            return take_step(self.spec, self._trainer(), lr, weight_decay)
+
+    def _trainer(self) -> torch.optim.AdamW:
+        assert self.optimizer is not None  # nobody asks a teacher
+        return self.optimizer
 
     def run_rows(self, rows: list[PackedRow], loss_of: LossOf, *, forward_only: bool) -> list[dict[str, Any]]:
         """Every rank has the output. Gradients stay sharded between micro-batches, as the plan counts their memory;
@@ -168,26 +213,52 @@ class DTensorWorker(PolicyRank):
 
     # --- checkpoints
 
-    def parameters_not_finite(self) -> list[str]:
-        trained = {name for name, value in self.model.inner.named_parameters() if value.requires_grad}
-        return [name for name, value in self.parameters().items() if name in trained and not value.isfinite().all()]
+    def trained_not_finite(self) -> list[str]:
+        self._reshard()
+        named = ((name.removeprefix("inner."), value) for name, value in self.model.named_parameters())
+        return [name for name, p in named if p.requires_grad and not local_part(p.detach()).isfinite().all()]
 
     def begin_save(self, directory: Path) -> Save:
         from rlctl.backends.dtensor.checkpoint import Save as DTensorSave
 
         with self._states_here():
-            return DTensorSave(directory, self._named(), self.optimizer)
+            self._reshard()
+            return DTensorSave(directory, self.saved(), self._trainer())
 
-    def load(self, directory: Path | str) -> None:
-        from rlctl.backends.dtensor.checkpoint import load, moments_of, set_steps
+    def load_checkpoint(self, directory: Path) -> None:
+        from rlctl.backends.dtensor.checkpoint import load
 
-        directory = require_policy(Path(directory))
-        if names_modules(directory):
-            with self._states_here():
-                load(directory, self._named(), self.optimizer)
-            return
-        self.load_model(directory)
-        world = self.layouts()
         with self._states_here():
-            moments = moments_of(self._named(), self.optimizer)
-            set_steps(self.optimizer, load_moments(directory, world, self.rank, moments, world.facts))
+            self._reshard()
+            if names_modules(require_policy(directory)):
+                load(directory, self.saved(), self._trainer())
+            elif self.spec.lora.rank:
+                self._load_adapters(directory)
+            else:
+                self.load_of_megatron(directory)
+
+    def load_of_megatron(self, directory: Path) -> None:
+        """Read what the Megatron backend saved."""
+        from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
+
+        world = self.layouts()
+        self.load_weights(directory)
+        moments = moments_of(self._named(), self._trainer())
+        set_steps(self._trainer(), load_moments(directory, world, self.rank, moments, world.facts))
+
+    @torch.no_grad()
+    def _load_adapters(self, directory: Path) -> None:
+        """Read adapters that the Megatron backend saved, and their moments."""
+        from rlctl.backends.dtensor.checkpoint import moments_of, set_steps
+
+        world, named = self.layouts(), self.saved()
+        stored, moments = load_adapters(directory, world.facts), moments_of(named, self._trainer())
+        tensors = {module_name(tensor): tensor for tensor in stored.weights}
+        for own, pairs in ((named, stored.weights), *((moments[name], stored.moments[name]) for name in moments)):
+            for name, value in own.items():
+                module, _, which = name.rpartition(".")
+                if f"{module}.weight" not in tensors:
+                    raise InputError(f"{directory} holds no adapter of {module}.", "Is it a checkpoint of this run?")
+                a, b = pairs[tensors[f"{module}.weight"]]
+                set_part(world, self.rank, name, value, a if which == "lora_a" else b)
+        set_steps(self._trainer(), stored.steps)

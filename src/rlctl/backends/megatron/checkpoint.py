@@ -16,9 +16,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
+from rlctl.backends.lora import is_adapter
 from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.host_states import HostedOptimizer
-from rlctl.backends.megatron.lora import core_of, is_adapter
+from rlctl.backends.megatron.lora import core_of
 from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, without_gradients
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rlctl.backends.megatron.compat import fill_gaps
+from rlctl.backends.results import squared_norm
 from rlctl.vector_math import warm_up
 
 
@@ -254,6 +255,17 @@ def _accept_cpu_parameter_types() -> None:
             function.__code__ = _rewrite_constants(function.__code__, table)
 
 
+def _add_up_squares_in_chunks() -> None:
+    """Without TransformerEngine and Apex, the gradient's norm is made of torch's norms of whole parameters."""
+    from megatron.core.optimizer import clip_grads
+
+    def norm(chunk_size: Any, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: Any) -> Any:
+        squares = [squared_norm(tensor) for tensors in tensor_lists for tensor in tensors]
+        return torch.stack(squares).sum().sqrt().float()[None], None
+
+    clip_grads.l2_norm_impl = norm
+
+
 def _keep_tensors_on_cpu() -> None:
     """`x.cuda()` on tensors: read as `x.cpu()` in the functions that do it (tied embeddings, gathered states)."""
     from megatron.core.models.common.language_module import language_module
@@ -339,6 +351,7 @@ def _exchange_uneven_parts() -> None:
 
 PATCHES: tuple[Callable[[], None], ...] = (
     _accept_cpu_parameter_types,
+    _add_up_squares_in_chunks,
     _keep_tensors_on_cpu,
     _use_cpu_random_state,
     _split_rotary_without_pinning,

@@ -85,16 +85,17 @@ def fuse_adam(optimizer: Any) -> None:
                 group["fused"], group["foreach"] = True, False
 
 
+@torch.no_grad()
 def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], steps: float) -> None:
     """Give the optimizers the moments of their parameters, which are those of the rank's model: each data-parallel rank
     keeps its own range of them."""
     for inner in inner_optimizers(optimizer):
         inner._init_optimizer_states_with_dummy_values()
         for parameter in inner.model_param_group_index_map:
-            own = inner._get_main_param_and_optimizer_states(parameter)
             span = inner._get_model_param_range_map(parameter)["param"]
-            for name, values in moments[parameter].items():
-                own[name].copy_(values.flatten()[span.start : span.end])
+            own = {name: values.flatten()[span.start : span.end] for name, values in moments[parameter].items()}
+            others = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
+            inner._set_main_param_and_optimizer_states(parameter, others | own)
         for group in inner.optimizer.param_groups:
             group["step"] = steps
         for state in inner.optimizer.state.values():

@@ -1,4 +1,4 @@
-"""The critic of a policy on one rank: a second model in the policy's process and process groups."""
+"""The critic of a Megatron policy on one rank: a second model in the policy's process and process groups."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
-from rlctl.backends.batch import Estimate, MinibatchResult, ValueLoss
+from rlctl.backends.critic_rank import ValueRank
 from rlctl.backends.megatron.worker import MegatronWorker
-from rlctl.checkpoints.rank_loading import load_rank
+from rlctl.checkpoints.rank_loading import load_moments, load_rank, load_value_head
+from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
     from rlctl.backends.megatron.model import PolicyModel
@@ -19,15 +21,12 @@ if TYPE_CHECKING:
 HEAD = "output_layer.weight"
 
 
-class ValueWorker(MegatronWorker):
-    """A worker whose model is a `ValueModel` of the policy's layout. It trains, sleeps, saves and loads as a policy
-    does. Its rows are the policy's, so that each sees the columns that the other adds."""
+class ValueWorker(ValueRank, MegatronWorker):
+    """A worker whose model is a `ValueModel` of the policy's layout."""
 
     def __init__(self, policy: MegatronWorker, critic: CriticSpec) -> None:
-        """Build the model with random weights. The policy has joined its process groups."""
-        spec = replace(policy.spec, optimizer=critic.optimizer, critic=None, router_replay=False)
-        super().__init__(policy.rank, policy.world_size, policy.master_addr, spec)
-        self.device, self.offloads = policy.device, critic.offload
+        """Build the model with random weights."""
+        super().__init__(policy, critic)
         self._replays = {}
         self._build_model()
 
@@ -38,25 +37,24 @@ class ValueWorker(MegatronWorker):
         return ValueModel
 
     @torch.no_grad()
-    def load_model(self, directory: Path | str) -> None:
-        """Fill all but the head, which stays 0."""
+    def load_weights(self, directory: Path, *, saved_critic: bool = False) -> None:
+        """Fill all but the head, which stays 0. `saved_critic`: the directory is a critic's checkpoint."""
         world = replace(self.layouts(), head=False)
         params = {name: value.data for name, value in self._named() if name != HEAD}
-        load_rank(Path(directory), world, self.rank, params, world.facts)
+        load_rank(directory, world, self.rank, params, world.facts, critic=saved_critic)
         self.weights_changed()
 
-    def estimate(self, estimate: Estimate) -> None:
-        from rlctl.backends.results import add_advantages
+    def read_moments(self, directory: Path, world: MegatronWorld, moments: dict[str, dict[str, Tensor]]) -> float:
+        stored, world = load_value_head(directory), replace(world, head=False)
+        others = {}
+        for moment, own in moments.items():
+            if HEAD in own:  # the last pipeline stage alone has it
+                own[HEAD].copy_(stored[moment])
+            others[moment] = {name: value for name, value in own.items() if name != HEAD}
+        return load_moments(directory, world, self.rank, others, world.facts, critic=True)
 
-        self._gather_parameters()
-        self.add_column("values")
-        rows = [row for minibatch in self._rows for row in minibatch]
-        if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them
-            add_advantages(rows, estimate, self.data_group)
-
-    def train_critic(
-        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
-    ) -> MinibatchResult | None:
-        from rlctl.backends.results import value_batch
-
-        return self.train_on(index, loss, value_batch, lr, weight_decay)
+    @torch.no_grad()
+    def read_saved(self, directory: Path) -> None:
+        if (head := dict(self._named()).get(HEAD)) is not None:
+            head.data.copy_(load_value_head(directory)["weight"])
+        self.load_weights(directory, saved_critic=True)

@@ -10,32 +10,30 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from rlctl.backends.base import PolicySpec
-from rlctl.backends.batch import BatchShard, Estimate, Fetch, LogprobColumn, MinibatchResult, ValueLoss
+from rlctl.backends.base import CriticSpec
+from rlctl.backends.batch import LogprobColumn
+from rlctl.backends.critic_rank import CriticRank
+from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
-from rlctl.backends.policy_rank import LossOf, PolicyRank, Save
+from rlctl.backends.policy_rank import LossOf, Save
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
+from rlctl.checkpoints.megatron.adapters import fill_layer
 from rlctl.checkpoints.megatron.megatron_model import names_modules
-from rlctl.checkpoints.rank_loading import load_moments, load_rank, require_policy
-from rlctl.errors import InputError, WorkerError
+from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
+from rlctl.errors import InputError
+from rlctl.weights.layout import Piece
 from rlctl.weights.megatron import MegatronWorld
 
 if TYPE_CHECKING:
+    from rlctl.backends.megatron.lora import AdaptedParallel
     from rlctl.backends.megatron.model import PolicyModel
     from rlctl.backends.megatron.value_worker import ValueWorker
 
-CRITIC = "critic"
-"""The critic's part of a checkpoint, a directory inside of the policy's."""
 
-
-class MegatronWorker(PolicyRank):
+class MegatronWorker(CriticRank):
     """One rank. Its process must be its own: Megatron's groups are globals."""
-
-    def __init__(self, rank: int, world_size: int, master_addr: str, spec: PolicySpec) -> None:
-        super().__init__(rank, world_size, master_addr, spec)
-        self.critic: ValueWorker | None = None
 
     # --- life cycle
 
@@ -71,7 +69,7 @@ class MegatronWorker(PolicyRank):
         self._rows = []
         cpu.install()  # covers the modules that building has imported
         compat.write_checkpoints_in_this_process()
-        self._build_critic()
+        self.build_critic()
 
     def _build_model(self) -> None:
         from rlctl.backends.megatron import compat, model, optimizer
@@ -95,19 +93,10 @@ class MegatronWorker(PolicyRank):
 
         return PolicyModel
 
-    def _build_critic(self) -> None:
-        """With turns on the device, the critic is built where the policy was, and waits from here on."""
+    def new_critic(self, critic: CriticSpec) -> ValueWorker:
         from rlctl.backends.megatron.value_worker import ValueWorker
 
-        self.critic, critic = None, self.spec.critic
-        if critic is None:
-            return
-        if critic.offload:
-            self.sleep()
-        self.critic = ValueWorker(self, critic)
-        if critic.offload:
-            self.critic.sleep()
-            self.wake()
+        return ValueWorker(self, critic)
 
     def close(self) -> None:
         from megatron.core import parallel_state
@@ -120,19 +109,22 @@ class MegatronWorker(PolicyRank):
     def parameters(self) -> Mapping[str, Tensor]:
         """Views of the live weights, but adapted ones are merged when they are asked for. Layers are counted within the
         pipeline stage, over the whole model where a rank has several chunks of it."""
-        from rlctl.backends.megatron.lora import Adapted, MergedParameters
-
         self._gather_parameters()
         plain = {name: value.data for name, value in self._named()}
         if not self.spec.lora.rank:
             return plain
-        adapted = {
+        return MergedParameters(plain, {name: module.merged for name, module in self._adapted().items()})
+
+    def _adapted(self) -> dict[str, AdaptedParallel]:
+        """Adapted layers by the names of their weights."""
+        from rlctl.backends.megatron.lora import AdaptedParallel
+
+        return {
             f"{self._name(core, name)}.weight": module
             for core in self._cores()
             for name, module in core.named_modules()
-            if isinstance(module, Adapted)
+            if isinstance(module, AdaptedParallel)
         }
-        return MergedParameters(plain, adapted)
 
     def _cores(self) -> list[Any]:
         from rlctl.backends.megatron.lora import core_of
@@ -141,8 +133,6 @@ class MegatronWorker(PolicyRank):
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters of the model itself (no adapters) and its persistent buffers."""
-        from rlctl.backends.megatron.lora import is_adapter
-
         for core in self._cores():
             buffers = ((name, value) for name, value in core.named_buffers() if name.endswith("expert_bias"))
             for name, value in (*core.named_parameters(), *buffers):
@@ -163,13 +153,10 @@ class MegatronWorker(PolicyRank):
         return policy_world(self.spec, self.layer_spec)
 
     @torch.no_grad()
-    def load_model(self, directory: Path | str) -> None:
+    def load_weights(self, directory: Path) -> None:
         world = self.layouts()
-        load_rank(Path(directory), world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
+        load_rank(directory, world, self.rank, {name: value.data for name, value in self._named()}, world.facts)
         self.weights_changed()
-        if self.critic is not None:
-            with self._critics_turn():
-                self.critic.load_model(directory)
 
     def hold_reference(self) -> None:
         """With adapters the reference is the model without them, and nothing is copied."""
@@ -197,8 +184,6 @@ class MegatronWorker(PolicyRank):
         if self._reference is None:
             raise InputError("no reference policy is held.", "Call hold_reference before training starts.")
         if self.spec.lora.rank:
-            from rlctl.backends.megatron.lora import base_weights
-
             with base_weights(self._cores()):
                 yield
             return
@@ -212,31 +197,18 @@ class MegatronWorker(PolicyRank):
             for name, param in named.items():
                 param.data = live[name]
 
-    def sleep(self, keep_weights: bool = False) -> int:
-        """The bytes returned include those of an earlier `sleep` that kept the weights. A critic that does not take
-        turns with the policy sleeps whenever it does."""
+    def offload(self, keep_weights: bool) -> int:
         from rlctl.backends.megatron.optimizer import offload
 
-        of_critic = self.critic.sleep() if self.critic is not None and not self.critic.offloads else 0
         if not self._offloaded:
             self._gather_parameters()
         reference = (self._reference or {}).values()
         self._offloaded.append(
             offload(self.chunks, self.optimizer, self.host_memory(), reference, keep_weights=keep_weights)
         )
-        return of_critic + sum(part.device_bytes for part in self._offloaded)
-
-    def wake(self) -> None:
-        super().wake()
-        if self.critic is not None and not self.critic.offloads:
-            self.critic.wake()
+        return sum(part.device_bytes for part in self._offloaded)
 
     # --- batches
-
-    def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
-        super().load_batch(shard, fetch)
-        if self.critic is not None:
-            self.critic._rows = self._rows
 
     def clear_gradients(self) -> None:
         for chunk in self.chunks:
@@ -277,46 +249,11 @@ class MegatronWorker(PolicyRank):
 
         return parallel_state.get_data_parallel_group()
 
-    # --- the critic
-
-    def _value_worker(self) -> ValueWorker:
-        if self.critic is None:
-            raise WorkerError("This policy was started without a critic.")
-        return self.critic
-
-    def critic_begin(self) -> None:
-        if self._value_worker().offloads:
-            self.sleep()
-            self._value_worker().wake()
-
-    def critic_end(self) -> None:
-        if self._value_worker().offloads:
-            self._value_worker().sleep()
-            self.wake()
-
-    @contextlib.contextmanager
-    def _critics_turn(self) -> Iterator[None]:
-        self.critic_begin()
-        yield
-        self.critic_end()
-
-    def estimate(self, estimate: Estimate) -> None:
-        self._value_worker().estimate(estimate)
-
-    def train_critic(
-        self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
-    ) -> MinibatchResult | None:
-        return self._value_worker().train_critic(index, loss, lr, weight_decay)
-
     # --- checkpoints
 
-    def parameters_not_finite(self) -> list[str]:
+    def trained_not_finite(self) -> list[str]:
         named = ((self._name(core, name), value) for core in self._cores() for name, value in core.named_parameters())
-        odd = [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
-        if self.critic is not None:
-            with self._critics_turn():
-                odd += [f"{CRITIC}: {name}" for name in self.critic.parameters_not_finite()]
-        return odd
+        return [name for name, value in named if value.requires_grad and not value.detach().isfinite().all()]
 
     def begin_save(self, directory: Path) -> Save:
         from rlctl.backends.megatron.checkpoint import Save as MegatronSave
@@ -324,44 +261,58 @@ class MegatronWorker(PolicyRank):
         self._gather_parameters()
         return MegatronSave(directory, self.chunks, self.optimizer)
 
-    def save_begin(self, directory: Path | str) -> None:
-        super().save_begin(directory)
-        if self.critic is not None:
-            place = Path(directory, CRITIC)
-            place.mkdir(exist_ok=True)  # each rank makes sure of it
-            with self._critics_turn():
-                self.critic.save_begin(place)
-
-    def save_written(self) -> bool:
-        return super().save_written() and (self.critic is None or self.critic.save_written())
-
-    def save_finish(self) -> dict[str, str]:
-        digests = super().save_finish()
-        if self.critic is not None:
-            digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
-        return digests
-
-    def load(self, directory: Path | str) -> None:
+    def load_checkpoint(self, directory: Path) -> None:
         from rlctl.backends.megatron.checkpoint import load
 
-        if names_modules(require_policy(Path(directory))):
-            self._load_of_modules(Path(directory))
-            return
-        load(Path(directory), self.chunks, self.optimizer)
-        if self.critic is not None:
-            with self._critics_turn():
-                self.critic.load(Path(directory, CRITIC))
+        if names_modules(require_policy(directory)):
+            self._load_of_modules(directory)
+        else:
+            load(directory, self.chunks, self.optimizer)
 
     def _load_of_modules(self, directory: Path) -> None:
         """Read what the dtensor backend saved. In bfloat16 the optimizer's weights begin as those of the model."""
         from rlctl.backends.megatron.optimizer import set_moments
 
+        if self.spec.lora.rank:
+            self._load_adapters(directory)
+            return
         world = self.layouts()
         trained = {name: value for name, value in self._named() if value.requires_grad}
         moments = {
             moment: {name: torch.zeros_like(value, dtype=torch.float32) for name, value in trained.items()}
             for moment in ("exp_avg", "exp_avg_sq")
         }
-        steps = load_moments(directory, world, self.rank, moments, world.facts)
+        steps = self.read_moments(directory, world, moments)
         set_moments(self.optimizer, {trained[name]: {m: moments[m][name] for m in moments} for name in trained}, steps)
-        self.load_model(directory)  # last: making room for moments takes a step of its own, which decays weights
+        self.read_saved(directory)  # last: making room for moments takes a step of its own, which decays weights
+
+    def read_moments(self, directory: Path, world: MegatronWorld, moments: dict[str, dict[str, Tensor]]) -> float:
+        """Read Adam's moments that the dtensor backend saved; return the steps that were taken."""
+        return load_moments(directory, world, self.rank, moments, world.facts)
+
+    def read_saved(self, directory: Path) -> None:
+        """Read the weights that the dtensor backend saved."""
+        self.load_weights(directory)
+
+    @torch.no_grad()
+    def _load_adapters(self, directory: Path) -> None:
+        """Read adapters that the dtensor backend saved, and their moments."""
+        from rlctl.backends.megatron.optimizer import set_moments
+
+        world, adapted = self.layouts(), self._adapted()
+        stored = load_adapters(directory, world.facts)
+        pieces: dict[str, list[Piece]] = {name: [] for name in adapted}
+        for piece in world.layout(self.rank).pieces:
+            if piece.param in pieces:
+                pieces[piece.param].append(piece)
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        for name, layer in adapted.items():
+            own = [torch.zeros_like(part, dtype=torch.float32) for part in (layer.lora_a, layer.lora_b) * 2]
+            for (moment, pairs), a, b in zip(stored.moments.items(), own[::2], own[1::2], strict=True):
+                fill_layer(pairs, pieces[name], a, b)
+                moments.setdefault(layer.lora_a, {})[moment] = a
+                moments.setdefault(layer.lora_b, {})[moment] = b
+        set_moments(self.optimizer, moments, stored.steps)
+        for name, layer in adapted.items():  # last: making room for moments takes a step of its own
+            fill_layer(stored.weights, pieces[name], layer.lora_a.data, layer.lora_b.data)
+        self.weights_changed()

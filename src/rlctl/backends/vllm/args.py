@@ -62,6 +62,8 @@ def engine_spec(
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
     replaced = {key: value for key, value in arguments.items() if key in passed}
+    # Where a CPU's policy waits in host memory, engines that sample ahead pause as those on a GPU do.
+    pauses = device == "cpu" and colocated and config.rollouts.mode == "async" and bool(config.training.offload)
     environment = engine_env(device, threads, tp=tp, plain_parameters=generation.plain_parameters)
     environment |= generation.env
     return EngineSpec(
@@ -74,7 +76,7 @@ def engine_spec(
         config.refit.in_flight,
         config.refit.timeout_s,
         config.training.router_replay,
-        sleeps=bool((arguments | passed).get("enable_sleep_mode")),
+        sleeps=pauses or bool((arguments | passed).get("enable_sleep_mode")),
     )
 
 

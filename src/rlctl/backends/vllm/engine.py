@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from rlctl.backends.base import EngineSpec
-from rlctl.backends.messages import GroupRequest, GroupResult, Sampling, apart
+from rlctl.backends.messages import VALUES_A_GROUP, GroupRequest, GroupResult, Sampling, apart
 from rlctl.backends.vllm import compat
-from rlctl.backends.vllm.inflight import EngineLock, Flight, Sample, columns_of
+from rlctl.backends.vllm.inflight import AwakeClock, EngineLock, Flight, Sample, columns_of
 from rlctl.backends.vllm.routing import assembled
 from rlctl.cluster.progress import report
 from rlctl.cluster.session_files import family_shared_memory, note_shared_memory
@@ -44,6 +44,7 @@ class VllmEngine:
         self._updating: int | None = None
         """Version of the refit that has begun and not succeeded; nothing is generated until one does."""
         self._calls = 0
+        self._clock = AwakeClock()
         self._llm: Any = None
         self._memory = DeviceMemory(None, shared=False)
         self._shared_memory: list[Path] = []
@@ -130,15 +131,18 @@ class VllmEngine:
     def collect_apart(self, timeout_s: float) -> tuple[list[GroupResult], list[Any]]:
         deadline = time.monotonic() + timeout_s
         with self._lock.ask():
+            if not self._memory.whole:
+                self._lock.wait(deadline)  # for a moment, so that whoever asks again does not ask without a pause
             while self._submitted is None and self._lock.wait(deadline):
                 pass  # they come from another thread of the driver
             flight = self._submitted
             if flight is None:
                 raise WaitTimeoutError(f"Engine {self.index} was given nothing to sample in {timeout_s:.0f} s.")
-        self._fly(flight, lambda: flight.finished_request() is not None, deadline, timeout_s)
+        self._fly(flight, lambda: flight.finished_request() is not None or not self._memory.whole, deadline, timeout_s)
         with self._lock.ask():
             row = flight.finished_request()
-            assert row is not None  # `_fly` has waited for it
+            if row is None:  # it fell asleep
+                return [], [None] * VALUES_A_GROUP
             result = self._result(flight.requests[row], flight.of_request(row), {})
             flight.forget(row)
             if not flight.samples:
@@ -170,9 +174,10 @@ class VllmEngine:
         """Decode until `flight` has enough, giving way to refits between two steps."""
         while not enough():
             with self._lock.step():
-                while self._updating is not None and not (enough() or flight.rejected):
+                while self._held and not (enough() or flight.rejected):
                     if not self._lock.wait(deadline):
                         self._require_whole_weights()
+                        break
                 if flight.rejected:
                     raise WorkerError(f"Engine {self.index} generated with weights that did not pass verification.")
                 if time.monotonic() > deadline:
@@ -185,10 +190,16 @@ class VllmEngine:
                     self._take(flight.engine.step())
             report(flight.finished, len(flight.samples))
 
+    @property
+    def _held(self) -> bool:
+        """Whether no token may be chosen now: weights change, or the device is the policy's."""
+        return self._updating is not None or not self._memory.whole
+
     def _take(self, outputs: Sequence[Any]) -> None:
         """Give each flight the outputs of its samples."""
+        now = self._clock.now()
         for flight in self._flights:
-            flight.take([output for output in outputs if output.request_id in flight.samples], self._version)
+            flight.take([output for output in outputs if output.request_id in flight.samples], self._version, now)
 
     def _routing(self, requests: Sequence[GroupRequest], flight: Flight) -> dict[tuple[int, int], np.ndarray]:
         """int16 [tokens, layers, experts a token] of each sample (row, index); empty unless they are recorded."""
@@ -250,12 +261,21 @@ class VllmEngine:
             self._llm.llm_engine.reset_prefix_cache()
 
     def sleep(self) -> None:
+        """Samples in flight stay, and are computed again from their tokens once the engine is awake."""
         with self._lock.ask():
+            if self._flights and self._memory.shared and self._memory.whole:
+                self._take(compat.pause(self._llm.llm_engine))
             self._memory.sleep()
+            self._clock.run(self._memory.whole)
+            self._lock.tell()
 
     def wake(self) -> None:
         with self._lock.ask():
             self._memory.wake()
+            if not self._held:
+                compat.resume(self._llm.llm_engine)
+            self._clock.run(self._memory.whole)
+            self._lock.tell()
 
     def _require_awake(self) -> None:
         if not self._memory.whole:
@@ -335,8 +355,9 @@ class VllmEngine:
             if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=bool(self._flights)):
                 raise WorkerError(f"Engine {self.index} could not drop its prefix cache: requests are still running.")
             compat.set_weight_version(self._llm.llm_engine, str(version))
-            compat.resume(self._llm.llm_engine)
             self._version, self._updating = version, None
+            if not self._held:
+                compat.resume(self._llm.llm_engine)
             self._lock.tell()
             return time.perf_counter() - loaded
 
@@ -398,21 +419,21 @@ class DeviceMemory:
 
     def __init__(self, llm_engine: Any, *, shared: bool) -> None:
         """If not `shared`, the engine has its device to itself, and nothing ever moves."""
-        self._engine, self._shared = llm_engine, shared
+        self._engine, self.shared = llm_engine, shared
 
     @property
     def _away(self) -> frozenset[str]:
-        return compat.asleep(self._engine) if self._shared else frozenset()
+        return compat.asleep(self._engine) if self.shared else frozenset()
 
     @property
     def whole(self) -> bool:
         return not self._away
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the cache. Up to vLLM 0.30 an engine with only weights awake stays
-        so."""
-        if self._shared and WEIGHTS not in self._away:
-            self._engine.sleep(level=1)
+        """Move the weights to host memory and drop the cache; requests are kept. Up to vLLM 0.30 an engine with only
+        weights awake stays so."""
+        if self.shared and WEIGHTS not in self._away:
+            self._engine.sleep(level=1, mode="keep")
 
     def wake(self, *parts: str) -> None:
         """Bring back `parts` (none named: everything); the cache comes back empty."""

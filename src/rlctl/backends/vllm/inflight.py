@@ -69,6 +69,24 @@ class EngineLock:
         self._changed.notify_all()
 
 
+class AwakeClock:
+    """Counts seconds, but for those in which the engine sleeps: they are not a rollout's."""
+
+    def __init__(self) -> None:
+        self._asleep_s, self._since = 0.0, None
+
+    def run(self, awake: bool) -> None:
+        """Let the clock run, or stop it."""
+        now = time.monotonic()
+        if self._since is not None:
+            self._asleep_s += now - self._since
+        self._since = None if awake else now
+
+    def now(self) -> float:
+        """Return the time; only differences mean anything."""
+        return (time.monotonic() if self._since is None else self._since) - self._asleep_s
+
+
 @dataclass
 class Sample:
     """One sample of a request, as vLLM works on it."""
@@ -81,7 +99,7 @@ class Sample:
     """vLLM's completion so far."""
     finished: bool = False
     begun: float | None = None
-    """Time of its first token, of `time.monotonic`."""
+    """Time of its first token, of the engine's `AwakeClock`."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that chose each token, up to the last refit or to the end."""
 
@@ -130,9 +148,8 @@ class Flight:
         del self.requests[request]
         self.samples = {name: sample for name, sample in self.samples.items() if sample.request != request}
 
-    def take(self, outputs: Sequence[Any], version: int) -> None:
-        """Take the outputs of a decode step under `version`."""
-        now = time.monotonic()
+    def take(self, outputs: Sequence[Any], version: int, now: float) -> None:
+        """Take the outputs that a decode step under `version` has at `now`."""
         for output in outputs:
             sample = self.samples[output.request_id]
             sample.output, sample.begun = output.outputs[0], sample.begun or now

@@ -107,7 +107,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         return done
 
     wanted, published = record.wanted(source, dtype), model.published(dtype)
-    return _convert(destination, (source,), model.facts, options, wanted, write, published)
+    return _write_under_lock(destination, (source,), model.facts, options, wanted, write, published)
 
 
 def megatron_to_hf(
@@ -120,8 +120,9 @@ def megatron_to_hf(
     options = options or Options()
     found = find(source)
     if found is None:
-        hint = "Name a directory with latest_checkpointed_iteration.txt or .metadata."
-        raise InputError(f"{source} is no Megatron checkpoint.", hint)
+        why = "is no Megatron checkpoint" if source.exists() else "does not exist"
+        hint = "Name a run, or a directory with latest_checkpointed_iteration.txt or .metadata."
+        raise InputError(f"{source} {why}.", hint)
     if options.verify:
         require_undamaged(found)
     model = exported_weights(found, config_from, options.tell)
@@ -147,7 +148,9 @@ def megatron_to_hf(
             compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
         return done
 
-    return _convert(destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write)
+    return _write_under_lock(
+        destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write
+    )
 
 
 def require_undamaged(found: MegatronDirectory) -> None:
@@ -198,7 +201,7 @@ class _Rows:
         self._files.drop(self._rows[param].key)
 
 
-def _convert(
+def _write_under_lock(
     destination: Path,
     sources: tuple[Path, ...],
     facts: ModelFacts,

@@ -6,6 +6,7 @@ four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
@@ -140,6 +141,7 @@ def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
     return {} if source.megatron is None else record.fingerprints(source.megatron, dtype)
 
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 CLEARING_S = 30.0
 """Most seconds that an interrupted conversion may take to remove what it wrote."""
 
@@ -147,8 +149,9 @@ CLEARING_S = 30.0
 def convert_in_child(source: Path, destination: Path, dtype: str) -> None:
     """Run `hf_to_megatron` in a child, content with a destination that was made of the same source before.
 
-    Its memory and threads end with it, and a signal to either process stops both: the child removes what it wrote. It
-    shows progress on stderr, and says on stdout what went wrong: that error is raised, of the class that it had there.
+    Its memory and threads end with it, and a signal to either process stops both, also one that kills the parent: the
+    child removes what it wrote. It shows progress on stderr, and says on stdout what went wrong: that error is raised,
+    of the class that it had there.
     """
     # -P: no module of the directory that the user works in replaces one of Python's.
     command = [sys.executable, "-P", "-m", __name__, str(source), str(destination), dtype]
@@ -192,8 +195,10 @@ def _main(source: str, destination: str, dtype: str) -> int:
             interrupted = True
             raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupt)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     try:
         from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron
         from rlctl.checkpoints.conversion.stream import progress_bar

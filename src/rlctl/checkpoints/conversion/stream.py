@@ -18,8 +18,8 @@ from rlctl.checkpoints.plan_execution import dtype_of, fill, strided, transforme
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import InputError, VerificationError, listed
 from rlctl.vector_math import warm_up
-from rlctl.weights.fingerprints import combine
 from rlctl.weights.layout import Fill, ParamSpec, Shape
+from rlctl.weights.readings import combine
 from rlctl.weights.transfer_plan import Copy, TransferPlan, World, receive_plan
 
 Progress = Callable[[str, int, int], None]

@@ -84,14 +84,19 @@ def _described(directory: Path, _config: str) -> ModelFacts:
     return facts_of(plain | {"listed": listed})
 
 
-def meta_model(directory: Path, attention: str) -> Any:
-    """The transformers model of a directory's configuration, without memory for its tensors."""
+def meta_model(directory: Path, attention: str, *, headless: bool = False) -> Any:
+    """The transformers model of a directory's configuration, without memory for its tensors, and `headless` without an
+    output layer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = copy.deepcopy(AutoConfig.from_pretrained(directory))
+    config.tie_word_embeddings = config.tie_word_embeddings and not headless
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if headless:
+        del inner.lm_head
+    return inner
 
 
 def head_of(inner: Any) -> Callable[[Tensor], Tensor]:

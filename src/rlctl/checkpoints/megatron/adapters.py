@@ -1,8 +1,9 @@
-"""Checkpoints of runs that train adapters (`training.lora`), merged into the weights that the run began with."""
+"""Checkpoints of runs that train adapters (`training.lora`), whichever backend saved them: the adapters of published
+tensors, merged into the weights that the run began with, or put into the layers of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING
 from rlctl.checkpoints.megatron.megatron_directory import Base
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
 from rlctl.weights import torch_dist as keys
-from rlctl.weights.layout import Layout, ParamSpec, Span
+from rlctl.weights.dtensor import module_name
+from rlctl.weights.layout import Layout, ParamSpec, Piece, Span
 from rlctl.weights.transforms import MergeLora, ReadThrough
 
 if TYPE_CHECKING:
@@ -20,11 +23,13 @@ if TYPE_CHECKING:
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
 A, B = ".lora_a", ".lora_b"
+MODEL = "model."
+"""How the keys of transformers' modules begin, and none of Megatron's."""
 
 
 def adapter_keys(shapes: Collection[str]) -> list[str]:
     """The keys of a checkpoint that are adapters of the model (not their optimizer's)."""
-    return [key for key in shapes if key.startswith("decoder.") and key.endswith((A, B))]
+    return [key for key in shapes if key.startswith(("decoder.", MODEL)) and key.endswith((A, B))]
 
 
 def scale_of(base: Base) -> float:
@@ -67,14 +72,17 @@ class Adapters:
         pass
 
 
-def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float) -> Adapters:
-    """Megatron's adapters, of fused matrices, as adapters of the published tensors.
+def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0, prefix: str = "") -> Adapters:
+    """The adapters of a checkpoint as those of the published tensors; `prefix`: how the keys of one of Adam's moments
+    begin, which are read in their place.
 
     Raises InputError for an adapter of a layer that the model does not have, or one of another shape.
     """
-    layout = keys.layout(facts, "float32", keys.style_of(reader.shapes), holds=lambda key: True)
     wanted = adapter_keys(reader.shapes)
-    whole = {key: _whole(reader, key) for key in wanted}
+    whole = {key: reader.whole(prefix + key) for key in wanted}
+    if any(key.startswith(MODEL) for key in wanted):
+        return Adapters(_of_modules(reader, facts, whole), scale)
+    layout = keys.layout(facts, "float32", keys.style_of(reader.shapes), holds=lambda key: True)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for piece in layout.pieces:
         layer = piece.param.removesuffix(".weight")
@@ -96,14 +104,37 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float) -> A
     return Adapters(pairs, scale)
 
 
-def _whole(reader: TorchDistReader, key: str) -> torch.Tensor:
-    import torch
+def _of_modules(
+    reader: TorchDistReader, facts: ModelFacts, whole: dict[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The adapters of transformers' modules, which are those of published tensors already."""
+    shapes = {matrix.tensor: matrix.tensor_shape for matrix in weights_of(facts).matrices}
+    tensors = {module_name(tensor): tensor for tensor in shapes}
+    pairs = {}
+    for key in whole:
+        module, _, which = key.rpartition(".")
+        tensor = tensors.get(f"{module}.weight")
+        if tensor is None or not {module + A, module + B} <= whole.keys():
+            raise InputError(f"{reader.directory}: {key} belongs to no layer of this model.")
+        pairs[tensor] = a, b = whole[module + A], whole[module + B]
+        if (b.shape[0], a.shape[1]) != shapes[tensor]:
+            raise InputError(f"{reader.directory}: {module}.{which} is of another shape than the model's layer.")
+    return pairs
 
-    parts = reader.chunks(key)
-    out = torch.empty(reader.shapes[key].shape, dtype=reader.read(parts[0]).dtype)
-    for chunk in parts:
-        out[tuple(_slice(span) for span in chunk.box)] = reader.read(chunk)
-    return out
+
+def fill_layer(
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], pieces: Iterable[Piece], a: torch.Tensor, b: torch.Tensor
+) -> None:
+    """Put the adapters of published tensors into those of one layer of a rank; `pieces` say which parts of the tensors
+    the layer's weight holds. Raises InputError where a tensor has none."""
+    for piece in pieces:
+        if piece.tensor not in pairs:
+            raise InputError(f"The checkpoint holds no adapter of {piece.tensor}.", "Is it a checkpoint of this run?")
+        whole_a, whole_b = pairs[piece.tensor]
+        tensor_rows, tensor_columns = piece.tensor_box
+        rows, columns = piece.param_box
+        a[:, _slice(columns)] = whole_a[:, _slice(tensor_columns)].to(a)
+        b[_slice(rows)] = whole_b[_slice(tensor_rows)].to(b)
 
 
 def _slice(span: Span) -> slice:

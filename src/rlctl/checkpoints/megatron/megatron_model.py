@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MODULE_PREFIXES = ("model.", "lm_head.")
 """Weights by the names of transformers' modules, as the dtensor backend saves them."""
+VALUE_HEADS = ("output_layer.weight", "value_head.weight")
+"""The head of a critic: Megatron's key, and the dtensor backend's."""
 STEP = "optimizer.step"
 """The number of optimizer steps, where the dtensor backend saved."""
 MODEL_PREFIXES = ("decoder.", "embedding.", "output_layer.", "mtp.", *MODULE_PREFIXES)
@@ -63,10 +65,14 @@ class MegatronModel:
 
     @property
     def steps(self) -> float:
-        """The optimizer steps that were taken; 0 where there is no optimizer."""
-        if STEP in self.reader.shapes:
-            return float(self.reader.read(self.reader.chunks(STEP)[0]))
-        return max(_steps(self.reader.common.get("optimizer")), default=0.0)
+        return steps_of(self.reader)
+
+
+def steps_of(reader: TorchDistReader) -> float:
+    """The optimizer steps that were taken; 0 where there is no optimizer."""
+    if STEP in reader.shapes:
+        return float(reader.read(reader.chunks(STEP)[0]))
+    return max(_steps(reader.common.get("optimizer")), default=0.0)
 
 
 def _steps(value: Any) -> Iterator[float]:
@@ -83,11 +89,14 @@ def names_modules(directory: Path) -> bool:
     return any(key.startswith(MODULE_PREFIXES) for key in TorchDistReader.open(directory).shapes)
 
 
-def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False) -> MegatronModel:
+def open_megatron_model(
+    directory: MegatronDirectory, facts: ModelFacts, without_mtp: bool = False, critic: bool = False
+) -> MegatronModel:
     """Open a checkpoint of the model and check its keys against the model's.
 
-    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not. Raises
-    InputError for keys that are missing, have other shapes, or that the model does not have.
+    `without_mtp`: `facts` have no multi-token-prediction layers, whether the checkpoint holds some or not. `critic`: it
+    is one of the model with a value in place of logits, all but the head of which is opened. Raises InputError for keys
+    that are missing, have other shapes, or that the model does not have.
     """
     reader = TorchDistReader.open(directory.shards)
     if adapter_keys(reader.shapes):
@@ -96,10 +105,12 @@ def open_megatron_model(directory: MegatronDirectory, facts: ModelFacts, without
             f"Merge them first: rlctl convert megatron-to-hf {directory.root} DIR.",
         )
     facts = without_absent_mtp(facts, reader.shapes)
+    facts = replace(facts, tied_embeddings=True) if critic else facts  # no output layer is expected
     plain = _whole_layout(directory.shards, facts, reader)
     for key, spec in plain.params.items():
         _check_key(directory.shards, key, spec.shape, reader)
-    _refuse_unknown(directory.shards, plain, reader, ("mtp.",) if without_mtp else ())
+    left_out = (*(("mtp.",) if without_mtp else ()), *(VALUE_HEADS if critic else ()))
+    _refuse_unknown(directory.shards, plain, reader, left_out)
     params = {key: replace(spec, dtype=reader.shapes[key].dtype) for key, spec in plain.params.items()}
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
     layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
@@ -112,7 +123,8 @@ def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> L
     """The keys of a checkpoint and what they hold of the model: Megatron's own, or those of transformers' modules."""
     if any(key.startswith(MODULE_PREFIXES) for key in reader.shapes):
         return module_layout(facts, "float32")
-    rows = [reader.shapes[key].shape[0] for key in keys.VOCAB_KEYS if key in reader.shapes]
+    embeddings = [key for key in keys.VOCAB_KEYS if key in reader.shapes and reader.shapes[key].shape[0] > 1]
+    rows = [reader.shapes[key].shape[0] for key in embeddings]
     if not rows or min(rows) < facts.vocab:
         why = f"{shards} holds no embedding of {facts.vocab} rows."
         raise InputError(why, "Is it another model's checkpoint?")

@@ -187,6 +187,16 @@ class TorchDistReader:
             self._held_bytes -= old.nbytes
         return values
 
+    def whole(self, key: str) -> torch.Tensor:
+        """The values of a key. Raises InputError where the checkpoint has none."""
+        if key not in self.shapes:
+            raise InputError(f"{self.directory} holds no {key}.", "Copy the checkpoint again.")
+        spec = self.shapes[key]
+        out = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+        for chunk in self.chunks(key):
+            out[tuple(slice(span.start, span.start + span.count) for span in chunk.box)] = self.read(chunk)
+        return out
+
 
 def _check_backend(directory: Path) -> None:
     path = directory / "metadata.json"

@@ -110,6 +110,11 @@ class Import:
         """Lines on what runs, but not exactly as written."""
         return [line for line, _ in grouped(self.of("changed"))]
 
+    @property
+    def unknown(self) -> list[str]:
+        """Lines on what nobody knows, which is left out."""
+        return [line for line, _ in grouped(self.of("not known"))]
+
     def of(self, status: Status) -> list[Entry]:
         return [entry for entry in self.entries if entry.status == status]
 
@@ -508,10 +513,25 @@ def dtensor_adapters(found: Found) -> None:
     """Map the rank of adapters on all layers; others are named as the model names them."""
     if found.get(f"{DTENSOR}.lora_cfg.enabled") is not True:
         found.skip("LoRA is off")
-    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or found.get(f"{DTENSOR}.lora_cfg.exclude_modules"):
+    elif found.get(f"{DTENSOR}.lora_cfg.match_all_linear") is False or any(
+        found.get(f"{DTENSOR}.lora_cfg.{named}") for named in ("exclude_modules", "target_modules")
+    ):
         found.say("not yet", "adapters are on all layers of attention and MLP, or of one of them", "training.lora.rank")
     else:
         found.map("training.lora.rank", found.value)
+
+
+def sharded_states_on_host(found: Found) -> None:
+    """Keep the optimizer's states in host memory, where a recipe keeps the weights there too."""
+    to("training.optimizer_offload", {True: True, False: False})(found)
+    if found.value is True:
+        found.result.entries.pop()
+        found.say("changed", "training.optimizer_offload: the optimizer's states alone are in host memory, no weights")
+
+
+def copies(found: Found) -> None:
+    """Map the copies of the sharded weights; one is what there is without the key."""
+    found.map("training.replicate", None if found.value == 1 else found.value)
 
 
 def engine(found: Found) -> None:
@@ -566,7 +586,7 @@ def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
         elif otherwise is not None:
             otherwise(found)
         else:
-            found.say("not known", f"neither NeMo-RL's as rlctl knows it nor a field of {TARGETS[section].words()}")
+            found.say("not known", f"rlctl does not know this key, nor is it a field of {TARGETS[section].words()}")
 
     return rule
 
@@ -922,6 +942,46 @@ def logged_as(key: str, logger: str) -> Rule:
 def asynchronous(rule: Rule) -> Rule:
     """Return the rule of a key that is read where rollouts are asynchronous."""
     return when(lambda found: found.get("grpo.async_grpo.enabled") is True, rule, "grpo.async_grpo is off")
+
+
+def sampler(found: Found) -> None:
+    """Map the batches of NeMo-RL's single controller, and how old their rollouts may be. There, engines always go on
+    with what is under way when new weights come."""
+    name = found.get("async_rl.sampler.name") or "in_order"
+    if name not in SAMPLERS:
+        found.say("not yet", f"rlctl has rollouts.order, and knows {', '.join(SAMPLERS)}", "rollouts.order")
+        return
+    order, otherwise = SAMPLERS[name]
+    knob = found.get(f"async_rl.sampler.{'max_lookahead' if name == 'in_order' else 'max_staleness'}_versions")
+    lag = 1 if knob is None else knob
+    if lag == 0:
+        found.map("rollouts.mode", "sync")
+        return
+    found.set("rollouts.mode", "async")
+    found.set("rollouts.max_staleness", lag)
+    found.set("refit.in_flight", "keep")
+    if otherwise:
+        found.set("rollouts.order", order)
+        found.say("changed", f"rollouts.order: {order}; {otherwise}")
+    else:
+        found.map("rollouts.order", order)
+
+
+def sampler_lag(found: Found) -> None:
+    """Map a sampler's lag where the recipe does not name the sampler."""
+    if found.get("async_rl.sampler.name") is None:
+        sampler(found)
+    else:
+        found.skip("read with async_rl.sampler.name")
+
+
+SAMPLERS = {
+    "in_order": ("position", None),
+    "weight_fifo": ("arrival", "groups that finished first come first, and old ones are waited for"),
+    "ready_first": ("arrival", "groups that are as old as they may be are waited for"),
+    "windowed": ("arrival", "only what can still be trained on is begun, and nothing is thrown away"),
+}
+"""Samplers of NeMo-RL's single controller: `rollouts.order`, and in which way it differs."""
 
 
 def engine_devices(found: Found) -> None:

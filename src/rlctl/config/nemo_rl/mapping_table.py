@@ -43,7 +43,9 @@ ENGINE_CALLS = without("results do not depend on how an engine is called")
 UPDATES = without("training.optimizer_offload updates on the device, also where states are in host memory")
 ADAMW = ("torch.optim.AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam")
 NO_BALANCING = only(None, 0, 0.0, why="routers are trained by the policy's loss alone")
-ASYNC = "it is not imported yet; rlctl has --async"
+REPLACED = without("an engine that fails is replaced, and its rollouts are begun again")
+BOUNDED = without("rollouts.max_staleness bounds what is begun")
+KV_CACHE = differs(None, True, why="caches that older weights have filled are always computed again")
 
 DECAYS = {name: name.lower() for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 WSD_DECAYS = {name: name.replace("_", "-") for name in ("linear", "cosine", "exponential", "minus_sqrt")}
@@ -114,17 +116,15 @@ _GRPO: dict[str, Rule] = {
     "grpo.zero_variance_prompt_filtering": only(
         None, False, why="it is not imported yet; rlctl has filter.groups=drop"
     ),
-    "grpo.async_grpo": only(None, why=ASYNC),
+    "grpo.async_grpo": only(None, why="its keys are read one by one"),
     "grpo.seed": to("run.seed"),
     "grpo.async_grpo.enabled": to("rollouts.mode", {True: "async", False: "sync", None: "sync"}),
     "grpo.async_grpo.max_trajectory_age_steps": rules.asynchronous(to("rollouts.max_staleness")),
     "grpo.async_grpo.in_flight_weight_updates": rules.asynchronous(
         to("refit.in_flight", {True: "keep", False: "wait"})
     ),
-    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": rules.asynchronous(
-        differs(None, True, why="caches that older weights have filled are always computed again")
-    ),
-    "grpo.async_grpo.*": without("an engine that fails is replaced, and its rollouts are begun again"),
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates": rules.asynchronous(KV_CACHE),
+    "grpo.async_grpo.*": REPLACED,
     "grpo.overlong_filtering": to("filter.truncated", {True: "mask", False: "keep", None: None}),
     "grpo.use_dynamic_sampling": to("filter.groups", {True: "replace", False: "keep", None: None}),
     "grpo.dynamic_sampling_max_gen_batches": rules.sampling_rounds,
@@ -194,7 +194,7 @@ _POLICY: dict[str, Rule] = {
     "policy.router_replay.enabled": to("training.router_replay"),
     "policy.quant_cfg": only(None, why="training is not quantization-aware"),
     "policy.dequantize_base_checkpoint": without("weights are read in the format that they are published in"),
-    "policy.fsdp_offload_enabled": only(None, False, why="there is no FSDP"),
+    "policy.fsdp_offload_enabled": only(None, False, why="it belongs to a backend that NeMo-RL no longer has"),
     "policy.activation_checkpointing_enabled": to("training.recompute", {True: "full", False: None, None: None}),
     "policy.disable_modelopt_layer_spec": without("training is not quantization-aware"),
     **dict.fromkeys((
@@ -224,17 +224,34 @@ _POLICY: dict[str, Rule] = {
     f"{DTENSOR}.tensor_parallel_size": when_dtensor(to("training.tp")),
     f"{DTENSOR}.context_parallel_size": when_dtensor(to("training.cp")),
     f"{DTENSOR}.expert_parallel_size": when_dtensor(to("training.ep")),
-    f"{DTENSOR}.sequence_parallel": when_dtensor(without("decided by the planner")),
+    f"{DTENSOR}.dp_replicate_size": when_dtensor(rules.copies),
+    f"{DTENSOR}.sequence_parallel": when_dtensor(without("tensor parallel ranks always share tokens out as well")),
     f"{DTENSOR}.activation_checkpointing": when_dtensor(to("training.recompute", {True: "full", False: "none"})),
-    f"{DTENSOR}.cpu_offload": when_dtensor(to("training.optimizer_offload")),
+    f"{DTENSOR}.cpu_offload": when_dtensor(rules.sharded_states_on_host),
+    f"{DTENSOR}.custom_parallel_plan": when_dtensor(differs(None, why="each family is divided by rlctl's own plan")),
+    f"{DTENSOR}._v2": when_dtensor(without("both of NeMo-RL's workers are this one backend")),
+    f"{DTENSOR}.clear_cache_every_n_steps": when_dtensor(KERNELS),
+    f"{DTENSOR}.moe_parallelizer.*": when_dtensor(KERNELS),
+    f"{DTENSOR}.automodel_kwargs": when_dtensor(without("there are none")),
+    f"{DTENSOR}.automodel_kwargs.backend.gate_precision": when_dtensor(
+        differs(None, "float32", why="routers compute in float32")
+    ),
+    f"{DTENSOR}.automodel_kwargs.freeze_config.*": when_dtensor(without("models are of text")),
+    f"{DTENSOR}.automodel_kwargs.*": when_dtensor(KERNELS),
+    f"{DTENSOR}.lora_cfg.enabled": when_dtensor(without("`dim` is the rank: training.lora.rank")),
     f"{DTENSOR}.lora_cfg.dim": when_dtensor(rules.dtensor_adapters),
     f"{DTENSOR}.lora_cfg.alpha": when_dtensor(rules.with_dtensor_adapters(to("training.lora.alpha"))),
     f"{DTENSOR}.lora_cfg.dropout": when_dtensor(
         rules.with_dtensor_adapters(only(0, None, why="log-probs under dropout are not the sampling policy's"))
     ),
+    f"{DTENSOR}.lora_cfg.dropout_position": without("there is no dropout"),
+    f"{DTENSOR}.lora_cfg.lora_A_init": when_dtensor(
+        rules.with_dtensor_adapters(differs(why="A begins uniform (Kaiming), as the paper's code has it"))
+    ),
+    f"{DTENSOR}.lora_cfg.use_triton": KERNELS,
+    f"{DTENSOR}.lora_cfg.*": when_dtensor(without("read with lora_cfg.dim")),
     f"{DTENSOR}.env_vars": without("there are none"),
     f"{DTENSOR}.env_vars.*": when_dtensor(rules.variables("training.env")),
-    f"{DTENSOR}.*": when_dtensor(without("it belongs to the DTensor backend")),
 }  # fmt: skip
 
 _MEGATRON: dict[str, Rule] = {
@@ -484,9 +501,24 @@ _REST: dict[str, Rule] = {
     "cluster.*": without("Ray places the processes"),
     "data_plane": without("tokens travel through Ray's object store"),
     "data_plane.*": without("tokens travel through Ray's object store"),
-    "async_rl.sampler.max_lookahead_versions": only(None, 0, why=ASYNC),
-    "async_rl.sampler.max_staleness_versions": only(None, 0, why=ASYNC),
-    "async_rl.*": without("of a loop with several versions in flight, which async_rl.sampler asks for"),
+    "async_rl.sampler.name": rules.own_kind(rules.sampler),
+    "async_rl.sampler.max_lookahead_versions": rules.own_kind(rules.sampler_lag),
+    "async_rl.sampler.max_staleness_versions": rules.own_kind(rules.sampler_lag),
+    "async_rl.sampler.evict_stale_samples": differs(None, False, why="nothing that was sampled is thrown away"),
+    "async_rl.sampler.*": differs(None, False, why="rollouts.order alone says which groups make a batch"),
+    "async_rl.recompute_kv_cache_after_weight_updates": KV_CACHE,
+    "async_rl.max_inflight_prompts": BOUNDED,
+    "async_rl.max_buffered_rollouts": BOUNDED,
+    "async_rl.min_groups_for_streaming_train": without("a batch is trained on when all of it is there"),
+    "async_rl.rollout_failure.native.generation_timeout_s": differs(
+        None, why="rollouts.timeout_s ends a rollout that takes too long, with what it has"
+    ),
+    "async_rl.rollout_failure.*": without("no prompt is dropped: what fails is begun again, or ends the run"),
+    "async_rl.generation_fleet_health.*": REPLACED,
+    "async_rl.generation_router.*": ENGINE_CALLS,
+    "async_rl.stall_watchdog.*": logs("each quiet minute says who waits for whom; cluster.step_timeout_s ends a run"),
+    "async_rl.watchdog.*": logs("each quiet minute says who waits for whom; cluster.step_timeout_s ends a run"),
+    "async_rl.diagnostics": LOGS,
     "reward_penalties.token_ids": without("read with the penalties"),
     "reward_penalties.*": only(None, False, why="rewards are those of the scorers alone"),
     "on_policy_distillation": without("it is off"),

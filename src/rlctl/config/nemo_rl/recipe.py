@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         result.set("run.algorithm", algorithm, algorithm)
     for key, value in leaves.items():
         rule = find_rule(key, RULES)
-        if isinstance(value, Unresolved):
+        if isinstance(value, Unresolved) and rule is not None:
             status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
             result.entries.append(Entry(key, value.text, status, value.why))
         elif rule is None and value in ({}, None) and any(known_key.startswith(f"{key}.") for known_key in RULES):
@@ -102,11 +102,15 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         elif rule is None and result.foreign and key.partition(".")[0] in OF_THE_ALGORITHM:
             result.entries.append(Entry(key, value, "not applicable", "it belongs to what rlctl does not run yet"))
         elif rule is None:
-            result.entries.append(Entry(key, value, "not known", _unknown(key)))
+            written = value.text if isinstance(value, Unresolved) else value
+            result.entries.append(Entry(key, written, "not known", "rlctl does not know this key"))
         else:
             rule(Found(result, key, value, known))
     finish(result, known)
     _leave_out_misfits(result, known)
+    for index, entry in enumerate(result.entries):
+        if entry.status == "not known" and (close := _close(entry.key, 0.75)):
+            result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close[0]}?")
     order = {key: index for index, key in enumerate(leaves)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     return result
@@ -137,11 +141,6 @@ def renamed(key: str) -> str:
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
     return key
-
-
-def _unknown(key: str) -> str:
-    close = _close(key, 0.75)
-    return "rlctl does not know this key" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _close(key: str, cutoff: float) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.parameters import Stage, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.parameters import RankParameters, Stage, rank_parameters, stages, trained_parameters
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.workload import Workload
@@ -55,12 +55,14 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     params, trained = rank_parameters(facts, stage, choice), trained_parameters(facts, stage, choice)
     element, updated = element_bytes(choice), trained.owned(choice.parallel)
     if choice.sharding == "full":
-        # FSDP2 keeps float32 shards of weights and gradients, and gathers two layers at a time in the training dtype.
-        gathered = 2 * params.largest_layer * 2 * (choice.parallel.dp * choice.parallel.cp > 1)
+        # FSDP2 keeps float32 shards of weights and gradients.
         shard = 4 * params.owned(choice.parallel)
         frozen = {"reference": shard} if choice.reference and choice.adapters is None else {}
         moments = 0.0 if choice.optimizer_offload else MOMENTS_BYTES * updated
-        return {"weights": shard + gathered, "gradients": 4 * updated, "optimizer": moments} | frozen
+        adapters = 4 * updated if choice.adapters else 0.0
+        states = {"weights": shard + adapters, "gradients": 4 * updated, "optimizer": moments}
+        critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
+        return states | {"gathered": _gathered_bytes(params, choice)} | critic | frozen
     shards = master_and_moments(choice) * updated
     # FP8 keeps quantised copies of the matrices next to the BF16 ones.
     weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
@@ -74,6 +76,18 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
     critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
     copy = {"reference": element * params.total} if choice.reference and choice.adapters is None else {}
     return states | critic | copy
+
+
+def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
+    """Bytes of what FSDP2 has whole, in the training dtype, while a layer is passed backward: embedding and head with
+    their gradients, which stay for the pass, that layer and the next, and the layer's gradients with the float32 copy
+    that is summed over the shards."""
+    if choice.parallel.fsdp_shards * choice.parallel.replicate == 1 and choice.precision == "float32":
+        return 0.0  # one rank does without FSDP2
+    element = element_bytes(choice)
+    weights = element * (params.tables + 2 * params.largest_layer)
+    gradients = element * params.tables + (element + 4) * params.largest_layer
+    return weights + (gradients if choice.adapters is None else 0.0)
 
 
 def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts) -> float:
@@ -270,9 +284,12 @@ def host_memory(
     """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
+    full = choice.sharding == "full"
+    states = MOMENTS_BYTES if full else master_and_moments(choice)
+    worst = max(states * params.owned(choice.parallel) for params in trained)
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
-    weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2 * copies
+    held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
+    weights = max(4 * one.owned(choice.parallel) if full else 2 * one.total for one in held) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
     asleep = weights + engine_weights if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker

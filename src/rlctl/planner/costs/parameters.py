@@ -209,7 +209,9 @@ class RankParameters:
     dense: float
     experts: float
     largest_layer: float
-    """Parameters of its largest layer (or embedding), unsharded over data parallelism."""
+    """Parameters of its largest layer, unsharded over data parallelism."""
+    tables: float
+    """Parameters of embedding and head among the dense ones; tied, they count once."""
 
     @property
     def total(self) -> float:
@@ -235,11 +237,9 @@ def _rank_parameters(facts: ModelFacts, stage: Stage, tp: int, ep: int, etp: int
             one = layer(sizes)
             dense, experts = dense + count * one[0], experts + count * one[1]
             largest = max(largest, sum(one))
-    table = facts.vocab * facts.hidden / tp
-    dense += table * (stage.embedding + stage.head)
-    if facts.tied_embeddings and stage.embedding and stage.head:
-        dense -= table
-    return RankParameters(dense, experts, max(largest, table if stage.embedding or stage.head else 0.0))
+    shared = facts.tied_embeddings and stage.embedding and stage.head
+    tables = facts.vocab * facts.hidden / tp * (stage.embedding + stage.head - shared)
+    return RankParameters(dense + tables, experts, largest, tables)
 
 
 def rank_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> RankParameters:
@@ -251,7 +251,7 @@ def trained_parameters(facts: ModelFacts, stage: Stage, choice: TrainingChoice) 
     """Those of `rank_parameters` that have gradients and optimizer states: all, or the adapters."""
     if choice.adapters is None:
         return rank_parameters(facts, stage, choice)
-    return RankParameters(_adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp), 0.0, 0.0)
+    return RankParameters(_adapter_parameters(facts, stage, choice.adapters, choice.parallel.tp), 0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=65536)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import weight_bytes
@@ -268,34 +267,93 @@ def training_time(
     micro = forward.total * PASSES[choice.recompute] - spared
     compute = number * micro
     bubble = (choice.parallel.pp - 1) / choice.parallel.vpp * micro
-    data, optimizer = _data_seconds(facts, choice, cluster, compute, number, constants)
+    data, optimizer = _data_seconds(facts, choice, cluster, micro, number, constants)
     steps = workload.optimizer_steps
     onload = offload_seconds(facts, choice, cluster, constants) if colocated and workload.rollouts else 0.0
     return TrainingTime(number, forward, steps * compute, steps * bubble, steps * data, steps * optimizer, onload)
 
 
 def _data_seconds(
-    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, compute: float, number: int, constants: Constants
+    facts: ModelFacts,
+    choice: TrainingChoice,
+    cluster: ClusterFacts,
+    micro: float,
+    number: int,
+    constants: Constants,
 ) -> tuple[float, float]:
-    """(exposed gradient and parameter communication, optimizer update) of one optimizer step."""
+    """(exposed gradient and parameter communication, optimizer update) of one optimizer step of `number` micro-batches
+    that take `micro` seconds each."""
     params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
     ranks = choice.parallel.dp * choice.parallel.cp
-    span = choice.parallel.tp * ranks
-    inside = span <= max(1, cluster.link_domain)
-    efficiency = constants.link_efficiency if inside else constants.network_efficiency
-    rate = cluster.bandwidth(span) * efficiency
     gradient = 4 if choice.precision == "float32" else choice.gradient_bytes
     element = 4 if choice.precision == "float32" else 2
     owned = params.owned(choice.parallel)
     if choice.sharding == "full":
-        gathered = (2 * 2 * number + 4) * params.total * (ranks - 1) / ranks
-        exposed = max(0.0, gathered / rate - constants.data_overlap * compute)
+        exposed = _sharded_seconds(facts, choice, cluster, micro, number, constants)
     else:
         shared = params.dense * (ranks - 1) / ranks + params.experts * (1 - 1 / choice.parallel.expert_dp)
+        span = choice.parallel.tp * ranks
+        inside = span <= max(1, cluster.link_domain)
+        rate = cluster.bandwidth(span) * (constants.link_efficiency if inside else constants.network_efficiency)
         exposed = (1 - constants.data_overlap) * (shared * (gradient + element)) / rate
     update = owned * 28 / (cluster.device.memory_bandwidth * constants.hbm_efficiency)
     update += owned * state_traffic(choice) / (cluster.device.host_link * constants.pinned_copy)
     return exposed, update + (0.0 if cluster.is_cpu else constants.optimizer_step_s)
+
+
+def _group_rate(apart: int, ranks: int, cluster: ClusterFacts, constants: Constants) -> float:
+    """Bytes a second of each of `ranks` ranks, `apart` from each other, in a collective over all of them. Over nodes a
+    ring goes through the network device of each of its ranks in a node."""
+    inside = max(1, cluster.link_domain)
+    link = cluster.bandwidth(1) * constants.link_efficiency
+    if apart * ranks <= inside:
+        return link
+    return min(link, max(1, inside // apart) * cluster.bandwidth(apart * ranks) * constants.network_efficiency)
+
+
+def _sharded_seconds(
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, micro: float, number: int, constants: Constants
+) -> float:
+    """FSDP2's communication in one optimizer step, as far as it is not hidden.
+
+    Each micro-batch gathers the weights for its forward and once more for its backward pass, and adds its float32
+    gradients up over the shards; copies of the weights (`training.replicate`) add theirs up once.
+    """
+    gathers = _gather_seconds(facts, choice, cluster, constants)
+    sums = _reduce_seconds(facts, choice, cluster, constants)
+    forward = micro / PASSES[choice.recompute]
+    exposed = gathers - min(constants.gather_overlap * gathers, forward)
+    exposed += (gathers + sums) - min(constants.backward_overlap * (gathers + sums), micro - forward)
+    return number * exposed + _copies_seconds(facts, choice, cluster, constants)
+
+
+def _shards(choice: TrainingChoice, dense: float, experts: float) -> float:
+    """Parameters that a rank receives where each of these is gathered from (or summed over) its shards."""
+    shards = choice.parallel.fsdp_shards
+    return dense * (1 - 1 / shards) + experts * (1 - min(1.0, choice.parallel.ep / shards))
+
+
+def _gather_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+    """Seconds in which FSDP2 gathers all weights of a rank once, in the training dtype."""
+    params = rank_parameters(facts, stages(facts, choice)[0], choice)
+    element = 4 if choice.precision == "float32" else 2
+    received = element * _shards(choice, params.dense, params.experts)
+    return received / _group_rate(choice.parallel.tp, choice.parallel.fsdp_shards, cluster, constants)
+
+
+def _reduce_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+    """Seconds in which FSDP2 adds up the float32 gradients of a micro-batch over the shards."""
+    params = trained_parameters(facts, stages(facts, choice)[0], choice)
+    sent = 4 * _shards(choice, params.dense, params.experts)
+    return sent / _group_rate(choice.parallel.tp, choice.parallel.fsdp_shards, cluster, constants)
+
+
+def _copies_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, constants: Constants) -> float:
+    """Seconds in which copies of the weights add up the gradients of their shards."""
+    copies, params = choice.parallel.replicate, trained_parameters(facts, stages(facts, choice)[0], choice)
+    shard = params.owned(choice.parallel)
+    rate = _group_rate(choice.parallel.tp * choice.parallel.fsdp_shards, copies, cluster, constants)
+    return 2 * 4 * shard * (1 - 1 / copies) / rate
 
 
 def state_traffic(choice: TrainingChoice) -> int:
@@ -324,8 +382,12 @@ def logprobs_time(
         return 0.0
     number, tokens = micro_batches(choice, workload, constants)
     forward = forward_time(facts, choice, cluster, tokens, workload.mean_keys(constants.length_sigma), constants)
+    seconds = forward.total
+    if choice.sharding == "full":
+        gathers = _gather_seconds(facts, choice, cluster, constants)
+        seconds += gathers - min(constants.gather_overlap * gathers, forward.total)
     fixed = 0.0 if cluster.is_cpu else 1.0
-    return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * forward.total + fixed
+    return passes * (number * workload.optimizer_steps + choice.parallel.pp - 1) * seconds + fixed
 
 
 def critic_time(
@@ -372,15 +434,18 @@ def tensor_count(facts: ModelFacts) -> int:
     return facts.layers * dense + moe_layers * moe + 3
 
 
-def remote_share(parallel: ParallelSpec, cluster: ClusterFacts, colocated: bool) -> float:
+def remote_share(choice: TrainingChoice, cluster: ClusterFacts, colocated: bool) -> float:
     """Share of what a worker needs that no device of its node holds."""
     node = max(cluster.link_domain, cluster.gpus_per_node)
     if cluster.gpus <= node:
         return 0.0
     if not colocated:
         return 1.0
-    spread = parallel.pp * max(parallel.tp, parallel.expert_size)  # devices that hold the model once
-    return max(0.0, 1 - node / spread)
+    parallel = choice.parallel
+    once = parallel.pp * max(parallel.tp, parallel.expert_size)  # devices that hold the model once
+    if choice.sharding == "full":
+        once = parallel.tp * parallel.fsdp_shards
+    return max(0.0, 1 - node / once)
 
 
 def refit_time(
@@ -401,7 +466,7 @@ def refit_time(
         # Measured: 0.8 to 1.6 GB/s through shared memory, 50 ms of handshakes.
         return detour + far + 0.05 + payload / 1.0e9
     received = weight_bytes(facts, generation)
-    far = remote_share(choice.parallel, cluster, colocated) * received
+    far = remote_share(choice, cluster, colocated) * received
     near = received - far
     moved = far / (cluster.device.network * constants.refit_link_efficiency)
     moved += near / (cluster.device.link * constants.refit_link_efficiency)

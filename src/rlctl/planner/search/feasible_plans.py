@@ -46,7 +46,7 @@ def _modes(request: Request) -> list[bool]:
         return [bool(colocated)]
     if cluster.is_cpu or cluster.gpus < 2:
         return [True]
-    return [False] if request.workload.staleness is not None else [True, False]
+    return [False, True] if request.workload.staleness is not None else [True, False]
 
 
 class _RejectionLog:
@@ -274,7 +274,7 @@ def assemble(
     choice = training.choice if training else None
     number = timing.micro_batches(choice, workload, constants)[0] if choice else 0
     return Plan(
-        facts=facts, cluster=cluster, workload=workload, backend=_backend(request), training=choice,
+        facts=facts, cluster=cluster, workload=workload, backend=request.backend, training=choice,
         generation=generation, colocated=colocated, micro_batches=number,
         memory=_memory(request, training, generation, colocated),
         host_memory=_host_memory(request, training, generation, colocated),
@@ -284,11 +284,6 @@ def assemble(
         teacher=training.teacher if training else None,
         engine_devices=engine_devices, rollouts_s=_rollout_seconds(request, generation) if generation else 0.0,
     )  # fmt: skip
-
-
-def _backend(request: Request) -> str:
-    backend = request.pin("training.backend", "auto")
-    return "megatron" if backend == "auto" else backend
 
 
 def _mover(request: Request, colocated: bool) -> str:
@@ -364,9 +359,10 @@ def _seconds(
         if request.workload.staleness is None:
             seconds[Phase.REWARD] = _reward_seconds(request)
         else:
-            # Side by side on devices of their own; who shares a processor takes turns on it.
-            meanwhile = sum(seconds.values()) if request.workload.overlaps and not colocated else 0.0
-            seconds[Phase.WAITING] = max(0.0, _rollout_seconds(request, generation) - meanwhile)
+            # Who shares devices takes turns on them; the rest of the rollouts' work goes on while the policy trains.
+            turn = _generation_seconds(request, generation) if colocated else 0.0
+            meanwhile = sum(seconds.values()) if request.workload.overlaps else 0.0
+            seconds[Phase.WAITING] = turn + max(0.0, _rollout_seconds(request, generation) - turn - meanwhile)
         mover = _mover(request, colocated)
         seconds[Phase.REFIT] = refit_time(
             facts, training.choice, generation, cluster, colocated, constants, mover=mover

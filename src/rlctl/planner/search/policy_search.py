@@ -50,6 +50,8 @@ class Request:
     generation_bytes: float = 2.0
     gradient_bytes: int = 4
     teacher: ModelFacts | None = None
+    backend: str = "megatron"
+    """The backend that trains, also where none is pinned."""
 
     def pin(self, key: str, default: Any = None) -> Any:
         value = self.pins.get(key)
@@ -58,7 +60,7 @@ class Request:
     @property
     def fsdp(self) -> bool:
         """Whether FSDP2 trains."""
-        return self.pin("training.backend") == "dtensor"
+        return self.backend == "dtensor"
 
     @property
     def budget(self) -> float:

@@ -95,13 +95,3 @@ def not_runnable(training: TrainingChoice | None, generation: GenerationChoice |
         if getattr(generation, key) != 1:
             why.append(f"generation.{key} = {getattr(generation, key)}: only 1 can be run yet")
     return why
-
-
-def gives_way(workload: Workload, cluster: ClusterFacts, colocated: bool) -> list[str]:
-    """Return why rollouts cannot be made while the policy trains; empty: they can, or need not."""
-    if workload.staleness is None or not colocated or cluster.is_cpu:
-        return []
-    return [
-        "rollouts.mode = async: engines on the policy's GPUs sleep while it trains, and generation.colocated = false "
-        "needs two GPUs or more"
-    ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.models.constraints import policy_problems
+from rlctl.models.constraints import Problem, fsdp_problems, policy_problems
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs import memory as mem
@@ -95,26 +95,29 @@ def _teachers(request: Request, facts: ModelFacts, devices: int, rows: int) -> l
 def _why_none(request: Request, facts: ModelFacts, devices: int, rows: int) -> str:
     """Return the rule that the teacher's first layout breaks, or that its sizes fit no devices."""
     for choice in _layouts(request, facts, devices, rows):
-        if problems := policy_problems(facts, choice.parallel):
+        if problems := _problems(facts, choice):
             return f"the teacher as {choice.parallel.name()}: {problems[0].message}"
     count = "one device does" if devices == 1 else f"{devices} devices do"
     return f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
 
 
 def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:
-    parallel = choice.parallel
-    return not policy_problems(facts, parallel) and (
-        parallel.cp == 1 or not choice.micro_batch_tokens % (2 * parallel.cp)
-    )
+    cp = choice.parallel.cp
+    return not _problems(facts, choice) and (cp == 1 or not choice.micro_batch_tokens % (2 * cp))
+
+
+def _problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
+    """Return the rules of the policy's backend, which is the teacher's too, that the sizes break."""
+    return (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, choice.parallel)
 
 
 def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> Iterator[TrainingChoice]:
-    cluster, on_cpu = request.cluster, request.cluster.is_cpu
+    cluster, on_cpu, fsdp = request.cluster, request.cluster.is_cpu, request.fsdp
     joined = max(cluster.link_domain, cluster.gpus_per_node)
     precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
     experts = facts.moe.experts if facts.moe else 1
     tps = values_to_try(request, "teacher.tp", [1] if on_cpu else powers(min(facts.heads, joined, devices, 16)))
-    pps = values_to_try(request, "teacher.pp", [1] if on_cpu else powers(min(facts.layers, devices, 64)))
+    pps = values_to_try(request, "teacher.pp", [1] if on_cpu or fsdp else powers(min(facts.layers, devices, 64)))
     cps = values_to_try(request, "teacher.cp", [1])
     eps = values_to_try(request, "teacher.ep", [1] if on_cpu else powers(experts))
     etp = request.pin("teacher.etp", 1)
@@ -125,14 +128,17 @@ def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> It
             continue
         threads = max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None
         parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
-        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads)
+        sharding = "full" if fsdp else "optimizer"
+        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads, sharding=sharding)
 
 
 def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:
     cluster, constants = request.cluster, request.constants
     whole = mem.logprobs_memory(facts, choice, cluster, 0.0, constants)
-    weights = max(mem.state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice))
-    kept = {"teacher weights": weights, "teacher activations": whole.parts["activations"],
+    states = [mem.state_bytes(facts, stage, choice) for stage in stages(facts, choice)]
+    weights = max(own["weights"] for own in states)
+    gathered = max(own.get("gathered", 0.0) for own in states)
+    kept = {"teacher weights": weights + gathered, "teacher activations": whole.parts["activations"],
             "teacher logits": whole.parts["logits"], "teacher runtime": whole.parts["runtime"]}  # fmt: skip
     alone = replace(request.workload, old_logprobs=True, reference=False)
     seconds = timing.logprobs_time(facts, choice, alone, cluster, constants)

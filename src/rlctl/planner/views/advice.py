@@ -29,13 +29,22 @@ def no_plan(request: Request, rejected: list[Rejected]) -> RlctlError:
     broken = _broken_pin(request)
     if broken is not None:
         return broken
-    tightest = rejected[0] if rejected else None
-    why = f" Closest: {tightest.plan}: {tightest.why}." if tightest else ""
     advice = (_free_pin(request), _cheapest_change(request), _smallest_machine(request))
     hint = " ".join(text for text in advice if text) or None
-    error = NoPlanError(f"No plan fits {request.cluster.describe()}.{why}", hint)
+    error = NoPlanError(_closest(request, rejected), hint)
     error.rejected = tuple((other.plan, other.why) for other in rejected[:SHOWN])
     return error
+
+
+def why_none(request: Request, rejected: list[Rejected]) -> str:
+    """Why a request has no plan: the rule that a pin breaks, or the layout that comes closest."""
+    broken = _broken_pin(request)
+    return _closest(request, rejected) if broken is None else broken.message
+
+
+def _closest(request: Request, rejected: list[Rejected]) -> str:
+    why = f" Closest: {rejected[0].plan}: {rejected[0].why}." if rejected else ""
+    return f"No plan fits {request.cluster.describe()}.{why}"
 
 
 def fits(request: Request) -> bool:
@@ -51,7 +60,7 @@ def _broken_pin(request: Request) -> ConfigError | None:
             continue
         known = name in SIZES and name != "dp"
         problem = (lone_problem(request.facts, key, value) if known else None) or _alone(request, key)
-        if problem is not None:
+        if problem is not None and (problem.key == key or problem.key not in request.pins):
             others = [v for v in _values(request, name, value) if _alone(request, key, v) is None]
             nearest = min(others, key=lambda v: (abs(v - value), v), default=None)
             hint = f"The nearest value that works is {key}={nearest}." if nearest is not None else None
@@ -90,7 +99,8 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
 def _free_pin(request: Request) -> str | None:
     """The first pin whose removal makes a plan fit."""
     for key in request.pins:
-        if fits(replace(request, pins={k: v for k, v in request.pins.items() if k != key})):
+        free = replace(request, pins={k: v for k, v in request.pins.items() if k != key})
+        if fits(replace(free, backend="megatron") if key == "training.backend" else free):
             return f"Without {key}={request.pins[key]} a plan fits."
     return None
 
@@ -132,7 +142,7 @@ def _changes(request: Request) -> Iterator[Change]:
         shorter = replace(workload, max_length=length, max_new_tokens=None, mean_new_tokens=None)
         if length > workload.prompt_tokens:
             yield Change(f"--max-length {length}", replace(request, workload=shorter))
-    if request.adapters is None and megatron:
+    if request.adapters is None and workload.trains:
         yield Change("adapters instead of all weights (training.lora.rank=16)", replace(request, adapters=Adapters(16)))
     if request.generation_bytes == 2.0:
         yield Change("FP8 weights in generation", replace(request, generation_bytes=1.0), runs=False)

@@ -12,7 +12,7 @@ from rlctl.planner.costs.parameters import Stage, count, rank_parameters, stages
 from rlctl.planner.costs.time import refit_time, remote_share, tensor_count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
-from rlctl.planner.make_plan import Plan
+from rlctl.planner.result import Plan
 from rlctl.planner.search.teacher_search import TeacherPlan
 
 
@@ -141,7 +141,7 @@ def _generation(plan: Plan, g: GenerationChoice, constants: Constants) -> list[s
 
 def _refit(plan: Plan, t: TrainingChoice, g: GenerationChoice, constants: Constants) -> list[str]:
     received, pieces = weight_bytes(plan.facts, g), tensor_count(plan.facts)
-    far = remote_share(t.parallel, plan.cluster, plan.colocated)
+    far = remote_share(t, plan.cluster, plan.colocated)
     seconds = refit_time(plan.facts, t, g, plan.cluster, plan.colocated, constants, mover=plan.mover)
     lines = [f"  {received / 1e9:.2f} GB a worker in parts of {pieces:,} tensors by {plan.mover}: {seconds:.2f} s"]
     if not plan.cluster.is_cpu:

@@ -14,8 +14,8 @@ from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 
-def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Iterator[Reason]:
-    """Yield the reasons in the order of the plan's own values."""
+def reasons_for(plan: Plan, request: Request, rejected: list[Rejected], backend_rule: str) -> Iterator[Reason]:
+    """Yield the reasons in the order of the plan's own values; `backend_rule` is that for the backend."""
     training, generation, cluster = plan.training, plan.generation, plan.cluster
     if cluster != request.cluster:
         asked = request.cluster
@@ -25,6 +25,7 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
             f"{asked.gpus_per_node} GPUs.",
         )
     if training is not None:
+        yield _reason(plan, "training.backend", plan.backend, backend_rule)
         yield from _training_reasons(plan, training, request, rejected)
     if plan.teacher is not None:
         yield from _teacher_reasons(plan, plan.teacher)
@@ -32,6 +33,8 @@ def reasons_for(plan: Plan, request: Request, rejected: list[Rejected]) -> Itera
         yield from _generation_reasons(plan, generation, request)
     if training is not None and generation is not None:
         together = "All devices work in every phase."
+        if plan.workload.staleness is not None and not cluster.is_cpu:
+            together = "The engines pause while the policy trains, and rollouts that are under way are kept."
         yield _reason(plan, "generation.colocated", plan.colocated, together if plan.colocated else _apart(plan))
         if plan.engine_devices:
             trains = plan.total_s - sum(plan.seconds[phase] for phase in (*ROLLOUT_PHASES, Phase.REFIT))
@@ -157,6 +160,8 @@ def _teacher_reasons(plan: Plan, teacher: TeacherPlan) -> Iterator[Reason]:
         rule = "More would only add communication: the teacher fits without it."
         if key in ("ep", "etp") and value == 1 and teacher.facts.moe is None:
             rule = "The teacher has no experts."
+        elif key == "pp" and teacher.choice.sharding == "full":
+            rule = "FSDP2 has no pipeline stages."
         elif key == "dp" and plan.cluster.is_cpu:
             rule = "One process computes it: its memory is that of the policy and the engines."
         elif key == "dp":

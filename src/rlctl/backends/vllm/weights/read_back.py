@@ -15,7 +15,7 @@ from rlctl.backends.vllm.weights.locate import Site, Sites, sites
 from rlctl.backends.vllm.weights.reload import abandon
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.errors import VerificationError
-from rlctl.weights.fingerprints import Reading
+from rlctl.weights.readings import Reading
 
 READ_COLUMNS = 256
 """Columns of a repacked matrix that are read back at once."""

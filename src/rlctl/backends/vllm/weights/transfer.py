@@ -34,7 +34,7 @@ from rlctl.transport.movers import Received, Receiver, TimedReceiver, open_recei
 from rlctl.transport.rounds import Connection, Lengths, Need, cut_rounds, joined, whole_tensors
 from rlctl.transport.shared_memory import this_node
 from rlctl.vector_math import warm_up
-from rlctl.weights.fingerprints import Reading
+from rlctl.weights.readings import Reading
 
 Receive = Literal["loader", "direct", "auto"]
 TensorRow = tuple[str, str, tuple[int, ...]]

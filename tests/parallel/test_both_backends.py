@@ -1,0 +1,60 @@
+"""Every algorithm's loss, gradient and metrics are the same on both backends, whatever the layout of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.backends.clients import only_result
+from rlctl.config.load import resolve
+from rlctl.config.parallel import ParallelSpec
+from rlctl.rl.algorithms.algorithm import RunLoss
+from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config
+from support.dtensor_cases import make_worker as make_of_modules
+from support.parallel_cases import Case, make_worker, plan_of
+from support.pool import Pool
+from support.reference import hf_model, make_batch, megatron_weights
+
+Pools = Callable[[int], Pool]
+PENALTY = ("loss.kl_coefficient=0.1", "loss.entropy_coefficient=0.01")
+MODULES = ParallelSpec(cp=2)
+MEGATRON = ParallelSpec(dp=2)
+
+
+def loss_of(name: str) -> RunLoss:
+    sets = ("teacher.model=named",) if name == "distillation" else PENALTY
+    return RunLoss(algorithm_from_config(resolve(flags={"run.algorithm": name}, sets=sets, environment={}).config))
+
+
+def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list[Any]:
+    """The result of a step by each loss from the same weights, which are loaded from a directory or given."""
+    worker: Any = make_of_modules(rank, case, model) if isinstance(model, Path) else make_worker(rank, case, model)
+    worker.hold_reference()
+    found = []
+    for loss in losses:
+        worker.load_batch(plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], list)
+        worker.logprobs("old_logprobs")
+        worker.logprobs("reference_logprobs")
+        for row in worker._rows[0]:
+            row.columns_R["reference_logprobs"] = row.columns_R["reference_logprobs"] - 0.3
+            row.columns_R["teacher_logprobs"] = 0.9 * row.columns_R["old_logprobs"]
+        found.append(worker.train_minibatch(0, loss, 0.0, 0.0))
+    return found
+
+
+def test_every_algorithm_is_the_same_on_both_backends(pools: Pools, tmp_path: Path) -> None:
+    model, losses = hf_model("qwen3"), [loss_of(name) for name in BUILT_IN]
+    model.save_pretrained(tmp_path)
+    weights = megatron_weights("qwen3", model.state_dict())
+    of_modules = pools(2).run(run_losses, Case("qwen3", MODULES), tmp_path, losses)
+    of_megatron = pools(2).run(run_losses, Case("qwen3", MEGATRON), weights, losses)
+    for index, name in enumerate(BUILT_IN):
+        ours, theirs = (only_result([rank[index] for rank in ranks]) for ranks in (of_modules, of_megatron))
+        assert ours.grad_norm > 0, name
+        for key in ("loss", "grad_norm"):
+            assert getattr(ours, key) == pytest.approx(getattr(theirs, key), rel=1e-5, abs=1e-6), (name, key)
+        assert ours.sums == pytest.approx(theirs.sums, rel=1e-4, abs=1e-5), name
+        assert ours.maxima == pytest.approx(theirs.maxima, rel=1e-4, abs=1e-5), name

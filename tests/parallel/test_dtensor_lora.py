@@ -1,0 +1,226 @@
+"""Adapters on transformers' modules train as the plain model of the merged weights does, under any sharding, and as
+those of the Megatron backend do."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.backends.clients import only_result
+from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
+from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
+from rlctl.checkpoints.identity import model_fingerprint
+from rlctl.checkpoints.inspection import inspect
+from rlctl.config.parallel import ParallelSpec
+from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_saved
+from support.dtensor_cases import run_case, run_changed
+from support.parallel_cases import WEIGHT, Case
+from support.parallel_cases import run_case as run_megatron
+from support.pool import Pool
+from support.reference import (
+    Optim,
+    advantage,
+    hf_model,
+    make_batch,
+    megatron_weights,
+    reference_logprobs,
+    token_loss,
+)
+
+Pools = Callable[[int], Pool]
+Published = Callable[[str], Path]
+TOLERANCE = 1e-6
+"""As in `test_dtensor.py`."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """kind -> a directory with the reference's weights."""
+
+    @cache
+    def directory(kind: str) -> Path:
+        place = tmp_path_factory.mktemp(kind)
+        hf_model(kind).save_pretrained(place)
+        return place
+
+    return directory
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
+
+
+def check(pools: Pools, published: Published, case: Case, after: Case, saved: Path | None) -> None:
+    wanted = expected(case.kind)
+    if saved is not None:
+        saved.mkdir()
+    ranks = pools(case.parallel.world_size).run(
+        run_adapters, case, after, published(case.kind), make_batch(), wanted.merged, saved
+    )
+    for column, theirs in (("logprobs", wanted.logprobs), ("reference", wanted.base_logprobs)):
+        found = {key: value for rank in ranks for key, value in rank[column].items()}
+        assert found.keys() == theirs.keys()
+        assert all(close(found[key], value, 1e-5) for key, value in theirs.items()), column
+    assert max(rank["differs"] for rank in ranks) <= TOLERANCE
+    results = [only_result([rank["results"][step] for rank in ranks]) for step in range(2)]
+    for result, loss, norm in zip(results, wanted.losses, wanted.norms, strict=True):
+        assert abs(result.loss - loss) <= TOLERANCE * max(1, abs(loss))
+        assert abs(result.grad_norm - norm) <= TOLERANCE * max(1, norm)
+    unclip = max(1.0, (results[0].grad_norm + 1e-6) / Optim().clip)  # clipping scales them in place
+    grads = ranks[0]["grads"]
+    assert grads.keys() <= wanted.grads.keys()  # a shared A once
+    assert {name for name in wanted.grads if name.endswith("lora_b")} <= grads.keys()
+    for name, value in grads.items():
+        assert close(value * unclip, wanted.grads[name], TOLERANCE), name
+    for name, value in ranks[0]["params"].items():
+        theirs = (wanted.base | wanted.lora)[name]
+        assert close(value, theirs, TOLERANCE if name in wanted.lora else 0), name
+    freed, left = ranks[0]["asleep"]
+    assert freed > 0
+    assert left == 0
+
+
+def case_of(kind: str, recompute: str = "none", **sizes: int) -> Case:
+    return Case(kind, ParallelSpec(**sizes), recompute=recompute)
+
+
+CASES = {
+    "one": (case_of("llama", "full"), None),
+    "dp2": (case_of("llama-tied", dp=2), case_of("llama-tied", tp=2)),
+    "replicate2": (case_of("qwen2", dp=2, replicate=2), None),
+    "tp2": (case_of("qwen2", "full", tp=2), case_of("qwen2", dp=2)),
+    "cp2": (case_of("qwen3", "selective", cp=2), None),
+    "moe-dp2": (case_of("qwen3moe", dp=2), None),
+    "mla-ep2": (case_of("deepseek", dp=2, ep=2), case_of("deepseek", cp=2)),
+    "tp2-dp2": (case_of("llama-tied", "selective", tp=2, dp=2), case_of("llama-tied", dp=4)),
+    "tp4-of-2-key-heads": (case_of("qwen2", tp=4), None),
+    "tp2-cp2": (case_of("qwen3", tp=2, cp=2), None),
+    "replicate2-tp2": (case_of("llama", tp=2, dp=2, replicate=2), None),
+    "mla-ep2-shard2": (case_of("deepseek", dp=4, ep=2), None),
+}
+QUICK = ("dp2", "tp2", "cp2", "mla-ep2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_adapters_train_as_the_merged_model_does(pools: Pools, published: Published, name: str, tmp_path: Path) -> None:
+    """Where a second case is named, the second step comes after a save, and a load under its sharding."""
+    case, after = CASES[name]
+    check(pools, published, case, after or case, tmp_path / "saved" if after is not None else None)
+
+
+def test_both_backends_train_the_same_adapters(pools: Pools, published: Published) -> None:
+    """They begin with the same A, and share it between the layers that Megatron fuses."""
+    case = replace(case_of("qwen3", dp=2), lora=LORA)
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ours = pools(2).run(run_case, case, published(case.kind), make_batch())
+    theirs = pools(2).run(run_megatron, case, weights, make_batch())
+    for step in range(2):
+        one, other = (only_result([rank.results[step] for rank in ranks]) for ranks in (ours, theirs))
+        for name in ("loss", "grad_norm"):
+            assert abs(getattr(one, name) - getattr(other, name)) <= TOLERANCE * max(1, abs(getattr(other, name)))
+    fused = {name: value for name, value, *_ in theirs[0].params if name.endswith("linear_proj.lora_b")}
+    assert fused
+    for name, value in fused.items():
+        layer = name.split(".")[2]
+        assert close(ours[0].params[f"model.layers.{layer}.self_attn.o_proj.lora_b"], value, TOLERANCE)
+
+
+CHANGED = {
+    "dp2-states-on-host": replace(case_of("qwen3", dp=2), optimizer_offload=True),
+    "mla-dp2-ep2": case_of("deepseek", dp=2, ep=2),
+}
+
+
+@pytest.mark.parametrize("name", ["dp2-states-on-host", pytest.param("mla-dp2-ep2", marks=pytest.mark.slow)])
+def test_a_run_with_adapters_may_change_its_backend(
+    pools: Pools, published: Published, name: str, tmp_path: Path
+) -> None:
+    """Adapters and their moments are the same in both: the next steps agree within rounding."""
+    case, places = replace(CHANGED[name], lora=LORA), [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    ranks = pools(2).run(run_changed, case, published(case.kind), weights, make_batch(), places)
+    second, third, changed, back = (only_result([rank[0][i] for rank in ranks]) for i in range(4))
+    for ours, theirs in ((changed, second), (back, third)):
+        assert abs(ours.loss - theirs.loss) <= TOLERANCE
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    for _, (straight, ours) in ranks:
+        assert straight.keys() == ours.keys()
+        for tensor, value in straight.items():
+            assert (ours[tensor] - value).abs().max() < TOLERANCE, tensor
+
+
+def saved_run(pools: Pools, base: Path, case: Case, run: Path) -> dict[tuple[int, int], Tensor]:
+    """Write a run with a checkpoint of adapters; return the policy's log-probs."""
+    policy = run / "checkpoints" / "step_1" / "policy"
+    policy.mkdir(parents=True)
+    ranks = pools(case.parallel.world_size).run(run_saved, case, base, make_batch(), policy)
+    manifest = {
+        "model": {"directory": str(base), "fingerprint": model_fingerprint(base)},
+        "config": {"training.lora.rank": {"value": LORA.rank}, "training.lora.alpha": {"value": LORA.alpha}},
+    }
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    return {key: value for rank in ranks for key, value in rank.items()}
+
+
+def test_adapters_are_exported_merged_and_as_peft_names_them(
+    pools: Pools, published: Published, tmp_path: Path
+) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    case, run, base = case_of("deepseek", dp=2, ep=2), tmp_path / "run", published("deepseek")
+    saved_run(pools, base, case, run)
+    found = inspect(run)
+    assert (found.format, found.adapters) == ("dtensor torch_dist", True)
+    wanted = expected(case.kind)
+
+    assert megatron_to_hf(run, tmp_path / "merged").verified
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for name, value in model.state_dict().items():
+        assert close(value, wanted.merged[name], TOLERANCE), name
+
+    assert megatron_to_peft(run, tmp_path / "adapters").verified
+    written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", LORA.rank, LORA.alpha)
+    modules = [key.removesuffix(".lora_A.weight") for key in written if key.endswith("lora_A.weight")]
+    assert 2 * len(modules) == len(written)
+    base_model = hf_model(case.kind).state_dict()
+    for key in modules:
+        name = key.removeprefix("base_model.model.")
+        assert any(name == target or name.endswith(f".{target}") for target in config["target_modules"])
+        update = SCALE * written[f"{key}.lora_B.weight"] @ written[f"{key}.lora_A.weight"]
+        assert close(base_model[f"{name}.weight"] + update, wanted.merged[f"{name}.weight"], TOLERANCE)
+    changed = {name for name, value in wanted.merged.items() if not torch.equal(value, wanted.base[name])}
+    assert changed == {f"{key.removeprefix('base_model.model.')}.weight" for key in modules}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3moe"])
+def test_the_peft_library_computes_the_same_with_these_adapters(kind: str) -> None:
+    """Log-probs and gradients, where those of a shared A are the sums of PEFT's own for each of its layers."""
+    peft = pytest.importorskip("peft")
+    wanted, whole = expected(kind), adapters_of(kind)
+    modules = sorted({name.rpartition(".")[0] for name in whole})
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=modules)
+    model = peft.get_peft_model(copy.deepcopy(hf_model(kind)), config).eval()
+    found = {f"{module}.{which}": getattr(model.base_model.model.get_submodule(module), name)["default"].weight
+             for module in modules for which, name in (("lora_a", "lora_A"), ("lora_b", "lora_B"))}  # fmt: skip
+    for name, parameter in found.items():
+        parameter.data.copy_(whole[name])
+    logprobs = reference_logprobs(model, {}, make_batch())
+    for key, columns in logprobs.items():
+        assert close(columns[0].detach(), wanted.logprobs[key], 1e-5), key
+        token_loss(*columns, torch.tensor(advantage(*key)), torch.tensor(WEIGHT)).backward(retain_graph=True)
+    for name, value in wanted.grads.items():
+        parts = [found[other].grad for other in found if whole[other] is whole[name]]
+        assert close(torch.stack(parts).sum(0), value, TOLERANCE), name

@@ -1,0 +1,75 @@
+"""Seconds of FSDP2 against published runs, and what they follow from."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlctl.config.parallel import ParallelSpec
+from rlctl.models.catalog import lookup
+from rlctl.models.facts import ModelFacts
+from rlctl.planner.choice import TrainingChoice
+from rlctl.planner.costs.time import logprobs_time, remote_share, training_time
+from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
+from rlctl.planner.inputs.workload import Workload
+
+
+def model(name: str) -> ModelFacts:
+    facts = lookup(name)
+    assert facts is not None
+    return facts
+
+
+def choice(fsdp: bool, rows: int = 4096, **sizes: int) -> TrainingChoice:
+    sharding = "full" if fsdp else "optimizer"
+    return TrainingChoice(ParallelSpec(**sizes), rows, sharding=sharding, gradient_bytes=2, logit_tokens=None)
+
+
+def computing(facts: ModelFacts, training: TrainingChoice, cluster: ClusterFacts, new_tokens: float) -> float:
+    """Seconds of training and log-probs of NeMo-RL 0.3's published steps: 2,048 rollouts, 512 an optimizer step."""
+    work = Workload(64, 32, mean_new_tokens=new_tokens, optimizer_steps=4, reference=True)
+    return training_time(facts, training, work, cluster).total + logprobs_time(facts, training, work, cluster)
+
+
+def test_fsdp_takes_as_much_longer_than_megatron_as_was_published() -> None:
+    """8B on 8 H100s: 38 + 19 s against 28 + 18 s; 70B on 64 of them: 97 + 28 s against 28 + 18 s."""
+    node, nodes = make_cluster("h100"), make_cluster("h100", 8)
+    small = [computing(model("Llama-3.1-8B"), choice(fsdp, dp=8), node, 790) for fsdp in (False, True)]
+    assert small[1] / small[0] == pytest.approx(57 / 46, rel=0.1)
+    sizes = ((False, {"tp": 4, "pp": 4, "dp": 4}), (True, {"tp": 8, "dp": 8}))
+    large = [computing(model("Llama-3.1-70B"), choice(fsdp, **size), nodes, 396) for fsdp, size in sizes]
+    assert large[1] / large[0] == pytest.approx(125 / 46, rel=0.25)
+
+
+def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
+    facts, node, work = model("Llama-3.1-8B"), make_cluster("h100"), Workload(64, 32, mean_new_tokens=790)
+    data = {rows: training_time(facts, choice(True, rows, dp=8), work, node) for rows in (4096, 8192)}
+    assert data[4096].data / data[8192].data == pytest.approx(
+        data[4096].micro_batches / data[8192].micro_batches, rel=1e-6
+    )
+    # Of 8 parameters a rank receives 7: 2 bytes in front of each pass, half of the first hidden, and 4 of gradients.
+    moved = data[4096].micro_batches * (1 + 2 + 4) * 8.03e9 * 7 / 8
+    assert data[4096].data == pytest.approx(moved / (450e9 * 0.75), rel=0.01)
+
+
+def test_over_nodes_a_ring_has_the_network_of_all_its_ranks_and_copies_spare_it() -> None:
+    facts, nodes, work = model("Llama-3.1-70B"), make_cluster("h100", 8), Workload(64, 32, mean_new_tokens=396)
+    whole, split = (training_time(facts, choice(True, **sizes), work, nodes).data
+                    for sizes in ({"dp": 64}, {"tp": 8, "dp": 8}))  # fmt: skip
+    per_row = whole / training_time(facts, choice(True, dp=64), work, nodes).micro_batches
+    per_split_row = split / training_time(facts, choice(True, tp=8, dp=8), work, nodes).micro_batches
+    assert per_row == pytest.approx(per_split_row, rel=0.15), "eight devices of a node move eight times as much"
+    copies = training_time(facts, choice(True, dp=64, replicate=8), work, nodes).data
+    assert copies < whole
+
+
+def test_experts_that_are_spread_are_not_gathered() -> None:
+    facts, node, work = model("Qwen3-30B-A3B"), make_cluster("h100"), Workload()
+    spread, whole = (training_time(facts, choice(True, dp=8, ep=ep), work, node).data for ep in (8, 1))
+    assert spread < 0.15 * whole
+
+
+def test_a_node_holds_its_share_of_a_sharded_model() -> None:
+    nodes = make_cluster("h100", 8)
+    assert remote_share(choice(True, dp=64), nodes, True) == pytest.approx(7 / 8)
+    assert remote_share(choice(True, dp=64, replicate=8), nodes, True) == 0
+    assert remote_share(choice(False, dp=64), nodes, True) == 0
