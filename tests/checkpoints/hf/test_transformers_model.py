@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlctl.checkpoints.hf.transformers_model import WATCHED, describe, facts_in,
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import OptimizerConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError, InputError, RlctlError
 from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count
@@ -94,6 +95,8 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
     with pytest.raises(ConfigError, match="how routers of Qwen2MoeForCausalLM weigh experts") as raised:
         policy_backend("dtensor").refuse(spec)
     assert raised.value.hint == "Remove it."
+    with pytest.raises(ConfigError, match="layers of Qwen2MoeForCausalLM are not known as such"):
+        policy_backend("dtensor").refuse(replace(spec, router_replay=False, lora=LoraConfig(rank=4)))
 
 
 def config(directory: Path, **values: Any) -> Path:

@@ -56,6 +56,8 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
+    if spec.lora.rank and spec.facts.listed:
+        yield "training.lora.rank", f"the attention and MLP layers of {spec.facts.family} are not known as such"
 
 
 BACKEND = PolicyBackend(

@@ -167,7 +167,7 @@ def describe(directory: Path) -> ModelFacts:
     _call(inner, name, calls)
     fill_buffers(_with_buffers(inner))
     config, listed = inner.config, tuple(_listed(inner))
-    windows = {width for call in calls if (width := call.told.get("sliding_window")) is not None}
+    windows = {int(window) for call in calls if (window := call.told.get("sliding_window")) is not None}
     full = tuple(i for i, call in enumerate(calls) if call.told.get("sliding_window") is None)
     return ModelFacts(
         family=name,
