@@ -22,7 +22,7 @@ from support.engines import CALL_TIMEOUT_S, START_TIMEOUT_S, HostedEngine, tiny_
 
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
-Start = Callable[[str], HostedEngine]
+Start = Callable[[str], "Direct"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
         concurrency=3,
     )
 
-    def begin(in_flight: str) -> HostedEngine:
+    def begin(in_flight: str) -> Direct:
         group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(spec, in_flight=in_flight))
         return Direct(group, tiny_llama)
 
