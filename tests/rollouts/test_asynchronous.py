@@ -302,6 +302,27 @@ def test_an_error_of_a_scorer_ends_the_wait(make: Any, monkeypatch: pytest.Monke
         source.next(0)
 
 
+def test_a_group_does_not_wait_until_all_that_were_sampled_are_scored(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _, _ = make("wait", max_staleness=3)
+    scored, free = source._groups.scored, threading.Semaphore(0)
+
+    def one_by_one(results: Sequence[GroupResult], rows: Any) -> Any:
+        free.acquire()
+        return scored(results, rows)
+
+    monkeypatch.setattr(source._groups, "scored", one_by_one)
+    thread, found = later(source, 0)
+    wait(lambda: source._unscored() == 8)
+    free.release()
+    free.release()
+    thread.join(30)  # the oldest are scored first
+    assert positions(found[0]) == [0, 1]
+    assert source._unscored() == 6
+    free.release(6)
+
+
 @pytest.mark.parametrize("order", ["position", "arrival"])
 @pytest.mark.parametrize("in_flight", ["wait", "keep"])
 def test_however_often_a_run_is_cut_off_each_position_is_trained_once(

@@ -48,6 +48,8 @@ LOOK_S = 0.5
 """Longest time between two looks at what has changed."""
 QUIET_S = 60.0
 """Time without any finished group after which it is said who waits for whom, again and again."""
+SCORED_IN = 8
+"""Parts, at most, of what waits for the scorer, of which it gets one at a time."""
 GROUPS_FILE = "finished_rollouts.npz"
 
 
@@ -411,7 +413,10 @@ class AsynchronousSource:
         with self._changed:
             while not self._progress.sampled and not self._closed:
                 self._changed.wait()
-            results, self._progress.sampled = self._progress.sampled, []
+            # The oldest first, and few at a time: a group is finished when all that it was scored with are.
+            waiting = sorted(self._progress.sampled, key=lambda result: result.group)
+            count = -(-len(waiting) // SCORED_IN)
+            results, self._progress.sampled = waiting[:count], waiting[count:]
             self._progress.scoring = len(results)
         if self._closed:
             return False

@@ -26,7 +26,7 @@ from support.tiny_families import tiny_family_facts
 
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
-Start = Callable[..., HostedEngine]
+Start = Callable[..., "Direct"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
         concurrency=3,
     )
 
-    def begin(in_flight: str, model: Path = tiny_llama, **sizes: int) -> HostedEngine:
+    def begin(in_flight: str, model: Path = tiny_llama, **sizes: int) -> Direct:
         own = spec(model, tiny_family_facts(model), **sizes) if sizes else plain
         group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(own, in_flight=in_flight))
         return Direct(group, model)
