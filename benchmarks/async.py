@@ -5,16 +5,16 @@
 All runs are of the laptop preset on this machine; ratios are of the same work.
 
 (a) A scorer that is waited for, as a remote one is: it sleeps, on average as long in a step as the step computes, with
-    a long tail (log-normal, sigma 1.5). Steps of asynchronous runs in the time of a synchronous one, at an equal batch,
-    and the shares of time in which the policy waited for rollouts and in which the engine computed nothing. With both
-    sides computing on the same processor the limit of the ratio is 2.
+    a long tail (log-normal, sigma 1), and for each prompt as long in all runs. Steps of asynchronous runs in the time
+    of a synchronous one, at an equal batch, and the shares of time in which the policy waited for rollouts and in which
+    the engine computed nothing. With both sides computing on the same processor the limit of the ratio is 2.
 (b) Staleness 0 to 4 for the same number of trained rollouts: the mean reward of each tenth of the run, side by side,
     with the importance weights' effective sample size. `--plot FILE` draws the curves.
 (c) No scorer sleeps and both sides compute on the same cores, so that nothing can overlap: seconds of an asynchronous
     step over those of a synchronous one. One run takes both kinds of steps in turn, on the same prompts, so that what
     else the machine does falls on both. The limit is 1.05.
 
-Prints one JSON object. Other programs on the machine disturb (a), and not (b).
+Prints one JSON object. Other programs on the machine disturb (a), and not (b). Runs that DIR has are not made again.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ FAST = ("--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival")
 QUIET = {"run.save_final": False, "run.checkpoint_every": 0, "run.loggers": []}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5577f", "#b8860b")
 SLEEPS = """
-import hashlib, math, os, statistics, time
-SIGMA = 1.5
+import collections, hashlib, math, os, statistics, time
+SIGMA, GROUP = 1.0, 4
+scored = collections.Counter()
 def slow(completion, answer, prompt, **row):
-    share = (int(hashlib.sha256((prompt + completion).encode()).hexdigest()[:12], 16) + 1) / (2**48 + 2)
+    scored[prompt] += 1
+    inside = (int(hashlib.sha256(prompt.encode()).hexdigest()[:12], 16) + 1) / (2**48 + 2)
+    share = (scored[prompt] % GROUP + inside) / GROUP  # one of each quarter of the distribution
     tail = math.exp(SIGMA * statistics.NormalDist().inv_cdf(share) - SIGMA**2 / 2)  # of mean 1
     time.sleep(float(os.environ["SLEEP_S"]) * tail)
     return 0.0
@@ -54,14 +57,17 @@ def slow(completion, answer, prompt, **row):
 
 
 def run(place: Path, name: str, steps: int, *more: str, sleep_s: float = 0.0) -> list[dict[str, Any]]:
-    """Train the laptop preset; return the metrics of its steps."""
+    """Train the laptop preset, unless that was done; return the metrics of its steps."""
+    metrics = place / name / "metrics.jsonl"
+    if metrics.exists() and len(lines := read_metrics(metrics)) == steps:
+        return lines
     command = [
         RLCTL, "train", "grpo", "--preset", "laptop", "--steps", str(steps), "--run-dir", str(place / name),
         *(part for key, value in QUIET.items() for part in ("--set", f"{key}={json.dumps(value)}")), "-q", *more,
     ]  # fmt: skip
     environment = {**os.environ, "SLEEP_S": str(sleep_s)}
     subprocess.run(command, check=True, timeout=LIMIT_S, stdout=sys.stderr, env=environment)
-    return read_metrics(place / name / "metrics.jsonl")
+    return read_metrics(metrics)
 
 
 def seconds(lines: list[dict[str, Any]], *phases: str) -> float:
@@ -77,7 +83,7 @@ def waited(lines: list[dict[str, Any]]) -> dict[str, float]:
     return {"step_s": total, "policy_waits": idle, "engine_idle": max(0.0, 1 - computing)}
 
 
-def scorer_that_sleeps(place: Path, steps: int, warm_up: int) -> dict[str, Any]:
+def scorer_that_sleeps(place: Path, steps: int, warm_up: int, lags: list[int]) -> dict[str, Any]:
     """Part (a)."""
     scorer = place / "slow.py"
     scorer.write_text(SLEEPS)
@@ -87,7 +93,7 @@ def scorer_that_sleeps(place: Path, steps: int, warm_up: int) -> dict[str, Any]:
     sleep_s = computing_s / lines[0]["sampled_rollouts"]
     found: dict[str, Any] = {"computing_s": computing_s, "mean_sleep_s": sleep_s}
     found["synchronous"] = waited(run(place, "a-sync", steps, *reward, sleep_s=sleep_s)[warm_up:])
-    for staleness in (1, 2):
+    for staleness in lags:
         lag = ("--async", "--max-staleness", str(staleness), *FAST)
         lines = run(place, f"a-async-{staleness}", steps, *reward, *lag, sleep_s=sleep_s)
         # The last steps begin no groups that no step trains on, and are not like the others.
@@ -181,6 +187,7 @@ def main() -> None:
     parser.add_argument("--parts", default="abc")
     parser.add_argument("--steps", type=int, default=12, help="steps of each run of (a)")
     parser.add_argument("--curve-steps", type=int, default=40, help="steps of each run of (b)")
+    parser.add_argument("--lags", type=int, nargs="+", default=[1, 2], help="bounds of staleness of (a)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of steps of (c)")
     parser.add_argument("--warm-up", type=int, default=3, help="first steps of (a), and pairs of (c), not counted")
     parser.add_argument("--plot", type=Path, help="write the curves of (b) here, as SVG")
@@ -191,7 +198,7 @@ def main() -> None:
         place.mkdir(parents=True, exist_ok=True)
         found: dict[str, Any] = {"cores": os.cpu_count(), "steps": given.steps}
         if "a" in given.parts:
-            found["a"] = scorer_that_sleeps(place, given.steps, given.warm_up)
+            found["a"] = scorer_that_sleeps(place, given.steps, given.warm_up, given.lags)
         if "b" in given.parts:
             found["b"] = cost_of_lag(place, given.curve_steps, given.plot)
         if "c" in given.parts:

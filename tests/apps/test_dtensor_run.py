@@ -11,8 +11,9 @@ import pytest
 
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from support.runs import STEPS, command, results, resume, same_run
-from support.tiny_models import write_tiny_llama
+from support.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tokenizer
 
 
 @pytest.mark.slow
@@ -107,3 +108,42 @@ def test_a_teacher_teaches_the_same_on_both_backends(here, tiny_llama, tmp_path)
         assert other["teacher_kl"] > 0
         for name in ("teacher_kl", "loss", "grad_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6)
+
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "initializer_range": 0.1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+OTHERS = {
+    "Gemma2": {
+        "query_pre_attn_scalar": 32, "sliding_window": 64, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "Qwen2Moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_without_a_file_trains_and_is_exported(here, family: str, tmp_path: Path) -> None:
+    """The engine's log-probs are those of the policy, whose steps agree whatever ranks it has."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS[family])
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    alone, ours = tmp_path / "alone", tmp_path / "ours"
+    shards = ("--set", "training.dp=2", *(("--set", "training.ep=2") if family == "Qwen2Moe" else ()))
+    for run_dir, sizes in ((alone, ()), (ours, shards)):
+        done = here(command(tmp_path / "model", run_dir, "--backend", "dtensor", "--steps", "2", *sizes))
+        assert done.returncode == 0, done.stderr
+        assert all(line["logprob_diff"]["max"] < 1e-4 for line in results(run_dir))
+    same_run(results(alone), results(ours))
+    assert megatron_to_hf(ours, tmp_path / "exported").verified
+    names = [SafetensorsDirectory.open(place).tensors.keys() for place in (tmp_path / "exported", tmp_path / "model")]
+    assert names[0] == names[1]

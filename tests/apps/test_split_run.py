@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.refit.session import RefitSession
 from support.runs import command, results, resume
 
 SPLIT = ("--split", "--set", "run.checkpoint_every=1", "--set", "refit.verify_every=1")
@@ -34,6 +35,27 @@ def test_a_split_run_refits_in_flight_compares_every_tensor_and_resumes_colocate
     assert done.returncode == 0, done.stderr
     assert len(results(run_dir)) == 5
     assert len(trained(run_dir)) == len(set(trained(run_dir))) == 10
+
+
+@pytest.mark.parametrize("way", ["disk", "changes"])
+def test_samples_under_way_go_on_under_weights_that_come_as_files_or_as_changes(
+    here, tiny_llama, tmp_path, monkeypatch, way
+):
+    reports, refit = [], RefitSession.refit
+    monkeypatch.setattr(RefitSession, "refit", lambda *args, **how: reports.append(refit(*args, **how)) or reports[-1])
+    versions = ("--set", "refit.mover=disk", "--set", f"refit.directory={tmp_path / 'versions'}")
+    changes = (*COLLECTIVE, "--set", "refit.sparse=true", "--set", "generation.plain_parameters=true",
+               "--set", "model.dtype=bfloat16", "--lr", "1e-6")  # fmt: skip
+    fast = ("--async", "--set", "refit.in_flight=keep", "--set", "rollouts.order=arrival", "--steps", "4")
+    longer = ("--max-new-tokens", "48", "--set", "checks.logprob_diff_error=null")
+    mover = versions if way == "disk" else changes
+    done = here(command(tiny_llama, tmp_path / "run", *SPLIT, *fast, *longer, *mover))
+    assert done.returncode == 0, done.stderr
+    lines = results(tmp_path / "run")
+    assert all(line["refit_verified"] > 0 for line in lines)
+    assert any(len(line["tokens_by_version"]) > 1 for line in lines)
+    assert sorted(trained(tmp_path / "run")) == list(range(8))
+    assert [report.sent_bytes < report.bytes for report in reports] == [False] + [way == "changes"] * 4
 
 
 @pytest.mark.parametrize("mover", ["collective", "disk", "shared-memory"])

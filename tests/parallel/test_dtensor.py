@@ -263,7 +263,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize(("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "granite-dp", "qwen2-moe-dp-ep"))
+@pytest.mark.parametrize(("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep"))
 def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:

@@ -258,15 +258,15 @@ def test_groups_pause_while_the_policy_has_the_devices_and_go_on_afterwards(make
 
 def test_devices_are_given_back_when_nothing_is_under_way_where_that_is_waited_for(make: Any) -> None:
     source, engines, _ = make("wait", turns=True)
+    source.next(0)
     engines.all_allowed = False
-    engines.allow(0, 1, 2)
-    thread, found = later(source, 0)
-    wait(lambda: len(engines.begun) == 4)
+    thread, found = later(source, 1)  # 2 and 3 are there
+    wait(lambda: len(engines.begun) == 6)
     thread.join(0.1)
     assert not found
-    engines.allow(3)
+    engines.allow(4, 5)
     thread.join(30)
-    assert positions(found[0]) == [0, 1]
+    assert positions(found[0]) == [2, 3]
     assert not engines.awake
 
 
@@ -286,11 +286,17 @@ def test_groups_of_a_lost_engine_are_begun_again_with_their_seeds(make: Any, in_
     assert all(request in engines.begun[:4] for request in again)
 
 
+SOON_LATE = {"cluster": {"step_timeout_s": 10.0}, "reward": {"timeout_s": 10.0}}
+"""Limits that are beyond any test, and within patience where a test fails."""
+
+
 def test_an_error_of_a_scorer_ends_the_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "MARGIN_S", 0.0)
+
     def fail(*_: Any) -> Any:
         raise InputError("the reward function raised")
 
-    source, _, _ = make()
+    source, _, _ = make(sections=SOON_LATE)
     monkeypatch.setattr(source._groups, "scored", fail)
     with pytest.raises(InputError, match="the reward function raised"):
         source.next(0)
@@ -443,8 +449,9 @@ def test_nobody_waits_for_rollouts_whose_producer_is_gone(
     def gone(*_: Any) -> list[Call]:
         raise RuntimeError("the thread is gone")
 
-    source, _, _ = make("wait", max_staleness=0)
+    source, _, _ = make("wait", max_staleness=0, sections=SOON_LATE)
     source.next(0)
+    monkeypatch.setattr(asynchronous, "MARGIN_S", 0.0)
     monkeypatch.setattr(asynchronous, "first_done", gone)
     asked = [lambda: source.next(1)] + [getattr(source, wanted)] * (wanted != "next")
     for ask in asked:

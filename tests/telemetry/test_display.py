@@ -134,6 +134,8 @@ def test_the_last_line_says_what_goes_on_how_long_and_how_much_is_left(tmp_path:
             assert display._now.line() == "step 1/3 · training · 0:00"
             with timer(Phase.CHECKPOINT):
                 assert display._now.line() == "step 1/3 · saving · 0:00"
+            with timer(Phase.WAITING):
+                assert display._now.line() == "step 1/3 · waiting for rollouts · 0:00"
             assert "training" in display._now.line()
         display.step(1, STEP)
         display.begin_step(2)

@@ -17,7 +17,7 @@ from rlctl.weights import torch_dist
 from rlctl.weights.dtensor import DTensorWorld, module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import SingleWorld, World
-from rlctl.weights.vllm import VllmParallel, VllmWorld
+from rlctl.weights.vllm import VllmParallel, VllmWorld, below_one_another, qkv_rows
 from support.layout_families import FAMILIES, gather, numbered, published, run, scatter
 
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -183,6 +183,11 @@ def test_vllm_repeats_kv_heads_and_shares_the_padded_vocabulary() -> None:
     assert np.array_equal(held[1][name], np.concatenate([q[8:16], k[0:8], v[0:8]]))
     assert np.array_equal(held[2][name], np.concatenate([q[16:24], k[8:16], v[8:16]]))
     assert [h["lm_head.weight"].shape[0] for h in held] == [16, 16, 16, 2]  # 50 rows in 64
+
+
+def test_a_matrix_that_is_published_as_one_is_taken_apart_by_its_parts() -> None:
+    rows = below_one_another(qkv_rows(4, 2, 8, 8, tp=2, rank=1))
+    assert [(part.total, part.first, part.count) for part in rows] == [(64, 16, 16), (64, 40, 8), (64, 56, 8)]
 
 
 def test_the_last_stage_has_its_own_copy_of_a_tied_embedding() -> None:

@@ -12,11 +12,12 @@ from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import SCALE, open_hf_model
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.megatron.adapters import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
 from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, MODULE_PREFIXES, open_megatron_model
 from rlctl.errors import InputError
-from rlctl.models.families import facts_from_hf_config, family_of_config, weights_of
+from rlctl.models.families import weights_of
 
 _T = TypeVar("_T")
 
@@ -68,10 +69,10 @@ def _inspect_huggingface(path: Path) -> Inspection:
         result.bytes, result.dtype = files.bytes, next(iter(files.dtypes), None)
     config = _noting(result, lambda: read_config(path))
     if config is not None:
-        family = _noting(result, lambda: family_of_config(config))
-        result.family = family.name if family else None
-        if family and files is not None:
-            _noting(result, lambda: open_hf_model(path))
+        facts = _noting(result, lambda: facts_in(path))
+        result.family = facts.family if facts else None
+        if facts and files is not None:
+            _noting(result, lambda: open_hf_model(path, facts))
     return result
 
 
@@ -97,7 +98,7 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     if companions is None:
         result.problems.append("no config.json next to it: `megatron-to-hf` needs --config-from")
         return result
-    facts = _noting(result, lambda: facts_from_hf_config(read_config(companions)))
+    facts = _noting(result, lambda: facts_in(companions))
     if facts is not None:
         result.family = facts.family
         if result.adapters:

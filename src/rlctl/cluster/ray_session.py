@@ -159,8 +159,9 @@ def control_answers() -> bool:
     from ray._private import worker
     from ray.exceptions import RayError
 
+    driver: Any = worker.global_worker
     try:
-        worker.global_worker.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
+        driver.gcs_client.internal_kv_get(b"rlctl", None, timeout=ANSWER_TIMEOUT_S)
     except RayError:
         return False
     return True

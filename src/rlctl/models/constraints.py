@@ -133,12 +133,14 @@ def float8_problems(facts: ModelFacts, parallel: ParallelSpec) -> Iterator[Probl
             yield Problem(blamed, f"float8 products take multiples of 16, and {has}")
 
 
-def family_problem(facts: ModelFacts, backend: str) -> str | None:
-    """Return why `backend` cannot train a model of this family; None: it can."""
-    if facts.family in FAMILIES or (facts.listed and backend == "dtensor"):
+def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
+    """Return why `backend` (None: engines alone) cannot work with a model of this family; None: it can."""
+    if facts.family in FAMILIES or (facts.listed and backend in (None, "dtensor")):
         return None
     why = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
-    return f"{why}. --backend dtensor trains it without one" if facts.listed else why
+    if facts.listed:
+        return f"{why}. --backend dtensor trains it without one"
+    return f"{why}. If its files are here, give --model their directory" if backend == "dtensor" else why
 
 
 def _head_problems(facts: ModelFacts, tp: int, key: str) -> list[Problem]:

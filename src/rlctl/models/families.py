@@ -81,6 +81,7 @@ def sees(config: dict[str, Any]) -> bool:
 
 def other_architecture(config: dict[str, Any]) -> str | None:
     """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
+    require_kinds(config)
     named = [str(name) for name in config.get("architectures") or ()]
     if len(named) != 1 or config.get("is_encoder_decoder") or sees(config):
         return None

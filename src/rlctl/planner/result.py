@@ -107,7 +107,8 @@ class Plan:
     def not_runnable_because(self) -> list[str]:
         """The parts of the plan that rlctl cannot run yet, each naming its key."""
         models = [self.facts, *([self.teacher.facts] if self.teacher else [])]
-        family = next(filter(None, (family_problem(facts, self.backend) for facts in models)), None)
+        backend = self.backend if self.training is not None else None
+        family = next(filter(None, (family_problem(facts, backend) for facts in models)), None)
         layout = not_runnable(self.training, self.generation, self.cluster)
         return [*([family] if family else []), *self.blocked, *layout]
 

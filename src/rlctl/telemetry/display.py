@@ -73,6 +73,7 @@ PHASE_LABELS = {
 PHASE_WORDS = {
     Phase.GENERATION: "generating",
     Phase.REWARD: "scoring",
+    Phase.WAITING: "waiting for rollouts",
     Phase.LOGPROBS: "computing log-probs",
     Phase.CRITIC: "training the critic",
     Phase.TRAINING: "training",

@@ -116,7 +116,7 @@ def test_weights_change_between_two_decode_steps_and_never_during_one() -> None:
     threads = [begun(step)]
     assert decoding.wait(30)
     threads.append(begun(refit))
-    while not lock._asked:
+    while not (lock._asked or order):
         time.sleep(0.001)
     threads.append(begun(step))  # the refit has asked before
     time.sleep(0.02)

@@ -37,10 +37,11 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
 
 def refuse(spec: PolicySpec) -> None:
     """Raise ConfigError for the first key that this backend cannot do, with what does it."""
+    other = "" if spec.facts.listed else ", or use --backend megatron"  # which needs the family's file
     for problem in fsdp_problems(spec.facts, spec.parallel):
-        raise ConfigError(f"{problem.key}: {problem.message}.", "Change it, or use --backend megatron.")
+        raise ConfigError(f"{problem.key}: {problem.message}.", f"Change it{other}.")
     for key, why in _not_there(spec):
-        raise ConfigError(f"{key} is refused: {why}.", "Remove it, or use --backend megatron.")
+        raise ConfigError(f"{key} is refused: {why}.", f"Remove it{other}.")
 
 
 def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
