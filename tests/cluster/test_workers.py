@@ -6,6 +6,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 from ray import cloudpickle
 
@@ -13,7 +14,7 @@ from rlctl.cluster import workers
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
-from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerSpec, telling_waits
+from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 
 # Workers cannot import a test module: its classes travel by value.
@@ -69,6 +70,16 @@ class Counter:
 
     def total(self, handle: object) -> int:
         return int(fetch(handle).sum(dtype=np.int64))
+
+
+class Head:
+    """A worker that starts one of its own."""
+
+    def __init__(self, places: WorkerPlaces) -> None:
+        self.group = places.start(Counter, [WorkerSpec({"rank": 7}, places.bundles)])
+
+    def ask(self) -> tuple[list[int], int]:
+        return self.group.call(Counter.rank_plus, 1), self.group.pids[0]
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +221,24 @@ def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_fo
     assert group.pids[0] == pids[0] != group.pids[1] != pids[1]
     group.drop([0])
     assert group.call(Counter.rank_plus, 10) == [11]
+
+
+@pytest.mark.slow
+def test_workers_of_a_worker_end_with_it_and_are_started_again_with_it(placement, tmp_path):
+    first, second = placement.bundles
+    spec = WorkerSpec({}, (first,), others=(second,))
+    group = WorkerGroup("head", Head, [spec], placement, tmp_path, start_timeout_s=120, call_timeout_s=60)
+    values, before = group.call(Head.ask)[0]
+    assert values == [8]
+    assert (tmp_path / "head-0-other-0.log").exists()
+    group.restart([0])
+    values, after = group.call(Head.ask)[0]
+    assert values == [8]
+    psutil.wait_procs([psutil.Process(before)] if psutil.pid_exists(before) else [], timeout=60)
+    assert not psutil.pid_exists(before)
+    group.kill()
+    psutil.wait_procs([psutil.Process(after)] if psutil.pid_exists(after) else [], timeout=60)
+    assert not psutil.pid_exists(after)
 
 
 def test_a_rank_is_done_without_and_comes_back_as_the_last(group):

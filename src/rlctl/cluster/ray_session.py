@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import getpass
 import logging
 import os
@@ -234,7 +235,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
             kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
             environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
-            with _protected_token(), _on_loopback(), environment:
+            with _protected_token(), _on_loopback(), _bare(), environment:
                 provide_token(token_path())
                 ray.init(
                     address="local",
@@ -282,6 +283,23 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _bare() -> Iterator[None]:
+    """Have Ray start without its dashboard, its autoscaler and the process that copies logs of workers to the driver: a
+    session of one machine neither serves pages nor grows, and the workers have logs of their own. `ray.init` has no
+    arguments for that; without `include_dashboard` it still starts a dashboard and waits for it."""
+    from ray._private import node, parameter
+
+    before = parameter.RayParams, node.Node.start_api_server
+    without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+    parameter.RayParams = functools.partial(before[0], **without)
+    node.Node.start_api_server = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        parameter.RayParams, node.Node.start_api_server = before
 
 
 @contextlib.contextmanager

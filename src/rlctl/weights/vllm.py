@@ -283,6 +283,8 @@ VOCAB = frozenset({Role.EMBEDDING, Role.HEAD})
 QKV = frozenset({Role.Q, Role.Q_BIAS})
 ROW_PARALLEL = frozenset({Role.O, Role.DOWN, Role.SHARED_DOWN})
 COLUMN_PARALLEL = frozenset({Role.GATE, Role.SHARED_GATE, Role.MLA_Q, Role.MLA_Q_UP, Role.MLA_KV_UP, Role.SINKS})
+ENDS_EVERYWHERE = frozenset({"qwen3_moe", "mixtral", "gemma3", "gpt_oss"})
+"""Families of which vLLM gives every pipeline stage both embeddings and the last norm, as their model files say."""
 _FUSED_INTO = {name: fused for fused, names in FUSED.items() for name in names}
 
 
@@ -356,6 +358,8 @@ class VllmWorld:
 
     def _stages(self, role: Role) -> set[int]:
         """The stages that hold a matrix outside of the layers."""
+        if self.facts.family in ENDS_EVERYWHERE:
+            return set(range(self.parallel.pp))
         last = self.parallel.pp - 1
         if role is not Role.EMBEDDING:
             return {last}

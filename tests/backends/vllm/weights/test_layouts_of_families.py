@@ -41,13 +41,11 @@ SMALL_BUFFERS = 300_000  # bytes: tensors of both paths share rounds, and some a
 QUICK = {"deepseek_v3-tp1", "qwen3_moe-tp2-ep2"}
 GUARD = {"llama-tied-pp2", "qwen3_moe-dp2-ep2"}
 LARGER = {
-    "qwen3_moe": ({"tp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "tp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 2},
-                  {"dp": 2, "tp": 2, "ep": 4}),
-    "deepseek_v3": ({"tp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"pp": 2}),
-    "gpt_oss": ({"tp": 2, "ep": 2}, {"pp": 2}),
+    "qwen3_moe": ({"tp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "tp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 2}),
+    "deepseek_v3": ({"tp": 2, "ep": 2},),
+    "gpt_oss": ({"tp": 2, "ep": 2},),
     "llama-tied": ({"pp": 2},),
-    "gemma3": ({"pp": 2},),
-}  # fmt: skip
+}
 """Sizes of engines beyond tensor parallelism."""
 
 
