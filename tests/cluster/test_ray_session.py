@@ -105,6 +105,17 @@ def test_a_session_has_a_token_of_its_own_where_none_can_be_kept(
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
+def test_too_few_open_files_are_named_and_more_are_asked_for_where_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: asked.append(limits))
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 4096))
+    ray_session.require_open_files()
+    assert asked == [(1024, 4096)]
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
+    with pytest.raises(MachineError, match=r"may open 64 files here, and Ray needs 1024\. Raise"):
+        ray_session.require_open_files()
+
+
 def test_a_python_in_which_ray_does_not_run_is_named() -> None:
     code = "from rlctl.cluster.ray_session import ray_session; ray_session().__enter__()"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=False)

@@ -12,6 +12,7 @@ import functools
 import getpass
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -32,6 +33,7 @@ from rlctl.errors import ClusterError, MachineError
 OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
+LEAST_OPEN_FILES = 1024
 START_ATTEMPTS = 3
 # Ray ends every process this long after its control process died. We end the run in our own words before.
 GCS_PATIENCE_S = 3600
@@ -126,6 +128,7 @@ def asks_for_token(address: str) -> bool:
 def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
+    require_open_files()
     base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     if not base.is_dir():
         raise MachineError(f"Ray keeps its files in {base}, which is no directory.", "Make it, or change RAY_TMPDIR.")
@@ -315,6 +318,19 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def require_open_files() -> None:
+    """Let this process open as many files as Ray needs. Raises MachineError where it may not: Ray would end the process
+    without a word of ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_OPEN_FILES:
+        raise MachineError(
+            f"A process may open {hard} files here, and Ray needs {LEAST_OPEN_FILES}.",
+            "Raise it with `ulimit -n 65536`.",
+        )
+    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
 
 
 def token_path() -> Path:
