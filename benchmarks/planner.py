@@ -237,7 +237,8 @@ def show_impossible() -> None:
         assert facts is not None
         label = f"{model.rsplit('/', 1)[-1]} on {nodes} x {per_node} {gpu}, {length} tokens {pins or ''}"
         try:
-            plan = make_plan(facts, make_cluster(gpu, nodes, per_node), Workload(64, 16, length), pins)
+            asked = pins | {"training.backend": "megatron"}  # whose layouts they are
+            plan = make_plan(facts, make_cluster(gpu, nodes, per_node), Workload(64, 16, length), asked)
             print(f"   NOT refused: {label}: {plan.name()}")
         except RlctlError as error:
             refused += 1

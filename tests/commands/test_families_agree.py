@@ -36,9 +36,7 @@ def require_equal(found: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.guard if name == GUARD else ()) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_shards_reach_the_engine_through_every_mover(placement: Any, family: str, tmp_path: Path) -> None:
     """`--backend dtensor`, tensor parallel. One crew for all movers."""
     model = write_tiny_family(tmp_path / family, family)

@@ -33,7 +33,7 @@ def test_a_home_is_found_and_an_unknown_one_is_left_as_it_is(monkeypatch: pytest
         (["refit-test", "--model", NOBODY], "there is no such directory"),
         (["convert", "hf-to-megatron", NOBODY, "out"], "there is no such directory"),
         (["convert", "hf-to-megatron", NOBODY, "out", "--revision", "main"], "there is no such directory"),
-        (["convert", "megatron-to-hf", NOBODY, "out"], "no Megatron checkpoint"),
+        (["convert", "megatron-to-hf", NOBODY, "out"], "does not exist"),
         (["convert", "inspect", NOBODY], "does not exist"),
         (["train", "grpo", "--resume", "--run-dir", NOBODY], "no_such_user_here"),
     ],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,8 @@ def test_files_of_ray_that_others_can_read_are_named() -> None:
         raylet.symlink_to("/bin/sh")
         command = [str(raylet), "-c", "read line", "sh", f"--session_dir={session}"]
         with psutil.Popen(command, stdin=subprocess.PIPE) as process:
+            while network.session_of(process) is None and process.is_running():
+                time.sleep(0.01)  # until it is the program that was asked for
             expect(network.check_ray_files([process], token), "ok")
             own.chmod(0o755)
             token.chmod(0o644)

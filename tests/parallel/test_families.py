@@ -67,7 +67,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Convert:
 
 
 def module_names(facts: ModelFacts, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Megatron's tensors of the whole model under transformers' names."""
+    """Megatron's tensors of the whole model under transformers' names, and in their shapes: the layout has gate and up
+    of experts apart, [E, 2, I, H]."""
     zero_centered = weights_of(facts).zero_centered_norms
     world = MegatronWorld(facts, ParallelSpec(), "local", "float32", zero_centered_norms=zero_centered)
     plan = receive_plan(world, SingleWorld(module_layout(facts, "float32")), 0).prove()
@@ -75,7 +76,7 @@ def module_names(facts: ModelFacts, whole: dict[str, Tensor]) -> dict[str, Tenso
     for copy in plan.copies:
         if copy.source_param in whole:
             execute(copy, whole[copy.source_param], found[copy.destination_param])
-    return found
+    return {name: value.flatten(1, 2) if value.dim() == 4 else value for name, value in found.items()}
 
 
 def check(pools: Pools, converted: Convert, cell: Cell) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import time
 
 import pytest
 
@@ -52,3 +54,19 @@ def test_one_that_an_import_swallows_is_raised_again() -> None:
             stop.install()
         with pytest.raises(KeyboardInterrupt), stop.between_steps():
             pytest.fail("no step may run")
+
+
+def test_one_that_no_code_can_raise_is_raised_later_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Owner:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)
+
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+    with StopRequest(print) as stop:
+        Owner()
+        with pytest.raises(KeyboardInterrupt):
+            stop.install()
+    assert not heard
+    assert sys.unraisablehook == heard.append

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
@@ -27,11 +28,13 @@ class StopRequest:
         self._asked = False
         self._deferring = self._raised = False
         self._before: dict[int, Any] = {}
+        self._unraisable: Callable[[Any], object] = sys.unraisablehook
 
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         if self._before[signal.SIGHUP] is signal.SIG_IGN:
             del self._before[signal.SIGHUP]
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._forget
         self.install()
         return self
 
@@ -43,6 +46,12 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._unraisable
+
+    def _forget(self, lost: Any) -> None:
+        """Say nothing of a KeyboardInterrupt where none can be raised, as in a finalizer: it is raised later."""
+        if not (self._raised and isinstance(lost.exc_value, KeyboardInterrupt)):
+            self._unraisable(lost)
 
     def install(self) -> None:
         """Take the signals (again: libraries that start later bring handlers of their own).

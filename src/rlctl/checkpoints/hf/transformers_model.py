@@ -194,7 +194,7 @@ def _problems(inner: Any) -> Iterator[str]:
     names = [name for name, _ in inner.named_parameters()]
     strange = [name for name in names if not name.startswith(("model.", "lm_head."))]
     if strange or not isinstance(getattr(inner.model, "layers", None), nn.ModuleList):
-        yield f"its modules are not called model.layers.* and lm_head ({(strange or names)[0]})"
+        yield f"its layers and its head are not where most models have them ({(strange or names)[0]})"
     if kept := [name for name in inner.state_dict() if name in dict(inner.named_buffers())]:
         yield f"{kept[0]} is stored and not trained"
     kinds = set(getattr(inner.config, "layer_types", None) or ()) - ATTENTION_KINDS

@@ -39,7 +39,6 @@ UNKNOWN = {
 }
 SMALL_BUFFERS = 300_000  # bytes: tensors of both paths share rounds, and some are larger than a buffer
 QUICK = {"deepseek_v3-tp1", "qwen3_moe-tp2-ep2"}
-GUARD = {"llama-tied-pp2", "qwen3_moe-dp2-ep2"}
 LARGER = {
     "qwen3_moe": ({"tp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "tp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 2}),
     "deepseek_v3": ({"tp": 2, "ep": 2},),
@@ -53,8 +52,7 @@ def cases() -> Iterator[Any]:
     sizes = [(family, {"tp": tp}) for tp in (1, 2) for family in FAMILIES]
     for family, own in [*sizes, *((family, own) for family, several in LARGER.items() for own in several)]:
         name = "-".join([family, *(f"{size}{value}" for size, value in own.items())])
-        slow = (pytest.mark.slow, pytest.mark.guard) if name in GUARD else (pytest.mark.slow,)
-        yield pytest.param((family, own), id=name, marks=() if name in QUICK else slow)
+        yield pytest.param((family, own), id=name, marks=() if name in QUICK else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
