@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import MinibatchResult
-from rlctl.backends.critic_rank import CriticRank
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.value_worker import HEAD as SAVED_HEAD
 from rlctl.backends.dtensor.worker import DTensorWorker
+from rlctl.backends.rank_with_critic import RankWithCritic
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
 from support.critic_cases import CLIP, COLUMNS, CONFIG, HEAD, head_of, named_for, rewarded
 from support.critic_cases import make_critic as make_megatron
@@ -146,7 +146,7 @@ def run_critic_changed(
 
 
 def _take_step(
-    worker: CriticRank, case: Case, batch: Batch, rank: int
+    worker: RankWithCritic, case: Case, batch: Batch, rank: int
 ) -> tuple[MinibatchResult | None, MinibatchResult | None]:
     """Train the critic and then the policy on the batch."""
     worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)

@@ -194,8 +194,8 @@ class PolicyWorker(Protocol):
         ...
 
     def load_model(self, directory: Path | str) -> None:
-        """Fill the weights from a Hugging Face directory, a converted model, or what `save` wrote; the optimizer starts
-        afresh."""
+        """Fill the weights from a Hugging Face directory, a converted model, or what `save_begin` and `save_finish`
+        wrote; the optimizer starts afresh."""
 
     def hold_reference(self) -> None:
         """Keep a frozen copy of the current weights as the reference policy."""

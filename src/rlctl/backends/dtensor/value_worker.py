@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
-from rlctl.backends.critic_rank import ValueRank
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.worker import DTensorWorker
+from rlctl.backends.rank_with_critic import ValueRank
 from rlctl.checkpoints.rank_loading import load_moments, load_value_head
 from rlctl.weights.dtensor import DTensorWorld
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import LogprobColumn
-from rlctl.backends.critic_rank import CriticRank
 from rlctl.backends.dtensor.backend import layouts
 from rlctl.backends.dtensor.lora import adapter_parameters, merges, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
 from rlctl.backends.policy_rank import LossOf, Save
+from rlctl.backends.rank_with_critic import RankWithCritic
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.megatron_model import names_modules
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rlctl.backends.dtensor.value_worker import ValueWorker
 
 
-class DTensorWorker(CriticRank):
+class DTensorWorker(RankWithCritic):
     """One rank."""
 
     _states_away: Offloaded | None = None

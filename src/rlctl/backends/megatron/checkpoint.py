@@ -96,8 +96,10 @@ def _detach_from_live_weights(state: dict[str, Any]) -> None:
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
-    """Reads what `save` wrote; random state only under the parallelism it was saved with. Raises InputError where
-    `directory` holds no policy checkpoint, or one with a pickle that could run code."""
+    """Reads what `save_begin` and `save_finish` wrote; random state only under the parallelism it was saved with.
+
+    Raises InputError where `directory` holds no policy checkpoint, or one with a pickle that could run code.
+    """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         raise InputError(
             f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."

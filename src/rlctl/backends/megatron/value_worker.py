@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
-from rlctl.backends.critic_rank import ValueRank
 from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.rank_with_critic import ValueRank
 from rlctl.checkpoints.rank_loading import load_moments, load_rank, load_value_head
 from rlctl.weights.megatron import MegatronWorld
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import LogprobColumn
-from rlctl.backends.critic_rank import CriticRank
 from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
 from rlctl.backends.megatron import cpu
 from rlctl.backends.megatron.backend import policy_world
 from rlctl.backends.policy_rank import LossOf, Save
+from rlctl.backends.rank_with_critic import RankWithCritic
 from rlctl.backends.results import StepOutcome
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.adapters import fill_layer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rlctl.backends.megatron.value_worker import ValueWorker
 
 
-class MegatronWorker(CriticRank):
+class MegatronWorker(RankWithCritic):
     """One rank. Its process must be its own: Megatron's groups are globals."""
 
     # --- life cycle

@@ -22,7 +22,7 @@ CRITIC = "critic"
 """The critic's part of a checkpoint, a directory inside of the policy's."""
 
 
-class CriticRank(PolicyRank):
+class RankWithCritic(PolicyRank):
     """The base of policy workers that can have a critic; methods as in `PolicyWorker` and `CriticWorker`."""
 
     critic: ValueRank | None = None
@@ -152,11 +152,11 @@ class CriticRank(PolicyRank):
         return self.critic
 
 
-class ValueRank(CriticRank):
+class ValueRank(RankWithCritic):
     """One rank of a critic, whose model puts out values: the base of a backend's critic, before its policy worker. It
     trains, sleeps, saves and loads as a policy does."""
 
-    def __init__(self, policy: CriticRank, critic: CriticSpec) -> None:
+    def __init__(self, policy: RankWithCritic, critic: CriticSpec) -> None:
         """The policy has joined its process groups."""
         spec = replace(policy.spec, optimizer=critic.optimizer, critic=None, router_replay=False)
         super().__init__(policy.rank, policy.world_size, policy.master_addr, spec)
