@@ -406,7 +406,7 @@ def test_experts_on_two_ranks_compute_the_same_run_as_on_one(here, experts_on_on
     [
         pytest.param(("tp=2", "ep=2"), id="tp2-ep2"),
         pytest.param(("pp=2",), id="pp2"),
-        pytest.param(("dp=2", "ep=2"), id="dp2-ep2", marks=pytest.mark.guard),
+        pytest.param(("dp=2", "ep=2"), id="dp2-ep2"),
     ],
 )
 def test_engines_that_divide_experts_or_layers_compute_the_same_run(
