@@ -115,7 +115,7 @@ LONG = {
 NOT_TRAINED = {
     "stablelm": ({"architectures": ["StableLmForCausalLM"]}, "do not hand on to the attention"),
     "phi3": ({"architectures": ["Phi3ForCausalLM"], "rope_parameters": LONG, "pad_token_id": 0}, "longrope"),
-    "gpt2": ({"architectures": ["GPT2LMHeadModel"]}, "not called model.layers"),
+    "gpt2": ({"architectures": ["GPT2LMHeadModel"]}, "not where most models have them"),
     "lfm2": (
         {"architectures": ["Lfm2ForCausalLM"], "pad_token_id": 0, "layer_types": ["conv", "full_attention"]},
         "mix tokens by",
