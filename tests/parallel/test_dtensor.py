@@ -252,7 +252,7 @@ def test_no_rank_ever_holds_the_model(pools: Pools, published: Published, tmp_pa
     whole, parallel = sum(4 * p.numel() for p in model.parameters()), ParallelSpec(dp=4)
     tiny, large = (Case(parallel=parallel), published("llama")), (Case(parallel=parallel), tmp_path, facts_in(tmp_path))
     for grown in pools(4).run(run_memory, tiny, large):
-        assert whole / 4 < grown < 0.6 * whole  # its quarter, and the embedding, which is another, while that is read
+        assert whole / 4 < grown < 0.5 * whole, grown / whole
 
 
 UNKNOWN = {
