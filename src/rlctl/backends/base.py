@@ -269,8 +269,8 @@ class PolicyWorker(Protocol):
 
 
 class CriticWorker(Protocol):
-    """One process of a policy that has a critic next to it (`PolicySpec.critic`). Its `load_model`, `save` and `load`
-    are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
+    """One process of a policy that has a critic next to it (`PolicySpec.critic`). Its `load_model`, `load` and
+    saves are those of both models, and `load_batch` gives both the same rows. All methods are collective."""
 
     def critic_begin(self) -> None:
         """Let the critic compute from here to `critic_end`: only the two methods below may be called between."""
