@@ -14,6 +14,8 @@ from rlctl.cluster.ray_session import dead_process
 
 EVERY_S = 0.5
 """Least time between two values that a worker tells."""
+ANSWER_TIMEOUT_S = 2.0
+"""How long Ray's store may take. Where it is lost, Ray would try for a minute, and then end the process that asks."""
 MOST_WORKERS = 64
 """Workers that the driver looks at."""
 NAMESPACE = b"rlctl-progress"
@@ -48,9 +50,10 @@ def report(done: int, total: int) -> None:
     _Told.at, _Told.something = now, not ended
     try:
         if ended:
-            _store().internal_kv_del(_Told.key, False, NAMESPACE)
+            _store().internal_kv_del(_Told.key, False, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
         else:
-            _store().internal_kv_put(_Told.key, b"%d %d" % (done, total), True, NAMESPACE)
+            value = b"%d %d" % (done, total)
+            _store().internal_kv_put(_Told.key, value, True, NAMESPACE, timeout=ANSWER_TIMEOUT_S)
     except Exception:  # noqa: BLE001 - whatever keeps a number from being shown ends no generation
         _Told.key = None
 
@@ -61,7 +64,7 @@ def look(workers: Iterable[str]) -> dict[str, tuple[int, int]]:
         return {}
     keys = {_key(worker): worker for worker in list(workers)[:MOST_WORKERS]}
     try:
-        told = _store().internal_kv_multi_get(list(keys), NAMESPACE)
+        told = _store().internal_kv_multi_get(list(keys), NAMESPACE, timeout=ANSWER_TIMEOUT_S)
     except Exception:  # noqa: BLE001 - as above
         return {}
     pairs = {keys[key]: value.split() for key, value in told.items()}

@@ -35,8 +35,9 @@ CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
 LEAST_OPEN_FILES = 1024
 START_ATTEMPTS = 3
-# Ray ends every process this long after its control process died. We end the run in our own words before.
-GCS_PATIENCE_S = 3600
+# Ray ends every process this long after its control process died. We end the run in our own words before. Processes read
+# this when they start, and make their clients of the control process before they hear of Ray's `_system_config`.
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 RAY_FAILURES = (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError)
 RAYLET = "raylet"
 PROCESSES = {RAYLET: "The raylet of this node", "gcs_server": "Ray's control process (gcs_server)"}
@@ -69,6 +70,8 @@ def ray_session(
         raise MachineError(
             "Ray does not run where Python leaves docstrings out.", "Unset PYTHONOPTIMIZE, or make it 1."
         )
+    for name, value in PATIENCE.items() if address is None else ():
+        os.environ.setdefault(name, value)
     import ray
     from ray._private import ray_constants
 
@@ -256,7 +259,6 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
                         # Ray would start an idle process for each CPU slot, on a machine that has work for every core.
                         "prestart_worker_first_driver": False,
                         "worker_niceness": 0,  # more than this process's own; Ray's default makes workers wait
-                        "gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S,
                     },
                 )
             return
