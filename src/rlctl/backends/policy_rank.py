@@ -91,7 +91,7 @@ class PolicyRank(ABC):
         `loss_of`, where this rank has the output."""
 
     @abstractmethod
-    def weights_of(self, column: LogprobColumn) -> contextlib.AbstractContextManager[None]:
+    def under_weights_of(self, column: LogprobColumn) -> contextlib.AbstractContextManager[None]:
         """Put the weights that `column` is computed under in place for a moment."""
 
     @abstractmethod
@@ -157,7 +157,7 @@ class PolicyRank(ABC):
         self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
 
     def logprobs(self, column: LogprobColumn) -> None:
-        with self.weights_of(column):
+        with self.under_weights_of(column):
             self.add_column(column)
 
     def add_column(self, column: str) -> None:

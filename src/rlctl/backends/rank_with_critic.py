@@ -163,7 +163,7 @@ class ValueRank(RankWithCritic):
         self.device, self.offloads = policy.device, critic.offload
 
     def estimate(self, estimate: Estimate) -> None:
-        with self.weights_of("old_logprobs"):
+        with self.under_weights_of("old_logprobs"):
             self.add_column("values")
         rows = self._all_rows()
         if all("values" in row.columns_R for row in rows):  # the last pipeline stage alone has them

@@ -48,8 +48,8 @@ class PackedRow:
     inverse_R: torch.Tensor  # int64: index into U of the position that predicts the token
     targets_R: torch.Tensor  # int64: the chosen tokens
     columns_R: dict[str, torch.Tensor] = field(default_factory=dict)
-    """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs, and with
-    a critic values, rewards and returns."""
+    """rollout, rollout_logprobs, advantages, token_weights; once computed old_logprobs and reference_logprobs; with a
+    critic values, rewards and returns; with a teacher teacher_logprobs and teacher_top."""
     routing_TLK: torch.Tensor | None = None
     """With router replay: int16, the experts of each token in each layer (`row_routing`)."""
     further_RK: torch.Tensor | None = None

@@ -35,8 +35,8 @@ CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
 LEAST_OPEN_FILES = 1024
 START_ATTEMPTS = 3
-# Ray ends every process this long after its control process died. We end the run in our own words before. Processes read
-# this when they start, and make their clients of the control process before they hear of Ray's `_system_config`.
+# Ray ends every process this long after its control process died. We end the run in our own words before. Processes
+# make their clients of the control process before they hear of Ray's `_system_config`, but know their environment.
 PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
 RAY_FAILURES = (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError)
 RAYLET = "raylet"

@@ -74,7 +74,7 @@ class SenderState:
 
 
 class RefitSender(ABC):
-    """Mixed into a policy worker, which has `rank` and `parameters()`."""
+    """Mixed into a policy worker, which has `rank`, `parameters()` and `layouts()`."""
 
     rank: int
     _refit: SenderState | None = None

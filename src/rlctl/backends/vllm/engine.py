@@ -37,7 +37,7 @@ class VllmEngine:
         self.spec, self.index = spec, index
         self._lock, self._one_call = EngineLock(), threading.Lock()
         self._flights: list[Flight] = []
-        """The samples in flight: those of `generate`, and those of `submit`, by call."""
+        """The samples in flight: those of `generate`, and those of `submit`."""
         self._submitted: Flight | None = None
         """The samples that were submitted and not collected."""
         self._draining = False

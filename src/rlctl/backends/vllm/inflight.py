@@ -113,7 +113,7 @@ class Sample:
 
 
 class Flight:
-    """The samples of one call."""
+    """The samples of one `generate`, or all that were submitted and not collected yet."""
 
     def __init__(self, engine: Any, limit_s: float | None = None) -> None:
         """`engine` is vLLM's LLMEngine, which knows each sample by its key in `samples`. `limit_s`: longest time from

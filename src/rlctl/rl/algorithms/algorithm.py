@@ -1,8 +1,9 @@
 """The seam of algorithms. `grpo.py` is one; a new one is a file like it and a line in `available.py`.
 
 Its options are the sections `advantage`, `loss` and `filter` of the configuration. Others read of them only what is
-not its own: which log-probs are computed (`RlctlConfig.logprobs_needed`, also for the planner), whether sampling that
-cuts the distribution can be trained on (`rl/agreement.py`), and whether groups are replaced (`rollouts/`). An
+not its own: which log-probs are computed and whether there is a critic (`RlctlConfig`, also for the planner), whether
+sampling that cuts the distribution or lags behind can be trained on (`rl/agreement.py`, `rollouts/source.py`), whether
+groups are replaced (`rollouts/`), and which rollouts are left out (`rl/loop.py`). An
 algorithm's object lives in the driver, where torch is not imported, and is pickled to the policy's ranks, where
 `token_loss` and `measure` run: a file of an algorithm imports torch inside of those two only. Suffixes: G the rollouts
 of a group, N those of an optimizer mini-batch, R response tokens.
