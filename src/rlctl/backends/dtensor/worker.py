@@ -129,7 +129,7 @@ class DTensorWorker(RankWithCritic):
         self._reference = {name: value.clone() for name, value in values.items()}
 
     @contextlib.contextmanager
-    def weights_of(self, column: LogprobColumn) -> Iterator[None]:
+    def under_weights_of(self, column: LogprobColumn) -> Iterator[None]:
         if column == "old_logprobs":
             yield
             return

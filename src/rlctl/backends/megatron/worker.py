@@ -175,7 +175,7 @@ class MegatronWorker(RankWithCritic):
                 chunk.start_param_sync(force_sync=True)
 
     @contextlib.contextmanager
-    def weights_of(self, column: LogprobColumn) -> Iterator[None]:
+    def under_weights_of(self, column: LogprobColumn) -> Iterator[None]:
         """Nothing is copied."""
         self._gather_parameters()
         if column == "old_logprobs":
