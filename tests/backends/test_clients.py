@@ -55,7 +55,7 @@ def test_a_teacher_has_the_devices_while_it_computes_and_hands_its_columns_to_th
     policy.teacher = Teacher(taught, offload)
     rows = tuple(WeightedRollout(group, sample, 4, 12, 0.0, 1.0) for group in range(4) for sample in range(2))
     policy.load_batch(TrainBatch((rows,), {group: f"columns {group}" for group in range(4)}))
-    policy.logprobs("teacher_logprobs")
+    policy.add_logprobs("teacher_logprobs")
     between = ["teacher load_batch", "teacher teach"]
     turn = ["teacher wake", *between, "teacher sleep"] if offload else between
     assert asked == ["policy load_batch", *turn, "policy learn_from"]
@@ -68,5 +68,5 @@ def test_a_teacher_has_the_devices_while_it_computes_and_hands_its_columns_to_th
 
 def test_other_log_probs_are_the_policys_own() -> None:
     asked: list[str] = []
-    client(Ranks(1, asked, "policy"), ParallelSpec()).logprobs("old_logprobs")
-    assert asked == ["policy logprobs"]
+    client(Ranks(1, asked, "policy"), ParallelSpec()).add_logprobs("old_logprobs")
+    assert asked == ["policy add_logprobs"]

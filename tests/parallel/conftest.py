@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from support.pool import Pool
+from support.reference import hf_model
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +26,19 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield pool
     for each in known.values():
         each.close()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """kind -> a directory with the reference's weights."""
+
+    @cache
+    def directory(kind: str) -> Path:
+        place = tmp_path_factory.mktemp(kind)
+        hf_model(kind).save_pretrained(place)
+        return place
+
+    return directory
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

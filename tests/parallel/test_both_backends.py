@@ -36,8 +36,8 @@ def run_losses(rank: int, case: Case, model: Any, losses: list[RunLoss]) -> list
     found = []
     for loss in losses:
         worker.load_batch(plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)], list)
-        worker.logprobs("old_logprobs")
-        worker.logprobs("reference_logprobs")
+        worker.add_logprobs("old_logprobs")
+        worker.add_logprobs("reference_logprobs")
         for row in worker._rows[0]:
             row.columns_R["reference_logprobs"] = row.columns_R["reference_logprobs"] - 0.3
             row.columns_R["teacher_logprobs"] = 0.9 * row.columns_R["old_logprobs"]

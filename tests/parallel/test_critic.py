@@ -12,17 +12,17 @@ import torch
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from support.critic_cases import (
-    COLUMNS,
     HEAD,
     Critics,
     reference_critic,
+    require_columns_and_steps,
     run_critic,
     run_critic_checkpoint,
     run_loaded,
 )
 from support.parallel_cases import Case, assemble
 from support.pool import Pool
-from support.reference import Optim, hf_model, make_batch, megatron_weights
+from support.reference import Optim, close, hf_model, make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
 TOLERANCE = 1e-6
@@ -31,14 +31,6 @@ TOLERANCE = 1e-6
 @cache
 def reference(kind: str) -> Critics:
     return reference_critic(kind, make_batch())
-
-
-def weights_of(kind: str) -> dict[str, torch.Tensor]:
-    return megatron_weights(kind, hf_model(kind).state_dict())
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
-    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
 
 
 CASES = {
@@ -71,18 +63,9 @@ MORE_CASES = {
     ],
 )
 def test_values_advantages_and_steps_equal_transformers(pools: Pools, case: Case) -> None:
-    ranks = pools(case.parallel.world_size).run(run_critic, case, weights_of(case.kind), make_batch())
+    ranks = pools(case.parallel.world_size).run(run_critic, case, reference_weights(case.kind), make_batch())
     expected = reference(case.kind)
-    assert all(rank.policy_stayed for rank in ranks)
-    for column in COLUMNS:
-        found = {key: value for rank in ranks for key, value in rank.columns[column].items()}
-        assert found.keys() == expected.columns[column].keys()
-        for key, value in expected.columns[column].items():
-            assert close(found[key], value, 1e-5), (column, key)
-    for step in range(2):
-        result = only_result([rank.piece.results[step] for rank in ranks])
-        for ours, theirs in ((result.loss, expected.losses[step]), (result.grad_norm, expected.norms[step])):
-            assert abs(ours - theirs) <= TOLERANCE * max(1, abs(theirs))
+    require_columns_and_steps(ranks, [rank.piece.results for rank in ranks], expected)
     params, spread = assemble([rank.piece.params for rank in ranks])
     assert spread == 0
     assert params.keys() == expected.params.keys()
@@ -107,7 +90,7 @@ def test_policy_and_critic_go_on_where_they_were_saved(pools: Pools, before: Cas
     directory = tmp_path / "policy"
     directory.mkdir()
     pool = pools(before.parallel.world_size)
-    ranks = pool.run(run_critic_checkpoint, before, after, weights_of(before.kind), make_batch(), directory)
+    ranks = pool.run(run_critic_checkpoint, before, after, reference_weights(before.kind), make_batch(), directory)
     for model in range(2):
         straight, resumed = (only_result([pair[model] for rank in ranks for pair in rank[i]]) for i in (0, 2))
         if before == after:
@@ -126,7 +109,7 @@ def test_a_critic_begins_with_the_models_weights_and_a_head_of_zeros(pools: Pool
     case = Case("llama-tied", ParallelSpec(pp=2))
     params, _ = assemble(pools(2).run(run_loaded, case, tmp_path))
     assert not params.pop(HEAD).any()
-    expected = weights_of("llama-tied")
+    expected = reference_weights("llama-tied")
     assert params.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(params[name], value), name

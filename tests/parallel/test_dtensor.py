@@ -29,6 +29,7 @@ from support.reference import (
     Optim,
     Reference,
     advantage,
+    close,
     hf_model,
     make_batch,
     megatron_weights,
@@ -46,19 +47,6 @@ TOLERANCE = 1e-6
 """Of loss, gradients, their norm and parameters after two steps, times max(1, |reference|)."""
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """kind -> a directory with the reference's weights."""
-
-    @cache
-    def directory(kind: str) -> Path:
-        place = tmp_path_factory.mktemp(kind)
-        hf_model(kind).save_pretrained(place)
-        return place
-
-    return directory
-
-
 @cache
 def reference(kind: str, temperature: float, replay: bool) -> Reference:
     return run_reference(kind, batch_of(kind, replay), WEIGHT, temperature)
@@ -66,10 +54,6 @@ def reference(kind: str, temperature: float, replay: bool) -> Reference:
 
 def batch_of(kind: str, replay: bool) -> dict[int, RolloutColumns]:
     return routed(kind, make_batch()) if replay else make_batch()
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
 
 
 def check(pools: Pools, published: Published, case: Case) -> list[Outcome]:

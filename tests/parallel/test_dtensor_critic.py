@@ -9,32 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
-from support.critic_cases import COLUMNS, HEAD, Critics, reference_critic
+from support.critic_cases import HEAD, Critics, reference_critic, require_columns_and_steps
 from support.dtensor_critics import run_critic, run_critic_changed, run_critic_checkpoint
 from support.parallel_cases import Case
 from support.pool import Pool
-from support.reference import Optim, hf_model, make_batch, megatron_weights
+from support.reference import Optim, close, make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
+Published = Callable[[str], Path]
 TOLERANCE = 1e-6
 
 
 @cache
 def reference(kind: str) -> Critics:
     return reference_critic(kind, make_batch())
-
-
-def published(kind: str, place: Path) -> Path:
-    hf_model(kind).save_pretrained(place / "model")
-    return place / "model"
-
-
-def close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> bool:
-    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
 
 
 def case_of(kind: str, recompute: str = "none", **sizes: int) -> Case:
@@ -56,20 +47,11 @@ QUICK = ("dp2", "tp2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
-def test_values_advantages_and_steps_equal_transformers(pools: Pools, name: str, tmp_path: Path) -> None:
+def test_values_advantages_and_steps_equal_transformers(pools: Pools, published: Published, name: str) -> None:
     case = CASES[name]
-    ranks = pools(case.parallel.world_size).run(run_critic, case, published(case.kind, tmp_path), make_batch())
+    ranks = pools(case.parallel.world_size).run(run_critic, case, published(case.kind), make_batch())
     expected = reference(case.kind)
-    assert all(rank.policy_stayed for rank in ranks)
-    for column in COLUMNS:
-        found = {key: value for rank in ranks for key, value in rank.columns[column].items()}
-        assert found.keys() == expected.columns[column].keys()
-        for key, value in expected.columns[column].items():
-            assert close(found[key], value, 1e-5), (column, key)
-    for step in range(2):
-        result = only_result([rank.results[step] for rank in ranks])
-        for ours, theirs in ((result.loss, expected.losses[step]), (result.grad_norm, expected.norms[step])):
-            assert abs(ours - theirs) <= TOLERANCE * max(1, abs(theirs))
+    require_columns_and_steps(ranks, [rank.results for rank in ranks], expected)
     params, grads = ranks[0].params, ranks[0].grads
     assert params.keys() == expected.params.keys()
     for key, value in expected.params.items():
@@ -88,11 +70,13 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param("alone", marks=pytest.mark.slow), "dp2-to-tp2"])
-def test_policy_and_critic_go_on_where_they_were_saved(pools: Pools, name: str, tmp_path: Path) -> None:
+def test_policy_and_critic_go_on_where_they_were_saved(
+    pools: Pools, published: Published, name: str, tmp_path: Path
+) -> None:
     before, after = CHECKPOINTS[name]
     directory = tmp_path / "policy"
     directory.mkdir()
-    model = published(before.kind, tmp_path)
+    model = published(before.kind)
     ranks = pools(before.parallel.world_size).run(run_critic_checkpoint, before, after, model, make_batch(), directory)
     for part in range(2):
         straight, resumed = (only_result([pair[part] for rank in ranks for pair in rank[i]]) for i in (0, 1))
@@ -110,12 +94,14 @@ CHANGED = {"alone": case_of("llama"), "dp2": case_of("llama-tied", dp=2), "ep2":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_run_with_a_critic_may_change_its_backend(pools: Pools, name: str, tmp_path: Path) -> None:
+def test_a_run_with_a_critic_may_change_its_backend(
+    pools: Pools, published: Published, name: str, tmp_path: Path
+) -> None:
     """The next steps of both models agree within rounding."""
     case, places = CHANGED[name], [tmp_path / "first", tmp_path / "second"]
-    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    weights = reference_weights(case.kind)
     ranks = pools(case.parallel.world_size).run(
-        run_critic_changed, case, published(case.kind, tmp_path), weights, make_batch(), places
+        run_critic_changed, case, published(case.kind), weights, make_batch(), places
     )
     for part in range(2):
         second, third, changed, back = (only_result([rank[i][part] for rank in ranks]) for i in range(4))

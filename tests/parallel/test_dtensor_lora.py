@@ -7,7 +7,6 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from support.pool import Pool
 from support.reference import (
     Optim,
     advantage,
+    close,
     hf_model,
     make_batch,
     megatron_weights,
@@ -42,23 +42,6 @@ Pools = Callable[[int], Pool]
 Published = Callable[[str], Path]
 TOLERANCE = 1e-6
 """As in `test_dtensor.py`."""
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """kind -> a directory with the reference's weights."""
-
-    @cache
-    def directory(kind: str) -> Path:
-        place = tmp_path_factory.mktemp(kind)
-        hf_model(kind).save_pretrained(place)
-        return place
-
-    return directory
-
-
-def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
 
 
 def check(pools: Pools, published: Published, case: Case, after: Case, saved: Path | None) -> None:

@@ -13,7 +13,7 @@ from rlctl.config.schema import LoraConfig
 from support.host_states import run_counted, run_resumed, run_steps
 from support.parallel_cases import Case
 from support.pool import Pool
-from support.reference import hf_model, make_batch, megatron_weights
+from support.reference import make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
 STEPS = {
@@ -55,13 +55,9 @@ RESUMES = [
 ]
 
 
-def weights_of(kind: str) -> dict[str, torch.Tensor]:
-    return megatron_weights(kind, hf_model(kind).state_dict())
-
-
 @pytest.mark.parametrize("case", EVERY)
 def test_states_in_host_memory_change_no_bit(pools: Pools, case: Case) -> None:
-    arguments = weights_of(case.kind), make_batch(), 64 * 1024, True
+    arguments = reference_weights(case.kind), make_batch(), 64 * 1024, True
     for there, here in pools(case.parallel.world_size).run(run_steps, case, *arguments):
         results, params, states, counts, unchanged, on_device, _ = there
         assert on_device > 0
@@ -87,7 +83,7 @@ def test_checkpoints_are_the_same_and_either_goes_on_with_the_other(
     for directory in directories:
         directory.mkdir()
     pool = pools(before.parallel.world_size)
-    ranks = pool.run(run_resumed, before, after, weights_of(before.kind), make_batch(), directories)
+    ranks = pool.run(run_resumed, before, after, reference_weights(before.kind), make_batch(), directories)
     written = [sorted(path.name for path in directory.iterdir()) for directory in directories]
     assert written[0] == written[1]
     for name in written[0]:
@@ -103,6 +99,6 @@ def test_checkpoints_are_the_same_and_either_goes_on_with_the_other(
 
 
 def test_a_count_of_steps_by_param_group_goes_up_once_a_step(pools: Pools) -> None:
-    ((steps, parts),) = pools(1).run(run_counted, Case(), weights_of("llama"), make_batch())
+    ((steps, parts),) = pools(1).run(run_counted, Case(), reference_weights("llama"), make_batch())
     assert min(parts) > 2
     assert steps == [2, 2]

@@ -38,6 +38,7 @@ from support.pool import Pool
 from support.reference import (
     Optim,
     advantage,
+    close,
     facts,
     hf_model,
     make_batch,
@@ -176,7 +177,7 @@ def run_plain(rank: int, case: Case, weights: dict[str, Tensor]) -> tuple[dict, 
     worker = make_worker(rank, case, weights)
     shard = plan_of(case, make_batch()).shards[0]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
+    worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     result = worker.train_minibatch(0, Loss(), Optim().lr)
     unclip = (result.grad_norm + 1e-6) / Optim().clip
@@ -209,8 +210,8 @@ def run_lora(rank: int, case: Case, weights: dict[str, Tensor], checkpoint: Path
     merged = worker.parameters()
     shard = plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
-    worker.logprobs("reference_logprobs")
+    worker.add_logprobs("old_logprobs")
+    worker.add_logprobs("reference_logprobs")
     out = {
         "merged": [
             (name, merged[local].clone(), part, parts, axis)
@@ -249,10 +250,6 @@ def _local_names(worker) -> list[str]:
             *(name for name, _ in core.named_buffers() if name.endswith("expert_bias")),
         )
     ]
-
-
-def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
 
 
 CASES = {
@@ -340,7 +337,7 @@ def run_saved(rank: int, case: Case, weights: dict[str, Tensor], directory: Path
     fill(worker, weights)
     shard = plan_of(case, make_batch()).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
+    worker.add_logprobs("old_logprobs")
     found = column_by_rollout(worker, shard, "old_logprobs")
     worker.train_minibatch(0, Loss(), 0.0)  # there is an optimizer to save; the weights stay
     worker.save_begin(directory)

@@ -6,14 +6,23 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
 
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from support.parallel_cases import WEIGHT, Case, assemble, run_case
 from support.pool import Pool
-from support.reference import Optim, Reference, hf_model, make_batch, megatron_weights, recorded, routed, run_reference
+from support.reference import (
+    Optim,
+    Reference,
+    close,
+    hf_model,
+    make_batch,
+    megatron_weights,
+    recorded,
+    routed,
+    run_reference,
+)
 
 Pools = Callable[[int], Pool]
 TOLERANCE = 1e-6
@@ -27,10 +36,6 @@ def batch_of(case: Case) -> dict[int, RolloutColumns]:
 @cache
 def reference(kind: str, temperature: float, replay: bool) -> Reference:
     return run_reference(kind, batch_of(Case(kind, replay=replay)), WEIGHT, temperature)
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
 
 
 def check(pools: Pools, case: Case) -> None:

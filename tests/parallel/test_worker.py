@@ -33,13 +33,9 @@ from support.parallel_cases import (
     run_without,
 )
 from support.pool import Pool
-from support.reference import Optim, facts, hf_model, make_batch, megatron_weights
+from support.reference import Optim, facts, make_batch, reference_weights
 
 Pools = Callable[[int], Pool]
-
-
-def weights_of(kind: str) -> dict[str, torch.Tensor]:
-    return megatron_weights(kind, hf_model(kind).state_dict())
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -50,7 +46,7 @@ def test_no_rollout_sees_another(pools: Pools, share: bool) -> None:
     tokens[last.stop - 3 : last.stop] = (tokens[last.stop - 3 : last.stop] + 1) % 200  # the end of one completion
     changed[2] = dataclasses.replace(batch[2], tokens_T=tokens)
     before, after = pools(1).run(
-        run_logprobs, Case(share_prompts=share, micro_batch_tokens=512), weights_of("llama"), [batch, changed]
+        run_logprobs, Case(share_prompts=share, micro_batch_tokens=512), reference_weights("llama"), [batch, changed]
     )[0]
     assert before.keys() == after.keys()
     for key, value in before.items():
@@ -59,7 +55,7 @@ def test_no_rollout_sees_another(pools: Pools, share: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek"])
 def test_long_units_are_attended_a_completion_at_a_time_with_the_same_outcome(pools: Pools, kind: str) -> None:
-    whole, parts = pools(1).run(run_tree_limits, Case(kind), weights_of(kind), make_batch(), [512, 4])[0]
+    whole, parts = pools(1).run(run_tree_limits, Case(kind), reference_weights(kind), make_batch(), [512, 4])[0]
     for key, value in whole.logprobs.items():
         assert torch.allclose(value, parts.logprobs[key], rtol=0, atol=2e-6)
     for (name, value, *_), (_, other, *_) in zip(whole.params, parts.params, strict=True):
@@ -72,14 +68,14 @@ def test_shared_prompts_save_tokens_and_change_nothing_else(pools: Pools) -> Non
     batch = make_batch()
     saved = plan_of(plain, batch).stats.tokens - plan_of(case, batch).stats.tokens
     assert saved == sum((c.rollouts - 1) * int(np.argmax(c.loss_mask_T)) for c in batch.values())
-    shared, alone = (pools(1).run(run_case, each, weights_of("llama"), batch)[0] for each in (case, plain))
+    shared, alone = (pools(1).run(run_case, each, reference_weights("llama"), batch)[0] for each in (case, plain))
     for (name, value, *_), (_, other, *_) in zip(shared.grads, alone.grads, strict=True):
         assert torch.allclose(value, other, rtol=0, atol=1e-7), name
     assert shared.tokens == alone.tokens - saved
 
 
 def test_a_step_without_finite_gradient_is_skipped(pools: Pools) -> None:
-    (broken, then, straight), same, odd = pools(1).run(run_broken, Case(), weights_of("llama"), make_batch())[0]
+    (broken, then, straight), same, odd = pools(1).run(run_broken, Case(), reference_weights("llama"), make_batch())[0]
     assert broken.skipped
     assert not np.isfinite(broken.grad_norm)
     assert same
@@ -99,7 +95,7 @@ def test_the_norm_of_a_large_gradient_is_right_to_float32s_rounding(pools: Pools
 def test_the_reference_policy_stays_while_the_policy_moves(pools: Pools, parallel: ParallelSpec) -> None:
     case = Case(parallel=parallel)
     for rank, answer in enumerate(
-        pools(parallel.world_size).run(run_reference_policy, case, weights_of("llama"), make_batch())
+        pools(parallel.world_size).run(run_reference_policy, case, reference_weights("llama"), make_batch())
     ):
         before, reference, after, (held, moved_stats), moved = answer
         assert not moved
@@ -119,7 +115,7 @@ def test_sums_over_a_rollout_are_whole_where_ranks_share_its_tokens(pools: Pools
     options = {"importance_level": "sequence", "importance_cap": 3.0, "sequence_mask": [0.8, 1.2], "level": "sequence"}
     loss = RunLoss(Gspo(RlctlConfig.model_validate({"loss": options})))
     whole, shared = (
-        pools(2).run(run_case, Case(parallel=parallel), weights_of("llama"), make_batch(), loss)
+        pools(2).run(run_case, Case(parallel=parallel), reference_weights("llama"), make_batch(), loss)
         for parallel in (ParallelSpec(dp=2), ParallelSpec(cp=2))
     )
     for step in range(2):
@@ -144,7 +140,7 @@ def test_rollouts_without_an_advantage_change_nothing_by_being_computed(
     pools: Pools, parallel: ParallelSpec, advantages: dict[int, float]
 ) -> None:
     case = Case(parallel=parallel, packing=False)
-    ranks = pools(parallel.world_size).run(run_without, case, weights_of("llama"), make_batch(), advantages)
+    ranks = pools(parallel.world_size).run(run_without, case, reference_weights("llama"), make_batch(), advantages)
     for whole, part in ranks:
         for kind in ("grads", "params"):
             for (name, value, *_), (_, other, *_) in zip(getattr(whole, kind), getattr(part, kind), strict=True):
@@ -167,7 +163,7 @@ def test_sizes_must_fit_the_processes() -> None:
 
 
 def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools) -> None:
-    weights = weights_of("qwen3moe")
+    weights = reference_weights("qwen3moe")
     case = Case("qwen3moe")
     free, frozen = (
         pools(1).run(run_case, one, weights, make_batch())[0]
@@ -193,7 +189,7 @@ def test_frozen_routers_keep_their_weights_and_nothing_else_changes(pools: Pools
 @pytest.mark.guard
 @pytest.mark.parametrize("case", [Case("qwen3moe", ParallelSpec(dp=2, ep=2)), Case(lora=LoraConfig(rank=2))])
 def test_a_sleep_empties_the_device_and_changes_no_bit(pools: Pools, case: Case) -> None:
-    weights = weights_of(case.kind)
+    weights = reference_weights(case.kind)
     for (plain, slept), freed, left in pools(case.parallel.world_size).run(run_asleep, case, weights, make_batch()):
         assert left == 0
         whole = sum(value.numel() for value in weights.values()) * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import MinibatchResult, WeightedRollout
+from rlctl.backends.clients import only_result
 from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.rank_with_critic import RankWithCritic
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
@@ -27,7 +30,7 @@ from support.parallel_cases import (
     rows_of,
 )
 from support.parallel_cases import spec_of as policy_spec_of
-from support.reference import Optim, facts, hf_model, megatron_weights
+from support.reference import Optim, close, facts, hf_model, megatron_weights
 
 CLIP = 0.05
 GAMMA, LAMBDA = 0.98, 0.9
@@ -135,18 +138,34 @@ def run_critic_checkpoint(
     """(results, parameters of both models) of the second step: uninterrupted, and after save, rebuild as `after`,
     load."""
     worker = make_critic(rank, before, weights, offload=True)
-    _take_step(worker, before, batch, rank)
+    step_both(worker, before, batch, rank)
     worker.save_begin(directory)
     worker.save_finish()
-    straight = _take_step(worker, before, batch, rank)
+    straight = step_both(worker, before, batch, rank)
     kept = _all_pieces(worker)
     worker = make_critic(rank, after, None)
     worker.load(directory)
-    return [straight], kept, [_take_step(worker, after, batch, rank)], _all_pieces(worker)
+    return [straight], kept, [step_both(worker, after, batch, rank)], _all_pieces(worker)
 
 
-def _take_step(
-    worker: MegatronWorker, case: Case, batch: dict[int, RolloutColumns], rank: int
+def require_columns_and_steps(
+    ranks: Sequence[Any], results: Sequence[Sequence[MinibatchResult | None]], expected: Critics
+) -> None:
+    """The ranks' columns and the results of their steps are those of the reference, and the policy stayed."""
+    assert all(rank.policy_stayed for rank in ranks)
+    for column in COLUMNS:
+        found = {key: value for rank in ranks for key, value in rank.columns[column].items()}
+        assert found.keys() == expected.columns[column].keys()
+        for key, value in expected.columns[column].items():
+            assert close(found[key], value, 1e-5), (column, key)
+    for step in range(2):
+        result = only_result([of_rank[step] for of_rank in results])
+        for ours, theirs in ((result.loss, expected.losses[step]), (result.grad_norm, expected.norms[step])):
+            assert abs(ours - theirs) <= 1e-6 * max(1, abs(theirs))
+
+
+def step_both(
+    worker: RankWithCritic, case: Case, batch: dict[int, RolloutColumns], rank: int
 ) -> tuple[MinibatchResult | None, MinibatchResult | None]:
     """Train the critic and then the policy on the batch."""
     worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)

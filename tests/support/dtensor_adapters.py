@@ -132,8 +132,8 @@ def run_adapters(
     differs = parts_agree(worker, merged)
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
-    worker.logprobs("reference_logprobs")
+    worker.add_logprobs("old_logprobs")
+    worker.add_logprobs("reference_logprobs")
     out: dict[str, Any] = {
         "differs": differs,
         "logprobs": column_by_rollout(worker, shard, "old_logprobs"),  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def run_saved(rank: int, case: Case, directory: Path, batch: Batch, saved: Path)
     worker = adapted_worker(rank, case, directory)
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
+    worker.add_logprobs("old_logprobs")
     worker.save_begin(saved)
     worker.save_finish()
     return column_by_rollout(worker, shard, "old_logprobs")  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def run_case(rank: int, case: Case, directory: Path, batch: Batch, facts: ModelF
     worker = make_worker(rank, case, directory, facts=facts)
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
+    worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     results: list[Any] = []
     grads: dict[str, Tensor] = {}
@@ -180,7 +180,7 @@ def run_asleep(rank: int, case: Case, directory: Path, batch: Batch) -> tuple:
             worker.wake()
             assert not case.optimizer_offload or all(s.untyped_storage().nbytes() == 0 for s in worker._states())
         results.append(worker.train_minibatch(0, Loss(), Optim().lr))
-        worker.logprobs("reference_logprobs")
+        worker.add_logprobs("reference_logprobs")
         results.append(worker.logprob_difference("reference_logprobs"))
         if not sleeps:  # what refits read stays where it is
             moved = any(value.data_ptr() != places[name] for name, value in worker.parameters().items())

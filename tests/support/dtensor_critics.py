@@ -14,12 +14,11 @@ from rlctl.backends.batch import MinibatchResult
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.dtensor.value_worker import HEAD as SAVED_HEAD
 from rlctl.backends.dtensor.worker import DTensorWorker
-from rlctl.backends.rank_with_critic import RankWithCritic
 from rlctl.rl.critic import ClippedValueLoss, TokenAdvantages
-from support.critic_cases import CLIP, COLUMNS, CONFIG, HEAD, head_of, named_for, rewarded
+from support.critic_cases import CLIP, COLUMNS, CONFIG, HEAD, head_of, named_for, rewarded, step_both
 from support.critic_cases import make_critic as make_megatron
 from support.dtensor_cases import Batch, whole
-from support.parallel_cases import Case, Loss, column_by_rollout, plan_of, spec_of
+from support.parallel_cases import Case, column_by_rollout, plan_of, spec_of
 from support.reference import Optim
 
 
@@ -108,18 +107,18 @@ def run_critic_checkpoint(
 ) -> tuple[list[Any], list[Any], dict[str, Tensor], dict[str, Tensor]]:
     """(results, the critic's weights) of the second step: uninterrupted, and after save, rebuild as `after`, load."""
     worker = make_critic(rank, before, directory, offload=True)
-    _take_step(worker, before, batch, rank)
+    step_both(worker, before, batch, rank)
     assert worker.parameters_not_finite() == []
     worker.save_begin(saved)
     digests = worker.save_finish()
     assert worker.damaged_files(saved, digests) == []
-    straight = _take_step(worker, before, batch, rank)
+    straight = step_both(worker, before, batch, rank)
     worker.critic_begin()
     kept = _wholes(worker, before.kind, "data")
     worker.critic_end()
     worker = make_critic(rank, after, directory, offload=False, load=False)
     worker.load(saved)
-    return [straight], [_take_step(worker, after, batch, rank)], kept, _wholes(worker, after.kind, "data")
+    return [straight], [step_both(worker, after, batch, rank)], kept, _wholes(worker, after.kind, "data")
 
 
 def run_critic_changed(
@@ -131,27 +130,15 @@ def run_critic_changed(
         place.mkdir(exist_ok=True)
     torch.distributed.barrier()
     straight = make_megatron(rank, case, weights)
-    _take_step(straight, case, batch, rank)
+    step_both(straight, case, batch, rank)
     straight.save_begin(places[0])
     straight.save_finish()
-    results: list[Any] = [_take_step(straight, case, batch, rank), _take_step(straight, case, batch, rank)]
+    results: list[Any] = [step_both(straight, case, batch, rank), step_both(straight, case, batch, rank)]
     changed = make_critic(rank, case, directory, offload=False, load=False)
     changed.load(places[0])
-    results.append(_take_step(changed, case, batch, rank))
+    results.append(step_both(changed, case, batch, rank))
     changed.save_begin(places[1])
     changed.save_finish()
     back = make_megatron(rank, case, None)
     back.load(places[1])
-    return [*results, _take_step(back, case, batch, rank)]
-
-
-def _take_step(
-    worker: RankWithCritic, case: Case, batch: Batch, rank: int
-) -> tuple[MinibatchResult | None, MinibatchResult | None]:
-    """Train the critic and then the policy on the batch."""
-    worker.load_batch(plan_of(case, batch, rewarded(batch)).shards[case.parallel.data_rank(rank)], list)
-    worker.critic_begin()
-    worker.estimate(TokenAdvantages(CONFIG))
-    of_critic = worker.train_critic(0, ClippedValueLoss(CLIP), Optim().lr)
-    worker.critic_end()
-    return of_critic, worker.train_minibatch(0, Loss(), Optim().lr)
+    return [*results, step_both(back, case, batch, rank)]

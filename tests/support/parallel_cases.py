@@ -174,7 +174,7 @@ def run_case(
     worker = make_worker(rank, case, weights)
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
+    worker.add_logprobs("old_logprobs")
     logprobs = column_by_rollout(worker, shard, "old_logprobs")
     results, grads = [], []
     for step in range(2):
@@ -349,7 +349,7 @@ def run_held(rank: int, case: Case, directory: Path) -> dict[str, Tensor]:
 
 def log_probs(worker: MegatronWorker, column: LogprobColumn) -> LogprobStats | None:
     """Adds a column of log-probs, and compares it with the engine's."""
-    worker.logprobs(column)
+    worker.add_logprobs(column)
     return worker.logprob_difference(column)
 
 
@@ -362,7 +362,7 @@ def run_logprobs(
     for batch in batches:
         shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
         worker.load_batch(shard, list)
-        worker.logprobs("old_logprobs")
+        worker.add_logprobs("old_logprobs")
         found.append(column_by_rollout(worker, shard, "old_logprobs"))
     return found
 
@@ -414,7 +414,7 @@ def run_reference_policy(rank: int, case: Case, weights: dict[str, Tensor], batc
     worker.hold_reference()
     shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
     worker.load_batch(shard, list)
-    worker.logprobs("old_logprobs")
+    worker.add_logprobs("old_logprobs")
     before = column_by_rollout(worker, shard, "old_logprobs")
     places = {name: value.data_ptr() for name, value in worker.parameters().items()}
     worker.train_minibatch(0, Loss(), 1e-2)

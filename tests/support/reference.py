@@ -334,6 +334,16 @@ def _engine(columns: RolloutColumns, row: int) -> Tensor:
     return torch.from_numpy(columns.logprobs_T[span][columns.loss_mask_T[span]])
 
 
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> bool:
+    """Whether no element differs by more than `tolerance`, relative where the reference's is larger than 1."""
+    return bool(((ours - theirs).abs() <= tolerance * theirs.abs().clamp(min=1)).all())
+
+
+def reference_weights(kind: str) -> dict[str, Tensor]:
+    """The weights of `hf_model(kind)` by Megatron's names."""
+    return megatron_weights(kind, hf_model(kind).state_dict())
+
+
 def megatron_weights(kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Megatron's local-spec names with global layer and expert numbers, from transformers' names."""
     f = facts(kind)

@@ -124,7 +124,7 @@ class ShardedSource(RefitSender):
         handles = list(shard.columns)
         self.batch = list(zip(handles, fetch([shard.columns[group] for group in handles]), strict=True))
 
-    def logprobs(self, column: str) -> None:
+    def add_logprobs(self, column: str) -> None:
         policy = WholeTensorPolicy(self.directory)
         with torch.no_grad():
             for name, tensor in policy.tensors().items():

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from rlctl.backends.base import Teaching
-from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss
+from rlctl.backends.batch import GroupLogprobs, MicroBatchLoss, MinibatchResult
 from rlctl.backends.dtensor.worker import DTensorWorker
 from rlctl.backends.megatron.worker import MegatronWorker
+from rlctl.backends.rank_with_critic import RankWithCritic
 from rlctl.data.rollouts import RolloutColumns
 from support.dtensor_cases import make_worker as make_module_worker
 from support.dtensor_cases import wholes
@@ -68,9 +69,7 @@ def run_module_student(
 ) -> Piece:
     """`run_student` of transformers' modules; gradients are whole, by transformers' names."""
     worker = make_module_worker(rank, case, directory)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    worker.learn_from(taught, list)
-    result = worker.train_minibatch(0, loss, Optim().lr)
+    result = _learn(worker, rank, case, batch, taught, loss)
     return Piece([result], {}, [(name, value, 0, 1, None) for name, value in wholes(worker, "grad").items()], [])
 
 
@@ -93,8 +92,19 @@ def run_student(
 ) -> Piece:
     """One optimizer step on what a teacher gave."""
     worker = make_worker(rank, case, weights)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    worker.learn_from(taught, list)
-    result = worker.train_minibatch(0, loss, Optim().lr)
+    result = _learn(worker, rank, case, batch, taught, loss)
     gather_gradients(worker)
     return Piece([result], {}, list(pieces(worker, "grad")), [])
+
+
+def _learn(
+    worker: RankWithCritic,
+    rank: int,
+    case: Case,
+    batch: dict[int, RolloutColumns],
+    taught: Taught,
+    loss: MicroBatchLoss,
+) -> MinibatchResult | None:
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    worker.learn_from(taught, list)
+    return worker.train_minibatch(0, loss, Optim().lr)

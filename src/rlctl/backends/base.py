@@ -203,11 +203,11 @@ class PolicyWorker(Protocol):
     def load_batch(self, shard: BatchShard, fetch: Fetch) -> None:
         """Fetch and pack this rank's part of a batch; not collective. It replaces the batch loaded before."""
 
-    def logprobs(self, column: LogprobColumn) -> None:
+    def add_logprobs(self, column: LogprobColumn) -> None:
         """Add the log-probs under the current (or the reference) weights to the loaded batch."""
 
     def logprob_difference(self, column: LogprobColumn) -> LogprobStats | None:
-        """Compare a column that `logprobs` added with the log-probs of the engine."""
+        """Compare a column that `add_logprobs` added with the log-probs of the engine."""
         ...
 
     def teach(self) -> tuple[None, list[GroupLogprobs]]:

@@ -74,10 +74,10 @@ class PolicyClient(Generic[W_co]):
         self.group.call_each(PolicyWorker.load_batch, [(shard, fetch) for shard in self._shards])
         return plan.stats
 
-    def logprobs(self, column: LogprobColumn) -> None:
+    def add_logprobs(self, column: LogprobColumn) -> None:
         """Add log-probs to the loaded batch. Those of a teacher go from its ranks to the policy's."""
         if column != "teacher_logprobs":
-            self.group.call(PolicyWorker.logprobs, column)
+            self.group.call(PolicyWorker.add_logprobs, column)
             return
         assert self.teacher is not None  # a run that needs one has one
         assert self._loaded is not None

@@ -156,7 +156,7 @@ class PolicyRank(ABC):
         multiple, routing = self.spec.row_multiple, self.spec.router_replay
         self._shard, self._rows = shard, fetch_rows(shard, fetch, multiple, self.device, routing=routing)
 
-    def logprobs(self, column: LogprobColumn) -> None:
+    def add_logprobs(self, column: LogprobColumn) -> None:
         with self.under_weights_of(column):
             self.add_column(column)
 

@@ -47,7 +47,7 @@ def policy_difference(policy: PolicyClient, results: list[GroupResult]) -> Logpr
         for row, tokens in enumerate(r.tokens)
     ]
     policy.load_batch(TrainBatch((tuple(rows),), {r.group: r.columns for r in results}))
-    policy.logprobs("old_logprobs")
+    policy.add_logprobs("old_logprobs")
     stats = policy.logprob_difference("old_logprobs")
     tokens = max(stats.tokens, 1)
     return LogprobDifference(stats.tokens, stats.abs_sum / tokens, stats.abs_max, stats.k3_sum / tokens)

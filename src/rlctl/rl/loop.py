@@ -159,7 +159,7 @@ class Loop:
             packing = policy.load_batch(train_batch)
         with timer(Phase.LOGPROBS):
             for column in sorted(algorithm.needs):
-                policy.logprobs(column)
+                policy.add_logprobs(column)
         critic, results = self.parts.critic, list[MinibatchResult]()
         if critic is not None:
             with timer(Phase.CRITIC):
