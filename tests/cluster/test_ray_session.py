@@ -183,10 +183,11 @@ try:
     with ray_session(logs=logs):
         from ray._private import worker
         node = worker._global_node
+        own_answer = signal.getsignal(signal.SIGTERM) is signal.default_int_handler
         place = Placement(2, gpus=False, timeout_s=240)
         specs = [WorkerSpec({}, (bundle,)) for bundle in place.bundles]
         group = WorkerGroup("w", Worker, specs, place, logs, start_timeout_s=120, call_timeout_s=120)
-        told = {"begun": group.call(Worker.begin), "ray": [p.pid for _, p in node.live_processes()],
+        told = {"begun": group.call(Worker.begin), "own_answer": own_answer, "ray": [p.pid for _, p in node.live_processes()],
                 "session": node.get_session_dir_path()}
         asked = group.submit(Worker.work, seconds)
         os.kill(node.all_processes[victim][0].process.pid, 9)
@@ -228,6 +229,7 @@ def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["error"] == said
+    assert told["own_answer"], "Ray's handler of SIGTERM ends a command without a word"
     assert told["catches"], "SIGTERM would end this process before it has told how the run ended"
     assert [one["niceness"] for one in told["begun"]] == [os.nice(0) + 3] * 2
     assert told.get("finished") == finished

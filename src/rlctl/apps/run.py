@@ -125,7 +125,7 @@ def _train(
         gpus = 0 if job.device == "cpu" else None
         stack.enter_context(ray_session(job.config.cluster.ray_address, gpus=gpus, logs=run.logs, tell=display.say))
         stack.enter_context(telling_waits(display.say))
-        stop.install()  # Ray has brought its own handlers
+        stop.install()  # an import of Ray's may have swallowed a signal
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
         policy = _load_policy(job, crew, display)

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
     try:
         _require_answer(address)
         _require_membership(address)
-        with _protected_token():
+        with _protected_token(), _own_signals():
             ray.init(
                 address=address,
                 job_config=_job(),
@@ -207,6 +208,17 @@ def _children_survive_the_terminal() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this process's own answer to SIGTERM. Ray's would end it with code 1 and without a word."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
 def _job() -> Any:
     """Return a job whose workers do not import from the working directory of this process.
 
@@ -241,7 +253,7 @@ def _start(gpus: int | None, directory: Path, temporary: Path) -> None:
             # Compiled kernels are worth more than one session: they stay where torch keeps them by default.
             kernels = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
             environment = _environment(TMPDIR=str(temporary), TORCHINDUCTOR_CACHE_DIR=kernels)
-            with _protected_token(), _on_loopback(), _bare(), environment:
+            with _protected_token(), _own_signals(), _on_loopback(), _bare(), environment:
                 provide_token(token_path())
                 ray.init(
                     address="local",
