@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,13 +209,14 @@ def _children_survive_the_terminal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep this process's own answer to SIGTERM. Ray's would end it with code 1 and without a word."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Keep this process's own answer to SIGTERM. Ray's would end it without a word, with code 1 or 15."""
+    from ray._private import utils
+
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
     try:
         yield
     finally:
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        utils.set_sigterm_handler = before
 
 
 def _job() -> Any:
