@@ -187,8 +187,8 @@ try:
         place = Placement(2, gpus=False, timeout_s=240)
         specs = [WorkerSpec({}, (bundle,)) for bundle in place.bundles]
         group = WorkerGroup("w", Worker, specs, place, logs, start_timeout_s=120, call_timeout_s=120)
-        told = {"begun": group.call(Worker.begin), "own_answer": own_answer, "ray": [p.pid for _, p in node.live_processes()],
-                "session": node.get_session_dir_path()}
+        told = {"begun": group.call(Worker.begin), "own_answer": own_answer,
+                "ray": [p.pid for _, p in node.live_processes()], "session": node.get_session_dir_path()}
         asked = group.submit(Worker.work, seconds)
         os.kill(node.all_processes[victim][0].process.pid, 9)
         try:

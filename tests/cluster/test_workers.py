@@ -260,6 +260,31 @@ def test_a_process_whose_host_is_lost_while_it_starts_is_not_waited_for(group, m
     assert group.part([0]).call(Counter.rank_plus, 1) == [1]
 
 
+def test_a_control_process_that_does_not_answer_holds_nobody_up(lasting, monkeypatch):
+    """Ray's own questions to it would wait without end, and not even Ctrl-C would end them."""
+    monkeypatch.setattr("rlctl.cluster.ray_session.control_answers", lambda: False)
+    with pytest.raises(WaitTimeoutError, match="gcs_server"):
+        lasting.placed([0])
+    with pytest.raises(WaitTimeoutError, match="gcs_server"):
+        lasting.moved()
+    lasting._require_hosts()  # a process that starts has a limit of its own
+
+
+def test_a_process_that_ray_has_no_place_for_is_named(lasting, monkeypatch):
+    def no_place(*_):
+        raise TimeoutError
+
+    monkeypatch.setattr(lasting._placement, "renewed", no_place)
+    with pytest.raises(WaitTimeoutError, match="Ray found no place for counter rank 0 in 120 s"):
+        lasting._renew_place(0)
+
+
+def test_a_process_that_dies_before_it_has_a_log_is_explained_by_ray(placement, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(WorkerError, match=r"(?s)died during `start`.* Ray says: .*NotADirectoryError"):
+        start_group(placement, tmp_path / "file" / "logs")
+
+
 def test_bundles_stay_away_from_the_nodes_of_others(placement):
     with pytest.raises(MachineError, match=r"1 CPU slots on other nodes than [\d.]+, and Ray could not reserve them"):
         Placement(1, gpus=False, timeout_s=0.5, away_from=placement.bundles)

@@ -18,7 +18,7 @@ from rlctl.backends.vllm.engine import VllmEngine
 from rlctl.checkpoints.tensor_fingerprints import fingerprint
 from rlctl.cluster import workers
 from rlctl.cluster.objects import fetch
-from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+from rlctl.cluster.workers import WorkerDiedError, WorkerGroup, WorkerSpec
 from rlctl.config.schema import RefitConfig, TrainingConfig
 from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
 from rlctl.refit.decoding import DecodeCheck, LogprobDifference
@@ -166,6 +166,22 @@ def test_corrupted_layout_is_caught_with_the_tensor_named(engine: HostedEngine, 
     healthy.refit(2)
     assert generate(engine, Sampling(4))
     healthy.close()
+
+
+def test_a_comparison_that_breaks_off_leaves_the_engine_as_the_refit_did(
+    engine: HostedEngine, make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rejected samples would stay rejected in the engines that are not at fault, also after a full refit."""
+
+    def lost(tensors: object) -> None:
+        raise WorkerDiedError("another engine is gone")
+
+    session = open_session(make_source(engine.model), engine)
+    monkeypatch.setattr(session, "compare", lost)
+    with pytest.raises(WorkerDiedError):
+        session.refit(3)
+    assert engine.group.call(EngineWorker.weight_version) == [3]
+    session.close()
 
 
 def test_stale_engine_is_caught(engine: HostedEngine, make_source: MakeSource) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import random
 import threading
 import time
@@ -32,6 +33,10 @@ class Call:
 
     def __init__(self, engine: str, requests: list[GroupRequest], ready: Callable[[Call], list[GroupResult] | None]):
         self.engine, self.requests, self.ready, self.call = engine, requests, ready, self
+        self.until = math.inf
+
+    def late(self) -> WaitTimeoutError:
+        return WaitTimeoutError(f"{self.engine} did not answer")
 
     def results(self) -> list[GroupResult]:
         found = self.ready(self)
@@ -49,6 +54,7 @@ class Engines:
         self.allowed: set[int] = set()
         self.all_allowed = True
         self.dead: set[str] = set()
+        self.hung: set[str] = set()
         self.awake = True
         self.chance = random.Random(7)
 
@@ -58,7 +64,7 @@ class Engines:
     def begin(self, engine: str, requests: Sequence[GroupRequest], *_: Any) -> Call:
         assert self.awake
         self.begun += requests
-        return Call(engine, list(requests), self._whole)
+        return self._call(engine, list(requests), self._whole)
 
     def submit(self, engine: str, requests: Sequence[GroupRequest], _: Any) -> None:
         assert self.awake
@@ -66,7 +72,13 @@ class Engines:
         self.held[engine] += requests
 
     def collect(self, engine: str, *_: Any) -> Call:
-        return Call(engine, [], self._first)
+        return self._call(engine, [], self._first)
+
+    def _call(self, engine: str, requests: list[GroupRequest], ready: Any) -> Call:
+        call = Call(engine, requests, ready)
+        if engine in self.hung:
+            call.ready, call.until = lambda _: None, time.monotonic()
+        return call
 
     def _may(self, request: GroupRequest) -> bool:
         return self.all_allowed or request.group in self.allowed
@@ -109,7 +121,7 @@ class Sync:
 
     def recover(self, error: Exception, version: int) -> None:
         self.recovered.append(version)
-        lost = self.engines.dead.pop()
+        lost = (self.engines.dead or self.engines.hung).pop()
         self.engines.engines[self.engines.engines.index(lost)] = f"{lost}2"
         self.engines.held[f"{lost}2"] = []
 
@@ -288,6 +300,30 @@ def test_groups_of_a_lost_engine_are_begun_again_with_their_seeds(make: Any, in_
 
 SOON_LATE = {"cluster": {"step_timeout_s": 10.0}, "reward": {"timeout_s": 10.0}}
 """Limits that are beyond any test, and within patience where a test fails."""
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep"])
+def test_an_engine_that_hangs_is_lost_at_the_limit_of_its_call(make: Any, in_flight: str) -> None:
+    source, engines, sync = make(in_flight)
+    engines.hung.add("a")
+    batch = source.next(0)
+    assert sync.recovered == [0]
+    assert positions(batch) == [0, 1]
+
+
+def test_a_lost_engine_is_replaced_when_the_others_can_answer(make: Any) -> None:
+    """An engine that samples a whole call answers nothing else meanwhile, and would be taken for lost as well."""
+    source, engines, sync = make("wait")
+    engines.all_allowed = False
+    engines.dead.add("a")
+    thread, found = later(source, 0)
+    wait(lambda: len(engines.begun) == 4)
+    time.sleep(0.2)
+    assert sync.recovered == []
+    engines.all_allowed = True
+    thread.join(30)
+    assert sync.recovered == [0]
+    assert positions(found[0]) == [0, 1]
 
 
 def test_an_error_of_a_scorer_ends_the_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,8 +192,10 @@ class PendingGroups:
     engine: object
     call: PendingCall[list[GroupResult]]
     handles: list[object]
-    keeps: bool = False
+    keeps: bool
     """Copy columns and texts to this node: the engine's may be lost."""
+    until: float
+    """Latest time for its answer, of time.monotonic."""
 
     def results(self) -> list[GroupResult]:
         """Wait for the groups, with handles of columns and texts. Raises what `PendingCall.results` raises, and
@@ -201,6 +204,10 @@ class PendingGroups:
         if self.keeps:
             keep_here(self.handles)
         return joined(found, self.handles)
+
+    def late(self) -> WaitTimeoutError:
+        """The error of a call that has not ended by `until`."""
+        return self.call.late()
 
 
 class EngineClient:
@@ -246,7 +253,7 @@ class EngineClient:
         asked, (values,) = self._alone(engine, timeout_s).submit_apart(
             EngineWorker.generate_apart, [(requests, sampling, timeout_s)], [VALUES_A_GROUP * len(requests)]
         )
-        return PendingGroups(engine, asked, values, self._keeps)
+        return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
 
     def submit(self, engine: object, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
         """Have one of `engines` begin `requests`; `collect` gives them back one by one."""
@@ -257,7 +264,7 @@ class EngineClient:
         asked, (values,) = self._alone(engine, timeout_s).submit_apart(
             EngineWorker.collect_apart, [(timeout_s,)], [VALUES_A_GROUP]
         )
-        return PendingGroups(engine, asked, values, self._keeps)
+        return PendingGroups(engine, asked, values, self._keeps, time.monotonic() + timeout_s + MARGIN_S)
 
     @property
     def engines(self) -> list[object]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.ray_session import control_answers, dead_process, require_processes
+from rlctl.cluster.ray_session import control_answers, dead_process, require_control, require_processes
 from rlctl.errors import MachineError
 
 NODE_LABEL = "ray.io/node-id"
@@ -50,8 +50,8 @@ class Placement:
         try:
             self.bundles = self._discover(range(count), gpus, timeout_s)
         except TimeoutError:
-            require_processes()
             self.release()
+            require_control()
             have = ray.cluster_resources()
             where = f" on other nodes than {', '.join(sorted({one.node for one in away_from}))}" if others else ""
             raise MachineError(
@@ -86,14 +86,15 @@ class Placement:
 
         deadline = time.monotonic() + timeout_s
         while True:
-            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-            table = ray.util.placement_group_table(self.group)
-            nodes = [table["bundles_to_node_id"].get(index) for index in indexes]
-            if table["state"] == "CREATED" and all(node in addresses for node in nodes):
-                return [(addresses[node], None, node) for node in nodes]
+            require_processes()
+            if control_answers():
+                addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+                table = ray.util.placement_group_table(self.group)
+                nodes = [table["bundles_to_node_id"].get(index) for index in indexes]
+                if table["state"] == "CREATED" and all(node in addresses for node in nodes):
+                    return [(addresses[node], None, node) for node in nodes]
             if time.monotonic() > deadline:
                 raise TimeoutError
-            require_processes()
             time.sleep(LOOK_S)
 
     def strategy(self, index: int) -> Any:
@@ -107,6 +108,7 @@ class Placement:
         has placed them again."""
         import ray
 
+        require_control()
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         now = self._nodes()
         by_node: dict[str, set[str | None]] = {}
@@ -129,6 +131,7 @@ class Placement:
     def _nodes(self) -> dict[int, str]:
         import ray
 
+        require_control()
         return ray.util.placement_group_table(self.group)["bundles_to_node_id"]
 
     def release(self) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from rlctl.cluster.session_files import lasting_folder
-from rlctl.errors import ClusterError, MachineError
+from rlctl.errors import ClusterError, MachineError, WaitTimeoutError
 
 # Object store for rollouts and small tensors; weights travel through shared memory of their own.
 OBJECT_STORE_BYTES = 512 << 20
@@ -184,6 +184,16 @@ def require_processes(*kinds: str) -> None:
         raise ClusterError(
             f"{dead} died.",
             "Look for a lack of memory (`dmesg`), and at Ray's own logs, in `ray` next to the logs of the workers.",
+        )
+
+
+def require_control() -> None:
+    """Raise ClusterError where Ray's control process has died, and WaitTimeoutError where it does not answer. Ray's own
+    calls would wait for it without end, and not even be interrupted."""
+    require_processes()
+    if not control_answers():
+        raise WaitTimeoutError(
+            "Ray's control process (gcs_server) does not answer.", "`ray status` shows whether the cluster runs."
         )
 
 

@@ -212,6 +212,10 @@ class PendingCall(Generic[R]):
                     found[rank_of[ref]] = error
         return found
 
+    def late(self) -> WaitTimeoutError:
+        """The error of a call that nobody answered in time."""
+        return _late([self], [(0, rank) for rank in range(len(self.refs))], self.group.call_timeout_s)
+
 
 class WorkerGroup(Generic[W_co]):
     """One worker a rank, all of the same class. A call goes to every rank, and has a time limit: `call_timeout_s`, or
@@ -288,7 +292,10 @@ class WorkerGroup(Generic[W_co]):
 
     def _require_hosts(self) -> None:
         """Raise WorkerError where the host of a rank is lost. Ray would let its process wait for another one."""
-        placed = self.placed(range(len(self)))
+        try:
+            placed = self.placed(range(len(self)))
+        except WaitTimeoutError:  # Ray may answer the next time; the process has a limit of its own
+            return
         if lost := [spec.bundles[0].node for rank, spec in enumerate(self.specs) if rank not in placed]:
             raise WorkerError(f"The host {lost[0]} was lost while a process of {self.name} started on it.")
 
@@ -311,12 +318,10 @@ class WorkerGroup(Generic[W_co]):
 
     def _renew_place(self, rank: int) -> None:
         """Learn where the rank's bundles are now. Raises WaitTimeoutError where Ray has no place for them."""
-        from ray.exceptions import GetTimeoutError
-
         spec, limit = self.specs[rank], self.start_timeout_s
         try:
             found = self._placement.renewed(spec.all_bundles, limit)
-        except GetTimeoutError:
+        except TimeoutError:  # Ray's GetTimeoutError is one too
             raise WaitTimeoutError(
                 f"Ray found no place for {self.name} rank {rank} in {limit:.0f} s.",
                 "Bring its host back, or raise cluster.start_timeout_s.",
@@ -439,12 +444,13 @@ class WorkerGroup(Generic[W_co]):
             text = (cause.message if cause is not None else str(error)).rstrip(".")
             kind = PeerFailedError if isinstance(cause, PeerFailedError) else WorkerError
             raise kind(f"{self.name} rank {rank} failed in `{method}`: {text}.{self.log_tail(rank)}") from None
-        except RayActorError:
+        except RayActorError as error:
             pid = f" (process {self.pids[rank]})" if self.pids else ""
             node = self.specs[rank].bundles[0].node
             host = f" on {node}" if node != node_address() else ""
+            told = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
             raise WorkerDiedError(
-                f"{self.name} rank {rank}{pid}{host} died during `{method}`.{self.log_tail(rank)}"
+                f"{self.name} rank {rank}{pid}{host} died during `{method}`.{told}{self.log_tail(rank)}"
             ) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None

@@ -154,6 +154,7 @@ MANAGED = {f"megatron.{name}": "it comes from the model" for name in OF_THE_MODE
     "vllm.dtype": "engines hold the weights in model.dtype",
     "vllm.runner": "engines generate",
     "vllm.convert": "engines generate",
+    "vllm.stream_interval": "each token carries its version, so none may be given out late",
     "vllm.logprobs_mode": "log-probs must be those of the distribution that was sampled from",
     "vllm.enable_expert_parallel": "set generation.ep",
     "vllm.enable_sleep_mode": "set generation.colocated",

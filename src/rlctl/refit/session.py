@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from rlctl.backends.base import WeightReceiver
 from rlctl.cluster.workers import PendingCall, WorkerGroup, wait_together
 from rlctl.config.schema import RefitConfig
-from rlctl.errors import RlctlError, VerificationError, WaitTimeoutError, WorkerError
+from rlctl.errors import VerificationError, WaitTimeoutError, WorkerError
 from rlctl.models.facts import ModelFacts
 from rlctl.refit.channels import (
     choose_mover,
@@ -303,7 +303,7 @@ class RefitSession:
             for index, comparison in enumerate(self.compare(sample)):
                 self.last_comparison, compared = comparison, comparison.tensors
                 require_equal(comparison, version, f"engine {index}")
-        except RlctlError:
+        except VerificationError:  # after any other error nothing is generated before another full refit
             self.reject(version)
             raise
         return compared

@@ -167,7 +167,11 @@ class WeightSync:
 
     def _take_back(self) -> bool:
         """Let engines whose host came back take part again; return whether there are any."""
-        if not self.engines.take_back(self._tell):
+        try:
+            if not self.engines.take_back(self._tell):
+                return False
+        except WaitTimeoutError as error:  # they can take part again in the next refit
+            self._tell(f"engines whose host was lost are not looked for: {error.message}")
             return False
         self._tell(f"a lost host is back: going on with {len(self.engines)} engine(s)")
         self.session.reform(self.engines.group)
@@ -182,7 +186,8 @@ class WeightSync:
         if check is None or not report.compared_all:
             return report
         with self.turns.generating():
-            decoded = check.decode(self.engines, report.version, self.session.settings.timeout_s)
+            # Rollouts that were kept in flight come first: this may take as long as they do.
+            decoded = check.decode(self.engines, report.version, self.engines.group.call_timeout_s)
         try:
             found = check.compare(self._policy, decoded, report.version, report.verified)
         except VerificationError:

@@ -345,6 +345,8 @@ class AsynchronousSource:
 
     def _replace(self, engine: object, error: RlctlError, version: int) -> None:
         """Bring the engines back after `engine` failed, if a refit has not, and begin its groups again."""
+        if self._whole_calls:  # an engine that is busy answers nothing else, and would be taken for a lost one
+            self._wait(lambda: not self._progress.calls or None, "the recovery")
         if engine in self._engines.engines:
             self._sync.recover(error, version)
         with self._changed:
@@ -390,7 +392,16 @@ class AsynchronousSource:
                 self._lose(pending.engine, error)
                 continue
             self._took(pending, results)
+        self._lose_late()
         return True
+
+    def _lose_late(self) -> None:
+        """Give up the calls of engines that are beyond their limit: such an engine hangs."""
+        with self._changed:
+            late = [pending for pending in self._progress.calls if time.monotonic() > pending.until]
+            self._progress.calls = [pending for pending in self._progress.calls if pending not in late]
+        for pending in late:
+            self._lose(pending.engine, pending.late())
 
     def _took(self, pending: PendingGroups, results: Sequence[GroupResult]) -> None:
         """Take what a call has returned, which is nothing where the engine fell asleep, and ask for more."""

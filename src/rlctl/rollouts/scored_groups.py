@@ -19,7 +19,7 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.data.rollouts import Rollout, RolloutColumns, RolloutGroup
 from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
-from rlctl.errors import InputError
+from rlctl.errors import InputError, WaitTimeoutError
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.source import sample_seed
@@ -76,7 +76,10 @@ def scored(
     answers: Sequence[GroupScores | None] = [None] * len(results)
     if workers is not None:
         asked = [ScoreRequest(rows[result.group], result.texts) for result in results]
-        (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
+        try:
+            (answers,) = workers.within(timeout_s + MARGIN_S).call(RewardWorker.score, asked)
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(error.message, "Raise reward.timeout_s, or see the scorer's log.") from None
     groups = []
     for result, answer in zip(results, answers, strict=True):
         rollouts = _rollouts(result, answer, seeds[result.group])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +27,26 @@ from support.tiny_families import tiny_family_facts
 TOLERANCE = 1e-4
 LONG = Sampling(220, stop_token_ids=())
 Start = Callable[..., "Direct"]
+
+
+def test_samples_are_looked_at_while_nobody_adds_any() -> None:
+    from rlctl.backends.vllm.engine import VllmEngine
+    from rlctl.backends.vllm.inflight import Flight
+
+    engine, alone = VllmEngine(cast(Any, None)), list[bool]()
+
+    def add(added: threading.Event) -> None:
+        with engine._lock.ask():
+            added.set()
+
+    def enough() -> bool:
+        added = threading.Event()
+        threading.Thread(target=add, args=(added,)).start()
+        alone.append(not added.wait(0.1))
+        return True
+
+    engine._fly(Flight(None), enough, time.monotonic() + 30, 30)
+    assert alone == [True]
 
 
 @pytest.fixture(scope="module")

@@ -162,8 +162,10 @@ class VllmEngine:
 
     def _fly(self, flight: Flight, enough: Callable[[], bool], deadline: float, timeout_s: float) -> None:
         """Decode until `flight` has enough, giving way to refits between two steps."""
-        while not enough():
-            with self._lock.step():
+        while True:
+            with self._lock.step():  # `submit` adds samples from another thread
+                if enough():
+                    return
                 while self._held and not (enough() or flight.rejected):
                     if not self._lock.wait(deadline):
                         self._require_whole_weights()
@@ -178,7 +180,8 @@ class VllmEngine:
                     )
                 if not enough():
                     self._take(flight.engine.step())
-            report(flight.finished, len(flight.samples))
+                progress = flight.finished, len(flight.samples)
+            report(*progress)
 
     @property
     def _held(self) -> bool:

@@ -59,7 +59,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{ENGINE}.step"),
     Interface(f"{ENGINE}.abort_request", ("request_ids",)),
     Interface(f"{ENGINE}.collective_rpc", ("method", "args")),
-    Interface(f"{ENGINE}.reset_prefix_cache", ("reset_running_requests",)),
+    Interface(f"{ENGINE}.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
     Interface(f"{ENGINE}.sleep", ("level", "mode")),
     Interface(f"{ENGINE}.wake_up", ("tags",)),
     Interface("vllm.v1.engine.core_client:InprocClient.engine_core"),

@@ -71,12 +71,17 @@ class Replica:
         engine = self._llm.llm_engine
         self._engine, self._together = engine, compat.StepTogether(engine) if meeting is not None else None
         self.add_request, self.abort_request = engine.add_request, engine.abort_request
-        self.collective_rpc, self.reset_prefix_cache = engine.collective_rpc, engine.reset_prefix_cache
+        self.collective_rpc = engine.collective_rpc
         self.sleep, self.wake_up = engine.sleep, engine.wake_up
 
     @property
     def max_length(self) -> int:
         return self._engine.vllm_config.model_config.max_model_len
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Drop the cache, with what a connector keeps of it elsewhere; that knows tokens, and not the weights."""
+        elsewhere = self._engine.vllm_config.kv_transfer_config is not None
+        return self._engine.reset_prefix_cache(reset_running_requests=reset_running_requests, reset_connector=elsewhere)
 
     def step(self) -> list[Any]:
         """Decode one token of every sample. Collective over the replicas."""
