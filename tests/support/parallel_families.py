@@ -106,6 +106,14 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", MOE | {"intermediate_size": 64}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        {
+            "sliding_window": WINDOW, "layer_types": WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "phi": ("Phi", {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
 }  # fmt: skip
 """Families without a file in `models/`."""
 REFUSED = ("stablelm",)

@@ -99,6 +99,22 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
         policy_backend("dtensor").refuse(replace(spec, router_replay=False, lora=LoraConfig(rank=4)))
 
 
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight"])
+def test_routers_are_frozen_by_their_names_or_not_at_all(name: str, tmp_path: Path) -> None:
+    hf_model("qwen2-moe").save_pretrained(tmp_path)
+    facts = facts_in(tmp_path)
+
+    def called(router: str) -> PolicySpec:
+        listed = tuple(replace(t, name=t.name.replace("mlp.gate.weight", router)) for t in facts.listed)
+        own = replace(facts, listed=listed)
+        return PolicySpec(own, ParallelSpec(), optimizer=OptimizerConfig(), temperature=1.0, freeze_router=True)
+
+    policy_backend("dtensor").refuse(called(name))
+    policy_backend("dtensor").refuse(replace(called("mlp.chooser.weight"), freeze_router=False))
+    with pytest.raises(ConfigError, match="training\\.freeze_router is refused: which of its tensors"):
+        policy_backend("dtensor").refuse(called("mlp.chooser.weight"))
+
+
 def config(directory: Path, **values: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(values))
     return directory
