@@ -43,13 +43,13 @@ _STACKED = {
     Role.EXPERT_DOWN: ("down_proj", None),
 }
 HEAD = "lm_head."
-"""What the names of the output layer's parameters begin with."""
+"""The names of the output layer's parameters begin with it."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
 def module_name(facts: ModelFacts, tensor: str) -> str:
-    """The name of a published tensor in transformers' modules; Mixtral's blocks of experts have two names. A tensor that
-    transformers listed is called as its module is (GraniteMoeSWA's blocks too)."""
+    """The name of a published tensor in transformers' modules. Mixtral's blocks of experts have two names; tensors that
+    transformers listed have those of its modules (GraniteMoeSWA's blocks too)."""
     return tensor if facts.listed else tensor.replace("block_sparse_moe", "mlp")
 
 

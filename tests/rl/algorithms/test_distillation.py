@@ -66,7 +66,7 @@ def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float)
 
 
 def test_each_step_of_a_batch_compares_the_teacher_with_the_policy_before_the_first() -> None:
-    """A ratio to the engine's log-probs does not spare the pass that recomputes them: log pi_old is in the advantage."""
+    """A ratio to the engine's log-probs does not spare the pass that computes pi_old's, which the advantage holds."""
     algorithm = made("batch.optimizer_steps=2", "loss.importance_correction=ratio")
     assert algorithm.needs == {"old_logprobs", "teacher_logprobs"}
     assert made("loss.importance_correction=ratio").needs == {"teacher_logprobs"}
