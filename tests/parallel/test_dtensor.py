@@ -13,13 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlctl.backends.clients import only_result
+from rlctl.backends.dtensor.optimizer import build_optimizer
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_changed, run_checkpoint, run_memory
-from support.parallel_cases import WEIGHT, Case
+from support.parallel_cases import WEIGHT, Case, spec_of
 from support.parallel_cases import run_case as run_megatron
 from support.parallel_families import FAMILIES, OTHERS, REFUSED
 from support.parallel_families import hf_model as family_model
@@ -378,3 +379,15 @@ def test_a_step_whose_gradient_is_not_finite_is_not_taken(pools: Pools, publishe
         assert same
         assert before == []
         assert len(after) == 1
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    """Command R's norms of queries and keys have a weight for each head, so that they have two axes."""
+    model = family_model("cohere")
+    model.model.layers[0].self_attn.o_proj.bias = torch.nn.Parameter(torch.zeros(64))
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = build_optimizer(spec_of(Case()), model).param_groups
+    plain = {names[id(value)] for group in groups if not group["decays"] for value in group["params"]}
+    assert model.model.layers[0].self_attn.q_norm.weight.dim() == 2
+    assert plain == {name for name in names.values() if "norm" in name or name.endswith("bias")}
+    assert len(plain) == 4 * 3 + 1 + 1

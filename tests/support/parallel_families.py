@@ -106,6 +106,28 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", MOE | {"intermediate_size": 64}),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        {
+            "sliding_window": WINDOW, "layer_types": WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0,
+            "shared_intermediate_size": 64, "position_embedding_type": "rope", "pad_token_id": 0,
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8, "v_head_dim": 16, "scale_emb": 12, "pad_token_id": 0,
+        },
+    ),
+    "phi": ("Phi", {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
 }  # fmt: skip
 """Families without a file in `models/`."""
 REFUSED = ("stablelm",)

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError
-from rlctl.models.facts import ModelFacts
+from rlctl.models.facts import ListedTensor, ModelFacts
+from rlctl.models.matrices import Role
 from rlctl.weights import torch_dist
 from rlctl.weights.dtensor import DTensorWorld, module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.vllm import VllmParallel, VllmWorld, below_one_another, qkv_rows
-from support.layout_families import FAMILIES, gather, numbered, published, run, scatter
+from support.layout_families import FAMILIES, SIZES, gather, numbered, published, run, scatter
 
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LAYOUTS = ("megatron", "vllm", "dtensor", "modules", "torch_dist", "chunks")
@@ -205,6 +206,23 @@ def test_layers_of_stages_and_chunks() -> None:
     assert [world.layers_of(stage) for stage in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     uneven = MegatronWorld(facts, ParallelSpec(pp=4, first_stage_layers=1, last_stage_layers=3))
     assert [uneven.layers_of(stage) for stage in range(4)] == [[0], [1, 2], [3, 4], [5, 6, 7]]
+
+
+OUTSIDE_OF_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "lm_head.bias")
+IN_A_LAYER = ("block_sparse_moe.router.weight", "block_sparse_moe.experts.down_proj")
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_module_that_transformers_lists_keeps_its_name_and_a_critic_has_nothing_of_the_head(head: bool) -> None:
+    listed = (
+        *(ListedTensor(name, (50, 16)) for name in OUTSIDE_OF_LAYERS),
+        *(ListedTensor(f"model.layers.{{layer}}.{name}", (4, 16, 8), (0, 1)) for name in IN_A_LAYER),
+    )
+    world = DTensorWorld(ModelFacts("Listed", **SIZES | {"layers": 2}, listed=listed), ParallelSpec(dp=2), head=head)
+    names = {name for name in OUTSIDE_OF_LAYERS if head or not name.startswith("lm_head")}
+    names |= {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in IN_A_LAYER}
+    assert world.modules.params.keys() == world.layout(1).params.keys() == world.roles.keys() == names
+    assert world.roles["model.layers.1.block_sparse_moe.router.weight"] is Role.ROUTER
 
 
 @pytest.mark.parametrize(

@@ -887,7 +887,7 @@ class RlctlConfig(Section):
             return frozenset(self.loss.needs)
         old, penalty = self.batch.optimizer_steps > 1, self.loss.kl_coefficient > 0
         if self.loss.importance_correction == "ratio":  # the ratio is to the engine's: what else needs the trainer's?
-            old = old and (self.penalty_in_reward or self.loss.sequence_mask is not None)
+            old &= self.penalty_in_reward or self.loss.sequence_mask is not None or self.run.algorithm == "distillation"
         old = old or (self.has_critic and self.penalty_in_reward)
         columns: dict[LogprobColumn, bool] = {"old_logprobs": old, "reference_logprobs": penalty,
                                               "teacher_logprobs": self.teacher.model is not None}  # fmt: skip

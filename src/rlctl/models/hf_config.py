@@ -16,11 +16,15 @@ ROPE_TEXT_KEYS = {"rope_type", "type", "rope_theta"}
 
 SIZES = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
-    "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "n_group", "topk_group", "decoder_sparse_step", "sliding_window_pattern",
+    "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts", "n_routed_experts",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
+    "decoder_sparse_step", "sliding_window_pattern",
 })  # fmt: skip
-COUNTS = frozenset({"first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "sliding_window"})
+COUNTS = frozenset({
+    "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "sliding_window", "num_local_experts",
+    "num_experts_per_tok",
+})  # fmt: skip
+"""Whole numbers that may be 0: Granite 4 without experts says that it has none."""
 NUMBERS = frozenset({
     "rope_theta", "rope_local_base_freq", "rms_norm_eps", "routed_scaling_factor", "swiglu_limit", "swiglu_alpha",
     "query_pre_attn_scalar",
@@ -50,10 +54,11 @@ def require_kinds(config: dict[str, Any]) -> None:
 def _expected(key: str, value: Any) -> str | None:
     """Return what `key` ought to hold; None: it does."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if key in SIZES and not (whole and 0 < value < (MOST if key in ENUMERATED else LARGEST)):
-        return "a positive whole number" + (f" below {MOST}" if key in ENUMERATED else "")
-    if key in COUNTS and not (whole and 0 <= value < LARGEST):
-        return "a whole number"
+    limit, below = (MOST, f" below {MOST}") if key in ENUMERATED else (LARGEST, "")
+    if key in SIZES and not (whole and 0 < value < limit):
+        return f"a positive whole number{below}"
+    if key in COUNTS and not (whole and 0 <= value < limit):
+        return f"a whole number{below}"
     if key in NUMBERS and not ((whole or isinstance(value, float)) and value > 0):
         return "a positive number"
     if key in FLAGS and not isinstance(value, bool):
@@ -71,9 +76,13 @@ def _expected(key: str, value: Any) -> str | None:
 
 
 def required(config: dict[str, Any], *keys: str) -> Any:
-    """The value of a key without which nothing can be built (the first of its spellings); InputError names it."""
+    """The value of a key without which nothing can be built (the first of its spellings); InputError names it where
+    it is not there or 0."""
     for key in keys:
         if config.get(key) is not None:
+            if config[key] == 0:
+                why = f"config.json: `{key}` is 0; expected a positive whole number."
+                raise InputError(why, "Take the model's own file.")
             return config[key]
     raise InputError(f"config.json has no `{keys[0]}`.", "Take the model's own config.json.")
 

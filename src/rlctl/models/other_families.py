@@ -14,6 +14,9 @@ ROLES = {
     "model.norm.weight": Role.FINAL_NORM,
     "lm_head.weight": Role.HEAD,
     "mlp.gate.weight": Role.ROUTER,
+    "mlp.router.gate.weight": Role.ROUTER,  # AfMoE's
+    "mlp.gate.wg.weight": Role.ROUTER,  # HunYuan-MoE's
+    "block_sparse_moe.router.weight": Role.ROUTER,  # GraniteMoeSWA's
     "mlp.experts.{expert}.gate_proj.weight": Role.EXPERT_GATE,
     "mlp.experts.{expert}.up_proj.weight": Role.EXPERT_UP,
     "mlp.experts.{expert}.down_proj.weight": Role.EXPERT_DOWN,

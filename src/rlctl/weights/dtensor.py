@@ -42,12 +42,15 @@ _STACKED = {
     Role.EXPERT_UP: ("gate_up_proj", 1),
     Role.EXPERT_DOWN: ("down_proj", None),
 }
+HEAD = "lm_head."
+"""The names of the output layer's parameters begin with it."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
-def module_name(tensor: str) -> str:
-    """The name of a published tensor in transformers' modules; Mixtral's blocks of experts have two names."""
-    return tensor.replace("block_sparse_moe", "mlp")
+def module_name(facts: ModelFacts, tensor: str) -> str:
+    """The name of a published tensor in transformers' modules. Mixtral's blocks of experts have two names; tensors that
+    transformers listed have those of its modules (GraniteMoeSWA's blocks too)."""
+    return tensor if facts.listed else tensor.replace("block_sparse_moe", "mlp")
 
 
 def module_layout(facts: ModelFacts, dtype: str) -> Layout:
@@ -55,8 +58,8 @@ def module_layout(facts: ModelFacts, dtype: str) -> Layout:
     `down_proj` [E, H, I]."""
     plain = hf.layout(facts, dtype)
     stacked = {m.tensor: m for m in weights_of(facts).matrices if m.role in _STACKED and len(m.tensor_shape) == 2}
-    params = {module_name(name): spec for name, spec in plain.params.items() if name not in stacked}
-    pieces = [p.renamed(p.tensor, module_name(p.param)) for p in plain.pieces if p.tensor not in stacked]
+    params = {module_name(facts, name): spec for name, spec in plain.params.items() if name not in stacked}
+    pieces = [p.renamed(p.tensor, module_name(facts, p.param)) for p in plain.pieces if p.tensor not in stacked]
     for matrix in stacked.values():
         name, spec, own = _stack(facts, matrix, dtype)
         params[name] = spec
@@ -68,7 +71,7 @@ def _stack(facts: ModelFacts, matrix: Matrix, dtype: str) -> tuple[str, ParamSpe
     assert facts.moe is not None
     assert matrix.expert is not None
     module, part = _STACKED[matrix.role]
-    name = module_name(_ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
+    name = module_name(facts, _ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
     halves, starts = ((), ()) if part is None else ((2,), (part,))
     spec = ParamSpec((facts.moe.experts, *halves, *matrix.shape), dtype)
     return name, spec, piece_of(matrix, whole(matrix.shape), name, (matrix.expert, *starts, 0, 0))
@@ -95,8 +98,8 @@ class DTensorWorld:
         found = module_layout(self.facts, self.dtype)
         if self.head:
             return found
-        left_out = {matrix.tensor for matrix in weights_of(self.facts).matrices if matrix.role is Role.HEAD}
-        params = {name: spec for name, spec in found.params.items() if name not in left_out}
+        # A bias of the head (Phi) is in the same module, which a critic's model does not have.
+        params = {name: spec for name, spec in found.params.items() if not name.startswith(HEAD)}
         return Layout(0, params, tuple(piece for piece in found.pieces if piece.param in params))
 
     @cached_property

@@ -313,7 +313,11 @@ BAD = {
     "another activation": (set_config(hidden_act="gelu"), "`hidden_act` is 'gelu', but rlctl computes a llama"),
     "packed by a quantiser": (
         lambda d: change(d, lambda h: h.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)})),
-        "its weights are quantised",
+        r"quantised in a way that rlctl does not read \(no quant_method; tensor model\.layers\.0\.mlp\.up_proj\.",
+    ),
+    "quantised as it computes": (
+        set_config(quantization_config={"quant_method": "bitnet", "quantization_mode": "online"}),
+        r"quantised in a way that rlctl does not read \(quant_method bitnet",
     ),
     "rope without its factor": (set_config(rope_scaling={"rope_type": "yarn"}), "`yarn` lacks `factor`"),
     "odd head": (set_config(head_dim=33), "a head has 33 dimensions"),

@@ -29,7 +29,7 @@ from rlctl.weights.dtensor import DTensorWorld
 from support.parallel_families import FAMILIES, OTHERS, REFUSED, hf_model
 
 TRAINED = [family for family in OTHERS if family not in REFUSED]
-QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite")
+QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite", "minicpm3")
 
 
 def slowly(families: list[str], *quick: str) -> list[Any]:
@@ -49,15 +49,35 @@ def test_buffers_that_no_file_holds_are_computed_again(family: str, tmp_path: Pa
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_buffer_that_transformers_cannot_compute_again_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool], ids=str)
+def test_a_buffer_that_transformers_cannot_compute_again_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     hf_model("llama").config.save_pretrained(tmp_path)
     inner = meta_model(tmp_path, "eager")
-    inner.model.norm.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    inner.model.norm.register_buffer("table", torch.empty(3, device="meta", dtype=dtype), persistent=False)
     with pytest.raises(InputError, match="how to compute model\\.norm\\.table"):
         fill_buffers(inner.to_empty(device="cpu"))
 
 
-@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe"))
+class Masked(torch.nn.Module):
+    """A model with a table of truth values, which it computes as transformers' models do theirs."""
+
+    causal: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("causal", torch.empty(3, 3, dtype=torch.bool), persistent=False)
+
+    def _init_weights(self, module: Any) -> None:
+        module.causal.copy_(torch.ones(3, 3).tril())
+
+
+def test_truth_values_that_are_computed_again_are_not_refused() -> None:
+    model = Masked()
+    fill_buffers(model)
+    assert model.causal.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe", "granite-hybrid"))
 def test_a_family_without_a_file_is_loaded_by_its_modules(family: str, tmp_path: Path) -> None:
     """Every rank's part of what transformers itself loads, and nothing else; counted as transformers counts."""
     plain = hf_model(family)
@@ -99,6 +119,22 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
         policy_backend("dtensor").refuse(replace(spec, router_replay=False, lora=LoraConfig(rank=4)))
 
 
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight"])
+def test_routers_are_frozen_by_their_names_or_not_at_all(name: str, tmp_path: Path) -> None:
+    hf_model("qwen2-moe").save_pretrained(tmp_path)
+    facts = facts_in(tmp_path)
+
+    def called(router: str) -> PolicySpec:
+        listed = tuple(replace(t, name=t.name.replace("mlp.gate.weight", router)) for t in facts.listed)
+        own = replace(facts, listed=listed)
+        return PolicySpec(own, ParallelSpec(), optimizer=OptimizerConfig(), temperature=1.0, freeze_router=True)
+
+    policy_backend("dtensor").refuse(called(name))
+    policy_backend("dtensor").refuse(replace(called("mlp.chooser.weight"), freeze_router=False))
+    with pytest.raises(ConfigError, match="training\\.freeze_router is refused: which of its tensors"):
+        policy_backend("dtensor").refuse(called("mlp.chooser.weight"))
+
+
 def config(directory: Path, **values: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(values))
     return directory
@@ -120,6 +156,11 @@ NOT_TRAINED = {
         {"architectures": ["Lfm2ForCausalLM"], "pad_token_id": 0, "layer_types": ["conv", "full_attention"]},
         "mix tokens by",
     ),
+    "falcon": ({"architectures": ["FalconForCausalLM"]}, "do not go through transformers' attention interface"),
+    "llama4_text": (
+        {"architectures": ["Llama4ForCausalLM"], "pad_token_id": 0, "attention_chunk_size": 8},
+        "mix tokens by chunked_attention",
+    ),
     "granitemoe": ({"architectures": ["GraniteMoeForCausalLM"]}, "which rlctl does not follow"),
 }
 
@@ -136,6 +177,8 @@ def test_what_cannot_be_trained_on_packed_rows_is_refused(model_type: str, tmp_p
 def test_an_architecture_that_transformers_does_not_have_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Unknown architecture `NewForCausalLM`"):
         facts_in(config(tmp_path, model_type="new", architectures=["NewForCausalLM"]))
+    with pytest.raises(InputError, match="Unknown architecture `OlmoForCausalLM`"):
+        facts_in(config(tmp_path, model_type="new", architectures=["OlmoForCausalLM"]))
 
 
 @pytest.mark.slow

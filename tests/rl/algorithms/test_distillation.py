@@ -65,6 +65,22 @@ def test_the_sampled_token_is_rewarded_by_the_teacher_s_log_ratio(weight: float)
         assert batch.logprobs_R.grad[i].item() == pytest.approx(expected)
 
 
+def test_each_step_of_a_batch_compares_the_teacher_with_the_policy_before_the_first() -> None:
+    """A ratio to the engine's log-probs does not spare the pass that computes pi_old's, which the advantage holds."""
+    algorithm = made("batch.optimizer_steps=2", "loss.importance_correction=ratio")
+    assert algorithm.needs == {"old_logprobs", "teacher_logprobs"}
+    assert made("loss.importance_correction=ratio").needs == {"teacher_logprobs"}
+    batch = taught()  # the policy has moved away from the old one
+    assert batch.old_logprobs_R is not None
+    assert batch.teacher_logprobs_R is not None
+    loss_R = algorithm.token_loss(batch)
+    for i in range(TOKENS):
+        advantage = batch.advantages_R[i].item() + batch.teacher_logprobs_R[i].item() - batch.old_logprobs_R[i].item()
+        ratio = math.exp(batch.logprobs_R[i].item() - batch.rollout_logprobs_R[i].item())
+        kept = min(ratio, 1.2) if advantage > 0 else max(ratio, 0.8)
+        assert loss_R[i].item() == pytest.approx(-kept * advantage)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.0, 0.25])
 @pytest.mark.parametrize("outside", ["renormalize", "tail"])
 def test_the_top_tokens_are_compared_by_kl(share: float, outside: str) -> None:

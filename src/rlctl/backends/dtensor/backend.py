@@ -10,7 +10,13 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import PolicyBackend, SectionArguments
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import fsdp_problems
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
+from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
+
+MATRIX = 2
+"""The axes of a matrix; a tensor with more holds several."""
 
 
 def layouts(spec: PolicySpec) -> DTensorWorld:
@@ -56,8 +62,17 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
+    if spec.freeze_router and _has_unknown_routers(spec.facts):
+        yield "training.freeze_router", f"which of its tensors routers of {spec.facts.family} are is not known"
     if spec.lora.rank and spec.facts.listed:
         yield "training.lora.rank", f"the attention and MLP layers of {spec.facts.family} are not known as such"
+
+
+def _has_unknown_routers(facts: ModelFacts) -> bool:
+    """Whether a model without a family's file has experts, stacked by transformers or by its files, and no tensor that
+    is known as a router's."""
+    experts = facts.moe is not None or any(len(tensor.shape) > MATRIX for tensor in facts.listed)
+    return bool(facts.listed) and experts and Role.ROUTER not in weights_of(facts).roles
 
 
 BACKEND = PolicyBackend(

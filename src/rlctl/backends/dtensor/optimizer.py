@@ -19,17 +19,24 @@ from rlctl.backends.results import StepOutcome, squared_norm
 def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
     """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron."""
     groups: dict[Any, dict[str, Any]] = {}
+    norms = _in_norms(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = not _is_plain(name, parameter)
+            decays = name not in norms and not _is_plain(name, parameter)
             # The fused kernel takes parameters of one mesh: experts that are spread have their own.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((decays, mesh), {"params": [], "decays": decays})["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), **optimizer_values(spec))
 
 
+def _in_norms(model: nn.Module) -> set[str]:
+    """Names of the parameters of norms. Some have two axes (Command R's, of each head's queries and keys)."""
+    norms = {path: module for path, module in model.named_modules() if "Norm" in type(module).__name__}
+    return {f"{path}.{name}" for path, norm in norms.items() for name, _ in norm.named_parameters(recurse=False)}
+
+
 def _is_plain(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a norm's, a bias (of all experts, one too) or a sink."""
+    """Whether a parameter is a vector, such as a norm's or a sink, or a bias (of all experts, one too)."""
     return parameter.dim() == 1 or name.endswith("bias")
 
 

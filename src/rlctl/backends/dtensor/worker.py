@@ -255,7 +255,7 @@ class DTensorWorker(RankWithCritic):
 
         world, named = self.layouts(), self.saved()
         stored, moments = load_adapters(directory, world.facts), moments_of(named, self._trainer())
-        tensors = {module_name(tensor): tensor for tensor in stored.weights}
+        tensors = {module_name(world.facts, tensor): tensor for tensor in stored.weights}
         for own, pairs in ((named, stored.weights), *((moments[name], stored.moments[name]) for name in moments)):
             for name, value in own.items():
                 module, _, which = name.rpartition(".")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 SCALE = "_scale_inv"
+READ_METHODS = ("fp8", "mxfp4")
+"""Values of `quant_method` whose tensors are read: float8 with scales of blocks, and four bits of gpt-oss's experts."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     config = read_config(directory)
     facts = facts or facts_in(directory)
     files = SafetensorsDirectory.open(directory)
-    _refuse_packed(directory, config, files)
+    _refuse_quantised(directory, config, files)
     facts = without_absent_mtp(facts, files.tensors)
     wanted = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")
@@ -146,13 +148,16 @@ def _refuse_other_head(directory: Path, facts: ModelFacts, files: SafetensorsDir
     raise InputError(why, "Set it to false where the head is the model's own, or remove the tensor.")
 
 
-def _refuse_packed(directory: Path, config: dict[str, Any], files: SafetensorsDirectory) -> None:
-    """Weights packed by a quantiser (GPTQ, AWQ, bitsandbytes) have names and shapes of their own."""
+def _refuse_quantised(directory: Path, config: dict[str, Any], files: SafetensorsDirectory) -> None:
+    """Refuse a quantiser whose format is not read. Some (GPTQ, AWQ, bitsandbytes) pack weights into tensors of their
+    own; others (BitNet) keep the names, and the model computes with other numbers than the files hold."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     packed = next((n for n in files.tensors if n.endswith((".qweight", ".weight_packed", ".absmax"))), None)
-    if packed is not None:
-        why = f"{directory}: its weights are quantised ({method or 'no quant_method'}; tensor {packed}), and not read."
-        raise InputError(why, "Use the model's unquantised weights.")
+    if packed is None and method in (None, *READ_METHODS):
+        return
+    found = f"{method or 'no quant_method'}; tensor {packed}" if packed else f"quant_method {method}"
+    why = f"{directory}: the model is quantised in a way that rlctl does not read ({found})."
+    raise InputError(why, "Use a model that is not quantised.")
 
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32

@@ -58,13 +58,22 @@ def facts_in(directory: Path) -> ModelFacts:
     return _described(directory, json.dumps(config, sort_keys=True))
 
 
+@cache
 def _transformers_has(model_type: str, architecture: str) -> bool:
-    """Whether the installed transformers has such a model, found without importing it."""
+    """Whether the installed transformers has such a model, found without importing it. Its folders are searched for
+    class and model type: some hold several types, which have other names than the folder (llama4_text in llama4)."""
     spec = find_spec("transformers")
-    if spec is None or spec.origin is None or not model_type.isidentifier():
+    if spec is None or spec.origin is None:
         return False
-    file = Path(spec.origin).parent / "models" / model_type / f"modeling_{model_type}.py"
-    return file.is_file() and f"\nclass {architecture}(" in file.read_text(encoding="utf-8")
+    models = Path(spec.origin).parent / "models"
+    modeling = (file for file in models.glob("*/modeling_*.py") if f"\nclass {architecture}(" in _text(file))
+    configurations = (file for found in modeling for file in found.parent.glob("configuration_*.py"))
+    own_type = re.compile(rf'^ +model_type\b.*= "{re.escape(model_type)}"$', re.MULTILINE)
+    return any(own_type.search(_text(file)) for file in configurations)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 @cache
@@ -123,20 +132,44 @@ def fill_buffers(inner: Any) -> None:
 
     stored = inner.state_dict().keys()
     computed = {name: buffer for name, buffer in inner.named_buffers() if name not in stored}
+    truths = {name: buffer for name, buffer in computed.items() if buffer.dtype == torch.bool}
     with torch.no_grad():
         for buffer in computed.values():
-            buffer.fill_(torch.nan)  # so that one which transformers leaves out is found
-        for module in inner.modules():
-            if not list(module.buffers(recurse=False)):
-                continue
-            if not list(module.parameters(recurse=False)):
-                inner._init_weights(module)
-            elif hasattr(module, "embed_scale"):  # Gemma's embedding
-                module.embed_scale.fill_(module.scalar_embed_scale)
+            buffer.fill_(_no_value(buffer))  # so that one which transformers leaves out is found
+        _compute_buffers(inner)
+        first = {name: buffer.clone() for name, buffer in truths.items()}
+        for buffer in truths.values():  # no truth value says that there is none: one that was set is set again
+            buffer.logical_not_()
+        if truths:
+            _compute_buffers(inner)
     for name, buffer in computed.items():
-        if buffer.isnan().any():
+        unset = buffer != first[name] if name in first else _is_unset(buffer)
+        if unset.any():
             why = f"training.backend = dtensor: transformers does not say how to compute {name} of this model."
             raise InputError(why, "Use --backend megatron.")
+
+
+def _compute_buffers(inner: Any) -> None:
+    for module in inner.modules():
+        if not list(module.buffers(recurse=False)):
+            continue
+        if not list(module.parameters(recurse=False)):
+            inner._init_weights(module)
+        elif hasattr(module, "embed_scale"):  # Gemma's embedding
+            module.embed_scale.fill_(module.scalar_embed_scale)
+
+
+def _no_value(buffer: Tensor) -> float:
+    """A number that stands for none in a buffer: the largest where whole numbers are in it (0 may be meant)."""
+    import torch
+
+    whole = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
+    return torch.iinfo(buffer.dtype).max if whole else torch.nan
+
+
+def _is_unset(buffer: Tensor) -> Tensor:
+    number = _no_value(buffer)
+    return buffer.isnan() if number != number else buffer == number
 
 
 # A family without a file
@@ -159,6 +192,10 @@ def describe(directory: Path) -> ModelFacts:
     try:
         inner = meta_model(directory, WATCHED)
     except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError) as error:
+        if error.args == (WATCHED,):  # the model looks its attention up in a table of its own
+            name = other_architecture(read_config(directory))
+            why = "its layers do not go through transformers' attention interface"
+            raise InputError(f"{name} has no file in rlctl, and cannot be trained without one: {why}.", NEXT) from error
         why = f"{directory}: transformers cannot build this model: {type(error).__name__}: {error}"
         raise InputError(why.splitlines()[0], NEXT) from error
     name = type(inner).__name__
@@ -217,14 +254,27 @@ def _rope_types(module: Any) -> Iterator[str]:
 
 
 def _changed_tensors(inner: Any) -> Iterator[str]:
-    """Ways in which transformers changes the tensors of the files, other than stacking experts as Qwen2-MoE does."""
+    """Ways in which transformers changes the tensors of the files, other than stacking experts as Qwen2-MoE does.
+
+    It keeps them by model type. One that makes no tensor of this model (a Granite 4 without experts) changes nothing.
+    """
     from transformers.conversion_mapping import extract_weight_conversions_for_model
 
+    names = list(inner.state_dict())
     for change in extract_weight_conversions_for_model(inner) or ():
         targets, sources = (list(getattr(change, f"{side}_patterns")) for side in ("target", "source"))
+        if not any(_is_made(name, target) for target in targets for name in names):
+            continue
         expected = [name.format(expert="*") for target in targets for name in STACKED.get(target, ())]
         if sources != expected:
             yield f"transformers makes {targets[0]} of {', '.join(sources)}, which rlctl does not follow"
+
+
+def _is_made(name: str, target: str) -> bool:
+    """Whether a conversion's target can be in a tensor's name; the target may hold a number of an expert or a group of
+    what it was made from."""
+    pattern = re.escape(target).replace(re.escape("*"), ".*").replace(re.escape(r"\1"), ".*")
+    return re.search(pattern, name) is not None
 
 
 def _watch() -> list[Call]:
