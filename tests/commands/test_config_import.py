@@ -84,7 +84,12 @@ def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFix
     path.write_text("sft: { max_num_steps: 3 }\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n")
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert code == 0
-    assert "algorithm: sft" in out
+    assert "algorithm" not in out
+    code, out, err = rlctl(capsys, "train", "grpo", "--config", str(path), "--dry-run", "--allow-differences")
+    assert (code, out) == (2, "")
+    assert "which rlctl does not run yet" in err
+    assert "--allow-differences" not in err
+    _, _, err = rlctl(capsys, "config", "import", str(path))
     assert "which rlctl does not run yet" in err
     assert len(err.splitlines()) == 3
 

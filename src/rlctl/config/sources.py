@@ -65,6 +65,8 @@ class Refusal:
     line: str
     settled_by: str | None = None
     """The key that settles it where a stronger source sets it."""
+    final: bool = False
+    """Nothing can go on without it: the recipe is of another kind than rlctl runs."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class Source(PydanticBaseSettingsSource):
         """Return one section; the library requires this method and calls the source as a whole."""
         return self().get(field_name), field_name, False
 
-    def standing(self) -> list[str]:
-        """Return the lines of the refusals that no stronger source settles, once the source has been called."""
-        return [r.line for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
+    def standing(self) -> list[Refusal]:
+        """Return the refusals that no stronger source settles, once the source has been called."""
+        return [r for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
 
     def _settled(self, key: str) -> bool:
         return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
@@ -282,7 +284,8 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         optional = key.startswith("megatron.") or (key == "run.loggers" and not given & LOGGERS.keys())
         values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
-        refusals[recipe.source.get(settled_by or "") in given].append(Refusal(line, settled_by))
+        refusal = Refusal(line, settled_by, final=recipe.foreign is not None)
+        refusals[recipe.source.get(settled_by or "") in given].append(refusal)
     notes = [
         *(f"left out: {line}" for line in recipe.unknown),
         *(f"runs differently: {line}" for line in recipe.changed),
