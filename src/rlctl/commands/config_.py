@@ -241,7 +241,7 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
 
     name = config.model.name or ""
     known = user_path(name).joinpath("config.json").is_file() or lookup(name)
-    return idle_fields(config, published_facts(config.model)) if known else {}
+    return idle_fields(config, published_facts(config.model, engines_alone=True)) if known else {}
 
 
 def key_lines(section: type[Section], indent: str = "  ") -> Iterator[str]:

@@ -36,6 +36,21 @@ def read_object(directory: Path, file: str, hint: str | None = None) -> dict[str
     return value
 
 
+READ_QUANTISED = ("fp8", "mxfp4")
+"""Quantisers (`quant_method`) whose weights are read through their scales, as `hf_model.py` does."""
+
+
+def refuse_quantised(directory: Path) -> None:
+    """Raise InputError where `config.json` names a quantiser whose weights are not read. No weights are looked at, so
+    that this is known before they are fetched."""
+    quantised = read_config(directory).get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if method is not None and method not in READ_QUANTISED:
+        raise InputError(
+            f"{directory}: its weights are quantised ({method}), and not read.", "Use the model's unquantised weights."
+        )
+
+
 def copy_companions(source: Path, destination: Path, drop_from_config: tuple[str, ...] = (), **config: Any) -> None:
     """Copy configuration, generation configuration, tokenizer and chat template.
 
