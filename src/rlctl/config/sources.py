@@ -101,6 +101,9 @@ class Settings(RlctlConfig, BaseSettings):
 class Source(PydanticBaseSettingsSource):
     """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
 
+    typed = False
+    """Whether the user has typed the values for this command: two of them that contradict each other are an error."""
+
     def __init__(self, values: Iterable[Value], notes: Sequence[str] = (), refusals: Sequence[Refusal] = ()) -> None:
         super().__init__(Settings)
         self.notes = tuple(notes)
@@ -134,7 +137,7 @@ class Source(PydanticBaseSettingsSource):
         if value.key in OTHER_WAY:
             return any(self.stronger(OTHER_WAY[value.key]))
         other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
-        if other is None or not (stronger := self.stronger(other)):
+        if self.typed or other is None or not (stronger := self.stronger(other)):
             return False
         now = {value.key: value.value, other: stronger[0]}
         return now["cluster.gpu"] != "auto" and (now["cluster.gpu"] == "cpu") != (now["cluster.gpus_per_node"] == 0)
@@ -214,6 +217,8 @@ class EnvironmentSource(Source):
 class FlagSource(Source):
     """Flags of the command line, by the key that each sets."""
 
+    typed = True
+
     def __init__(self, flags: Mapping[str, Any]) -> None:
         given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
         super().__init__(Value(key, flag.value, f"flag {flag.name}") for key, flag in given.items())
@@ -221,6 +226,8 @@ class FlagSource(Source):
 
 class SetSource(Source):
     """One `--set section.key=value`."""
+
+    typed = True
 
     def __init__(self, text: str) -> None:
         key, equals, value = text.partition("=")
