@@ -94,12 +94,27 @@ def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFix
     assert len(err.splitlines()) == 3
 
 
-def test_rlctl_s_own_yaml_is_told_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: { steps: 3 }\n", "rlctl's own YAML"),
+        ("extends: laptop\ntraining.tp: 2\n", "rlctl's own YAML"),
+        ("actor_rollout_ref: { rollout: { n: 8 } }\n", "rlctl has no section actor_rollout_ref."),
+        ("data: { train_files: x }\ntrainer: { nnodes: 1 }\n", "rlctl has no section trainer."),
+        ("1: 2\n", "rlctl has no section 1."),
+        ("", "is empty"),
+        ("# a comment\n", "is empty"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_told_what_it_is(
+    text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("run: { steps: 3 }\n")
+    path.write_text(text)
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert (code, out) == (2, "")
-    assert "rlctl's own YAML" in err
+    assert said in err
+    assert ("rlctl's own YAML" in err) == (said == "rlctl's own YAML")
 
 
 def test_a_missing_file_of_defaults_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

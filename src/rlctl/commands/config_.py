@@ -156,13 +156,26 @@ def import_(
 
     The other commands read such a recipe directly with `--config FILE`.
     """
+    from rlctl.config.keys import is_section
     from rlctl.config.load import resolve
     from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl
+    from rlctl.config.sources import PRESET_KEYS
     from rlctl.config.yaml_values import read_mapping
-    from rlctl.errors import ConfigError
+    from rlctl.errors import ConfigError, listed
 
-    if not is_nemo_rl(read_mapping(file, "NeMo-RL recipe")):
-        raise ConfigError(f"{file} is not a NeMo-RL recipe, but rlctl's own YAML.", "Use it as it is with --config.")
+    values = read_mapping(file, "NeMo-RL recipe")
+    if not values:
+        raise ConfigError(f"{file} is empty: it holds no keys.", "Name a NeMo-RL recipe.")
+    if not is_nemo_rl(values):
+        others = [str(key) for key in values if not is_section(str(key).partition(".")[0]) and key not in PRESET_KEYS]
+        if not others:
+            raise ConfigError(
+                f"{file} is not a NeMo-RL recipe, but rlctl's own YAML.", "Use it as it is with --config."
+            )
+        raise ConfigError(
+            f"{file} is neither a NeMo-RL recipe nor rlctl's YAML: rlctl has no section {listed(others)}.",
+            "docs/coming_from.md has rlctl's keys for those of verl and TRL.",
+        )
     recipe = import_recipe(file)
     resolved = resolve(files=[file], environment={})
     if json_:
