@@ -89,6 +89,9 @@ def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFix
     assert (code, out) == (2, "")
     assert "which rlctl does not run yet" in err
     assert "--allow-differences" not in err
+    path.write_text(path.read_text() + "loss_fn: { token_level_loss: true }\ncluster: { num_nodes: 0 }\n")
+    code, out, _ = rlctl(capsys, "config", "import", "--all", str(path))
+    assert (code, "\nrlctl cannot run this yet:\n" in out, "--allow-differences" in out) == (0, True, False)
     _, _, err = rlctl(capsys, "config", "import", str(path))
     assert "which rlctl does not run yet" in err
     assert len(err.splitlines()) == 3

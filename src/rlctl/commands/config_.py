@@ -233,6 +233,8 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
         # The sentence on the whole recipe says it all.
         if recipe.foreign is not None and status != "not known" and not everything:
             continue
+        if recipe.foreign is not None and status == "not yet":
+            heading = "rlctl cannot run this yet:"
         yield coloured(heading, LOOK[status], stream) if status in LOOK else heading
         entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
         parts = [[entry] for entry in entries] if everything else [entries]
