@@ -22,7 +22,7 @@ from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, InputError
 
 OWN = RlctlConfig.model_fields.keys()
 MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
@@ -123,6 +123,8 @@ def _apply_rule(rule: Rule, found: Found) -> None:
     values, source, told = dict(result.values), dict(result.source), len(result.entries)
     try:
         rule(found)
+    except InputError:  # a ValueError too, with a sentence of its own
+        raise
     except (TypeError, ValueError, AttributeError, KeyError):
         result.values, result.source = values, source
         del result.entries[told:]
