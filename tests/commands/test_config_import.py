@@ -84,17 +84,40 @@ def test_a_recipe_of_another_algorithm_is_one_sentence(capsys: pytest.CaptureFix
     path.write_text("sft: { max_num_steps: 3 }\npolicy: { model_name: x/y, train_global_batch_size: 32 }\n")
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert code == 0
-    assert "algorithm: sft" in out
+    assert "algorithm" not in out
+    code, out, err = rlctl(capsys, "train", "grpo", "--config", str(path), "--dry-run", "--allow-differences")
+    assert (code, out) == (2, "")
+    assert "which rlctl does not run yet" in err
+    assert "--allow-differences" not in err
+    path.write_text(path.read_text() + "loss_fn: { token_level_loss: true }\ncluster: { num_nodes: 0 }\n")
+    code, out, _ = rlctl(capsys, "config", "import", "--all", str(path))
+    assert (code, "\nrlctl cannot run this yet:\n" in out, "--allow-differences" in out) == (0, True, False)
+    _, _, err = rlctl(capsys, "config", "import", str(path))
     assert "which rlctl does not run yet" in err
     assert len(err.splitlines()) == 3
 
 
-def test_rlctl_s_own_yaml_is_told_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: { steps: 3 }\n", "rlctl's own YAML"),
+        ("extends: laptop\ntraining.tp: 2\n", "rlctl's own YAML"),
+        ("actor_rollout_ref: { rollout: { n: 8 } }\n", "rlctl has no section actor_rollout_ref."),
+        ("data: { train_files: x }\ntrainer: { nnodes: 1 }\n", "rlctl has no section trainer."),
+        ("1: 2\n", "rlctl has no section 1."),
+        ("", "is empty"),
+        ("# a comment\n", "is empty"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_told_what_it_is(
+    text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("run: { steps: 3 }\n")
+    path.write_text(text)
     code, out, err = rlctl(capsys, "config", "import", str(path))
     assert (code, out) == (2, "")
-    assert "rlctl's own YAML" in err
+    assert said in err
+    assert ("rlctl's own YAML" in err) == (said == "rlctl's own YAML")
 
 
 def test_a_missing_file_of_defaults_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -49,7 +49,11 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
     ("line", "words"),
     [
         ("tran grpo", ["`tran`", "Did you mean `rlctl train`?", "    doctor "]),
-        ("train ppo", ["`rlctl train` has no command `ppo`", "    grpo "]),
+        ("train ppo", ["no command `ppo`", "Did you mean `rlctl train grpo --algorithm ppo`?", "    grpo "]),
+        ("train dr-grpo", ["Did you mean `rlctl train grpo --algorithm dr-grpo`?"]),
+        ("train distillation", ["Did you mean `rlctl train grpo --algorithm distillation`?"]),
+        ("train grop", ["Did you mean `rlctl train grpo`?"]),
+        ("report", ["needs RUN.", "Usage: rlctl report [OPTIONS] RUN..."]),
         ("presets", ["`rlctl presets` needs a command", "    ls ", "    cp "]),
         ("train --preset laptop", ["no flag --preset", "`rlctl train grpo --preset ...`"]),
         ("-q presets ls", ["no flag -q", "`rlctl ... -q`"]),
@@ -64,6 +68,9 @@ def test_every_missing_argument_is_named_at_once(asked: Asked) -> None:
         ("train grpo --bogus 3", ["no flag --bogus.", "`rlctl train grpo -h` shows its flags."]),
         ("convert hf-to-megatron", ["needs SRC.", "hf-to-megatron [OPTIONS] SRC [DST]"]),
         ("train grpo --preset laptop --algorithm foo", ["Unknown algorithm 'foo'", "There are grpo, ", "cispo"]),
+        ("train grpo --preset laptop --max-staleness 4", ["--max-staleness is for --async", "Add --async."]),
+        ("plan --preset laptop --max-staleness 4", ["--max-staleness is for --async"]),
+        ("train grpo --preset laptop --async --max-staleness 4 --set rollouts.mode=sync", ["is for --async"]),
         ("train grpo --steps three", ["--steps", "`rlctl train grpo -h`"]),
     ],
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rlctl import cli
+from rlctl.apps.open_model import open_model
 from rlctl.commands.output import JsonMode
+from rlctl.config.schema import ModelConfig
 
 NODE = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--gpus-per-node", "8", "--dry-run"]
 GENERATE, REFIT_TEST = ["generate", "--prompt", "Name a colour.", *NODE], ["refit-test", *NODE]
@@ -159,3 +162,24 @@ def test_heads_that_a_cpu_engine_lacks_are_named_before_anything_is_opened(
     assert code == 2, err
     assert f"{tmp_path} has attention heads of size 16, and on a CPU" in err
     assert "32, 64, 80" in err
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_weights_that_a_quantiser_packed_are_refused_before_anything_else(
+    method: str, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "2 + 3?", "answer": "5"}\n' * 8)
+    here = ["--model", str(model), "--gpu", "cpu"]
+    train = ["train", "grpo", *here, "--data", str(data), "--reward", "exact-match", "--prompts", "4", "--dry-run"]
+    for line in (train, ["plan", *here], ["refit-test", *here, "--dry-run"]):
+        code, _, err = rlctl(capsys, *line)
+        assert (code, f"quantised in a way that rlctl does not read (quant_method {method})." in err) == (2, True), err
+        assert "Use a model that is not quantised." in err
+    # An engine reads such weights by itself.
+    assert rlctl(capsys, "generate", *here, "--prompt", "2 + 3?", "--dry-run")[0] == 0
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert open_model(ModelConfig(name=str(model))).facts.layers == config["num_hidden_layers"]  # its scales are read

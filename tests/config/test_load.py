@@ -303,3 +303,16 @@ def test_gpus_asked_for_later_end_a_machine_without_and_the_other_way_round(tmp_
     assert cluster("1node", gpu="h200") == ("h200", 8)
     with pytest.raises(ConfigError, match=r"cluster\.gpu = cpu, but cluster\.gpus_per_node = 2"):
         cluster("laptop", gpu="cpu", gpus_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets"),
+    [
+        ({"cluster.gpu": "H100"}, ["cluster.gpus_per_node=0"]),
+        ({"cluster.gpus_per_node": 8}, ["cluster.gpu=cpu"]),
+        ({}, ["cluster.gpu=H100", "cluster.gpus_per_node=0"]),
+    ],
+)
+def test_what_was_typed_is_not_overruled_in_silence(flags: dict[str, Any], sets: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.gpu = .* but cluster\.gpus_per_node = "):
+        resolve(preset="1node", flags=flags, sets=sets, environment={})

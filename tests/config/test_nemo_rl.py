@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from jinja2 import Template
 
 from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
-from rlctl.config.nemo_rl.mapping_rules import Import
-from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl, read_recipe
+from rlctl.config.nemo_rl.mapping_rules import Found, Import
+from rlctl.config.nemo_rl.mapping_table import RULES
+from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
 from rlctl.data.templates import PromptTemplate
 from rlctl.errors import ConfigError, InputError
@@ -25,6 +28,7 @@ from rlctl.rl.algorithms.available import algorithm_from_config
 from rlctl.rollouts.source import refuse_async
 
 RECIPES = Path(__file__).parent / "nemo_rl"
+SHAPED = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 256}
 DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 
 
@@ -104,6 +108,10 @@ def test_defaults_are_merged_and_arithmetic_is_done_after_the_merge() -> None:
         ("${section.b}", 7),
         ("${mul:${.b}, ${..a}}", 56),
         ("${oc.env:RLCTL_NO_SUCH_NAME, fallback}", "fallback"),
+        ("${oc.decode:${oc.env:RLCTL_NO_SUCH_NAME, '16'}}", 16),
+        ("${oc.select:policy.b, 5}", 7),
+        ("${oc.select:policy.nothing, ${mul:${a}, 2}}", 16),
+        ("${oc.select:policy.nothing}", None),
     ],
 )
 def test_references_and_resolvers(tmp_path: Path, text: str, value: Any) -> None:
@@ -122,6 +130,8 @@ def test_references_and_resolvers(tmp_path: Path, text: str, value: Any) -> None
         ({"model_name": "${mul:2"}, "never closed"),
         ({"model_name": "${oc.env:RLCTL_NO_SUCH_NAME}"}, "RLCTL_NO_SUCH_NAME is not set"),
         ({"model_name": "${div:1, 0}"}, "division by zero"),
+        ({"model_name": "${oc.decode:[1], 2}"}, "oc.decode"),
+        ({"model_name": "${oc.select:a, b, c}"}, "oc.select"),
     ],
 )
 def test_a_value_that_leads_nowhere_is_an_entry_and_stops_a_run(
@@ -259,11 +269,40 @@ def test_what_megatron_refuses_is_left_out_and_changes_no_number() -> None:
         ("policy__generation__backend", ["vllm"]),
         ("data__dataset_name", ["gsm8k"]),
         ("policy__megatron_cfg__scheduler__start_weight_decay", "none"),
+        ("grpo__reward_shaping", SHAPED | {"overlong_buffer_penalty": None}),
+        ("grpo__reward_shaping", SHAPED | {"overlong_buffer_penalty": "much"}),
+        ("policy__megatron_cfg__peft", {"enabled": True, "dim": 8, "target_modules": 1}),
+        ("async_rl__sampler__name", ["in_order"]),
     ],
 )
 def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: Any) -> None:
     result = recipe(tmp_path, **{key: value})
     assert any(line.startswith(key.replace("__", ".")) for line in result.unsupported), result.unsupported
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, [{"name": None}], [["x"]]])
+@pytest.mark.parametrize("backend", ["megatron_cfg", "dtensor_cfg"])
+def test_no_value_of_any_key_is_a_traceback(backend: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = {"grpo.reward_shaping.enabled": True, "grpo.reward_scaling.enabled": True, f"policy.{backend}.enabled": True,
+          f"policy.{backend}.lora_cfg.enabled": True, "policy.generation.colocated.enabled": False,
+          "data.validation.dataset_name": "AIME2024"}  # fmt: skip
+    monkeypatch.setattr("rlctl.config.nemo_rl.recipe._close", lambda *_: [])  # a search for what was meant takes long
+    for key in RULES:
+        if not key.endswith("*"):
+            result = import_recipe(None, [Override(name, given) for name, given in (on | {key: value}).items()])
+            assert all(isinstance(line, str) for line in result.unsupported), key
+
+
+def test_a_rule_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halfway(found: Found) -> None:
+        found.map("run.seed", 5)
+        raise TypeError("no such value")
+
+    monkeypatch.setitem(RULES, "grpo.seed", halfway)
+    result = recipe(tmp_path, grpo__seed=[3])
+    assert "run.seed" not in result.values
+    (line,) = result.unsupported
+    assert line.startswith("grpo.seed = [3]: rlctl cannot read")
 
 
 def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:
@@ -387,6 +426,8 @@ def test_a_reference_of_an_unknown_key_that_leads_nowhere_stops_nothing(tmp_path
         ({"eval": {"metric": "pass@k"}, "data": {"env_name": "vlm"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-VL-3B-Instruct"}}, "images"),
         ({"grpo": {}, "policy": {"model_name": "Qwen/Qwen2.5-Omni-3B"}}, "sound"),
+        ({"grpo": {}, "data": {"train": {"processor": "vlm_hf_data_processor"}}}, "images"),
+        ({"grpo": {}, "data": {"train": [{"dataset_name": "gsm8k"}, {"env_name": "vlm"}]}}, "images"),
     ],
 )
 def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(
@@ -403,17 +444,12 @@ def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(
     assert not result.of("not known")
     resolved = resolve(files=[path], environment={})
     assert resolved.config.cluster.nodes == 2
-    with pytest.raises(ConfigError, match=said):
-        resolved.require_supported()
-
-
-def test_an_algorithm_that_is_not_there_stays_refused_with_allowed_differences(tmp_path: Path) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text("sft: { max_num_steps: 3 }\npolicy: { model_name: x/y }\n")
-    allowed = resolve(files=[path], environment={}).allowing_differences()
-    allowed.require_supported()
-    with pytest.raises(InputError, match="'sft'"):
-        algorithm_from_config(allowed.config)
+    assert resolved.config.run.algorithm == "grpo"
+    for refused in (resolved, resolved.allowing_differences(), resolved.allowing_differences().with_values({})):
+        with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+            refused.require_supported()
+        assert "--allow-differences" not in f"{caught.value.message} {caught.value.hint}"
+    assert not [line for line in resolved.allowing_differences().notes if line.startswith("left out: This recipe")]
 
 
 def test_optimizer_steps_follow_from_the_global_batch(tmp_path: Path) -> None:
@@ -529,6 +565,53 @@ def test_variables_and_stop_tokens_reach_the_configuration(tmp_path: Path) -> No
     assert Sampling.from_config(config.generation, stop_token_ids=(2,)).stop_token_ids == (2, 128009)
 
 
+@pytest.mark.parametrize("backend", ["megatron_cfg", "dtensor_cfg"])
+@pytest.mark.parametrize("megatrons_first", [True, False])
+@pytest.mark.parametrize(
+    ("own", "given", "expected"),
+    [(0.5, 2.0, (0.5, 2.0)), (None, 2.0, (0, 2.0)), (0.5, None, (0.5, 0)), ("", 2.0, (2.0, 2.0))],
+)
+def test_gradients_are_clipped_by_the_backend_s_own_key(
+    backend: str, megatrons_first: bool, own: Any, given: float | None, expected: tuple[float, float], tmp_path: Path
+) -> None:
+    optimizer = {} if own == "" else {"optimizer": {"clip_grad": own}}
+    parts: list[dict[str, Any]] = [{"megatron_cfg": {"enabled": backend == "megatron_cfg"} | optimizer},
+                                   {"max_grad_norm": given}]  # fmt: skip
+    first, second = parts if megatrons_first else parts[::-1]
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({"grpo": {}, "policy": first | second}, sort_keys=False))
+    assert import_recipe(path).values["optimizer.clip_grad"] == expected[backend == "dtensor_cfg"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"), [("default", None), ("{{ messages }}", "{{ messages }}"), (None, "joined")]
+)
+def test_no_chat_template_joins_the_messages(tmp_path: Path, template: str | None, expected: str | None) -> None:
+    given = resolve(files=[recipe(tmp_path, policy__tokenizer__chat_template=template).path], environment={})
+    found = given.config.model.chat_template
+    if expected == "joined":
+        messages = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "2 + 3?"}]
+        assert found is not None
+        found, expected = Template(found).render(messages=messages, add_generation_prompt=True), "Be brief. 2 + 3?"
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "told"),
+    [(1, 1000, "changed"), (10, 1000, "changed"), (1000, 1000, "not applicable"), (None, 1000, "not applicable")],
+)
+def test_epochs_that_may_end_sooner_are_a_difference(tmp_path: Path, epochs: int | None, steps: int, told: str) -> None:
+    result = recipe(
+        tmp_path, grpo__max_num_epochs=epochs, grpo__max_num_steps=steps, grpo__num_prompts_per_step=16,
+        policy__train_global_batch_size=128,
+    )  # fmt: skip
+    assert status(result, "grpo.max_num_epochs") == told
+    assert result.unsupported == []
+    said = [line for line in result.changed if "max_num_epochs" in line]
+    assert bool(said) == (told == "changed")
+    assert all(f"set it to {epochs} x rows of the data / 16 prompts" in line for line in said)
+
+
 def test_a_file_dataset_keeps_its_fields(tmp_path: Path) -> None:
     data = {"dataset_name": "ResponseDataset", "train_data_path": "x.jsonl", "input_key": "q", "output_key": "a"}
     result = recipe(tmp_path, data=data)
@@ -598,6 +681,10 @@ def test_engines_with_devices_of_their_own_are_counted(tmp_path: Path) -> None:
     values = recipe(tmp_path, policy__generation__colocated=apart, cluster__num_nodes=4).values
     assert (values["generation.colocated"], values["generation.engines"]) == (False, 8)  # of two devices each
     assert values["generation.devices"] == 16
+    spread = {"tensor_parallel_size": 1, "expert_parallel_size": 4}
+    apart["resources"]["num_nodes"] = 1
+    values = recipe(tmp_path, policy__generation={"colocated": apart, "vllm_cfg": spread}).values
+    assert [values[f"generation.{key}"] for key in ("engines", "dp", "ep", "devices")] == [2, 4, 4, 8]
 
 
 def test_an_asynchronous_recipe_on_devices_of_its_own_has_a_plan_that_runs(tmp_path: Path) -> None:
@@ -777,6 +864,13 @@ def test_a_key_is_taken_out_or_added() -> None:
     assert added.generation.max_concurrent == 64
 
 
+def test_a_mapping_is_merged_into_the_section_that_it_overrides() -> None:
+    merged = overridden("policy.megatron_cfg={tensor_model_parallel_size: 2}").config
+    assert (merged.training.backend, merged.training.tp, merged.training.pp) == ("megatron", 2, 2)
+    added = overridden("+policy.generation.vllm_kwargs={max_num_seqs: 64}").config
+    assert added.generation.max_concurrent == 64
+
+
 def test_overrides_of_rlctl_s_own_keys_are_set() -> None:
     assert overridden("training.tp=2", "+run.seed=7", "data.shuffle=false").config.training.tp == 2
     assert resolve(overrides=["run.steps=9", "policy.model_name=x/y"], environment={}).config.model.name == "x/y"
@@ -830,6 +924,12 @@ def test_validation_is_mapped_where_its_prompts_can_be_read(tmp_path: Path) -> N
     assert result.values["run.keep_best_by"] == "validation/reward_mean"  # metric_name is val_reward
     resolved = resolve(files=[result.path], environment={})
     assert resolved.config.validation.data.split == "train"
+
+
+def test_a_period_below_one_turns_validation_off(tmp_path: Path) -> None:
+    result = recipe(tmp_path, data__validation={"dataset_name": "AIME2024"}, grpo__val_period=-1)
+    assert result.values["validation.every"] == 0
+    assert result.unsupported == []
 
 
 def test_a_file_of_validation_has_its_own_fields(tmp_path: Path) -> None:

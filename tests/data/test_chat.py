@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rlctl.config.schema import DataConfig, ModelConfig
 from rlctl.data.chat import PLAIN_STOP, PromptEncoder, load_tokenizer
@@ -162,6 +164,32 @@ def test_the_template_can_be_given_as_file_or_text(base_model: Path, tmp_path: P
 
 def test_the_tokenizer_can_be_another_model_s(base_model: Path, tiny_llama: Path) -> None:
     made = encoder(base_model, ModelConfig(tokenizer=str(tiny_llama)))
+    assert made.text(row()).startswith("<|im_start|>user")
+
+
+def test_a_tokenizer_is_looked_for_on_the_hub_once(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def unreachable(name: str, **settings: Any) -> str:
+        asked.append(settings)
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError, match="--tokenizer nowhere: no directory here, not in the Hugging Face cache"):
+        load_tokenizer(tiny_llama, ModelConfig(tokenizer="nowhere"))
+    assert [bool(settings.get("local_files_only")) for settings in asked] == [True, False]
+
+
+def test_a_tokenizer_alone_is_found_in_the_cache(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = Path(shutil.copytree(tiny_llama, tmp_path / "cached"))
+    (cached / "config.json").unlink()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(cached))
+    made = encoder(tiny_llama, ModelConfig(tokenizer="owner/tokenizer"))
     assert made.text(row()).startswith("<|im_start|>user")
 
 

@@ -1,4 +1,5 @@
-"""A configuration that rlctl cannot train is told apart: models of images or sound, encoder-decoders, unknown ones."""
+"""A configuration that rlctl cannot train is told apart: models of images or sound, encoder-decoders, models
+without a head that writes, unknown ones."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.models.families import facts_from_hf_config
+from rlctl.models.families import facts_from_hf_config, other_architecture
 
 
 @pytest.mark.parametrize(
@@ -17,12 +18,21 @@ from rlctl.models.families import facts_from_hf_config
         ({"architectures": ["LlavaNextForConditionalGeneration"]}, "takes images"),
         ({"architectures": ["NewModelForCausalLM"], "vision_config": {"depth": 2}}, "takes images"),
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "`LlamaForSequenceClassification` has no output layer"),
+        ({"architectures": ["Qwen2ForTokenClassification"]}, "has no output layer"),
+        ({"architectures": ["Qwen2ForProcessRewardModel"]}, "has no output layer"),
+        ({"architectures": ["LlamaModel"], "auto_map": {"AutoModel": "x.Y"}}, "has no output layer"),
+        ({"architectures": ["BertModel"]}, "has no output layer"),
+        ({"architectures": ["BertForMaskedLM"]}, "has no output layer"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "Unknown architecture"),
+        ({"architectures": ["ChatGLMModel"], "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "Unknown architecture"),
         ({"architectures": ["LamaForCausalLM"]}, "Unknown architecture `LamaForCausalLM`"),
     ],
 )
 def test_a_model_of_another_kind_is_not_an_unknown_one(config: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         facts_from_hf_config(config)
+    assert other_architecture(config) == (config["architectures"][0] if "Unknown" in words else None)
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts_per_tok"])

@@ -131,7 +131,7 @@ def dry_refit_test(resolved: Resolved) -> DryRun:
 
 def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int) -> DryRun:
     """Plan what `generate` would start for that many prompts. Needs neither the model's weights nor a GPU."""
-    model = NamedModel(_unopened(resolved), published_facts(resolved.config.model))
+    model = NamedModel(_unopened(resolved), published_facts(resolved.config.model, engines_alone=True))
     job = CompletionJob(resolved, model, samples, checkpoint)
     plan = job.plan([PROMPT_TOKENS] * prompts, assume=ASSUMED_GPU)
     refuse_unrunnable(plan)

@@ -109,9 +109,10 @@ def completion_job(
     """The job of completing `prompts` prompts; what can be refused without the weights is refused before they are
     fetched."""
     resolved.require_supported()
-    early = CompletionJob(resolved, open_model(resolved.config.model, weights=False), samples, checkpoint)
+    model = open_model(resolved.config.model, weights=False, engines_alone=True)
+    early = CompletionJob(resolved, model, samples, checkpoint)
     early.checked_plan([PROMPT_TOKENS] * prompts)
-    return replace(early, model=open_model(resolved.config.model, tell))
+    return replace(early, model=open_model(resolved.config.model, tell, engines_alone=True))
 
 
 def of_run(directory: Path, step: int | None, asked: Resolved) -> tuple[Resolved, Checkpoint]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
+from rlctl.checkpoints.hf.hf_files import refuse_quantised
 from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.paths import user_path
@@ -31,35 +32,43 @@ class NamedModel:
     facts: ModelFacts
 
 
-def open_model(model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel:
+def open_model(
+    model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True, engines_alone: bool = False
+) -> NamedModel:
     """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
-    none, or none that rlctl knows the family of."""
+    none, or none that rlctl knows the family of, or one whose weights are packed by a quantiser, unless `engines_alone`
+    read them."""
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
         model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
     )
+    if source.megatron is None and not engines_alone:
+        refuse_quantised(source.directory)
     return NamedModel(source, facts_in(source.directory))
 
 
-def published_facts(model: ModelConfig, tell: Tell = lambda _: None) -> ModelFacts:
+def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_alone: bool = False) -> ModelFacts:
     """Find out about a model without its weights: from a local directory's configuration, the catalog, or the hub's
     configuration, in this order.
 
-    Raises InputError, with near names of the catalog, for a model that none of them has.
+    Raises InputError, with near names of the catalog, for a model that none of them has, and for what `open_model`
+    refuses.
     """
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
     if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
         return known
     try:
-        directory = find_model(model.name, model.revision, weights=False, tell=tell).directory
+        source = find_model(model.name, model.revision, weights=False, tell=tell)
     except InputError as error:
         close = near(model.name)
         raise InputError(
             error.message, f"Known without a download: {', '.join(close)}." if close else error.hint
         ) from error
-    return facts_in(directory)
+    if source.megatron is None and not engines_alone:
+        refuse_quantised(source.directory)
+    return facts_in(source.directory)
 
 
 def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:

@@ -16,6 +16,7 @@ from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError
 
 CONFIG_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 # Copies of the same weights in other formats, which some repositories carry next to the published ones.
 IGNORED_FILES = ["original/*", "consolidated*", "*/*"]
 
@@ -110,19 +111,52 @@ def of_megatron(name: str, checkpoint: MegatronDirectory) -> ModelSource:
 
 def from_cache(name: str, revision: str | None, patterns: list[str], weights: bool) -> Path | None:
     """The cached snapshot of a hub name, or None where there is none or it lacks files."""
+    directory = _snapshot(name, revision, patterns)
+    if directory is None:
+        return None
+    try:
+        read_config(directory)
+        if weights:  # only that they are there: damaged ones are told, and another download would not replace them
+            shard_files(directory)
+    except InputError:
+        return None
+    return directory
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """The cached snapshot of a hub name, whatever it holds; None: there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
-        read_config(directory)
-        if weights:  # only that they are there: damaged ones are told, and another download would not replace them
-            shard_files(directory)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=True))
     except HFValidationError as error:
         raise InputError(f"model {name}: neither a directory nor a hub name such as `owner/model`.") from error
-    except (LocalEntryNotFoundError, InputError):
+    except LocalEntryNotFoundError:
         return None
-    return directory
+
+
+def tokenizer_directory(name: str, *, trust_remote_code: bool = False) -> Path:
+    """Find or fetch the tokenizer that `--tokenizer` names: a local directory, the Hugging Face cache, the hub, in this
+    order. It needs no config.json. Raises InputError where a name is unknown, gated or cannot be reached."""
+    if (local := user_path(name)).is_dir():
+        return local
+    patterns = [*CONFIG_FILES, *(("*.py",) if trust_remote_code else ())]
+    try:
+        cached = _snapshot(name, None, patterns)
+        if cached is not None and any(any(cached.glob(pattern)) for pattern in TOKENIZER_FILES):
+            return cached
+        fetched = from_hub(name, None, patterns)
+    except InputError as error:
+        raise InputError(f"--tokenizer: {error.message}", error.hint) from error
+    if fetched is None:
+        raise InputError(
+            f"--tokenizer {name}: no directory here, not in the Hugging Face cache, and the hub cannot be reached (or "
+            "HF_HUB_OFFLINE is set).",
+            "Give a directory with tokenizer.json, or download the tokenizer where there is a network with "
+            "`hf download`.",
+        )
+    return fetched
 
 
 def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | None:

@@ -156,13 +156,26 @@ def import_(
 
     The other commands read such a recipe directly with `--config FILE`.
     """
+    from rlctl.config.keys import is_section
     from rlctl.config.load import resolve
     from rlctl.config.nemo_rl.recipe import import_recipe, is_nemo_rl
+    from rlctl.config.sources import PRESET_KEYS
     from rlctl.config.yaml_values import read_mapping
-    from rlctl.errors import ConfigError
+    from rlctl.errors import ConfigError, listed
 
-    if not is_nemo_rl(read_mapping(file, "NeMo-RL recipe")):
-        raise ConfigError(f"{file} is not a NeMo-RL recipe, but rlctl's own YAML.", "Use it as it is with --config.")
+    values = read_mapping(file, "NeMo-RL recipe")
+    if not values:
+        raise ConfigError(f"{file} is empty: it holds no keys.", "Name a NeMo-RL recipe.")
+    if not is_nemo_rl(values):
+        others = [str(key) for key in values if not is_section(str(key).partition(".")[0]) and key not in PRESET_KEYS]
+        if not others:
+            raise ConfigError(
+                f"{file} is not a NeMo-RL recipe, but rlctl's own YAML.", "Use it as it is with --config."
+            )
+        raise ConfigError(
+            f"{file} is neither a NeMo-RL recipe nor rlctl's YAML: rlctl has no section {listed(others)}.",
+            "docs/coming_from.md has rlctl's keys for those of verl and TRL.",
+        )
     recipe = import_recipe(file)
     resolved = resolve(files=[file], environment={})
     if json_:
@@ -220,6 +233,8 @@ def report_lines(recipe: Import, stream: TextIO | None, *, everything: bool = Fa
         # The sentence on the whole recipe says it all.
         if recipe.foreign is not None and status != "not known" and not everything:
             continue
+        if recipe.foreign is not None and status == "not yet":
+            heading = "rlctl cannot run this yet:"
         yield coloured(heading, LOOK[status], stream) if status in LOOK else heading
         entries = sorted(recipe.of(status), key=lambda entry: entry.key.partition(".")[0])
         parts = [[entry] for entry in entries] if everything else [entries]
@@ -241,7 +256,7 @@ def _without_effect(config: RlctlConfig) -> dict[str, str]:
 
     name = config.model.name or ""
     known = user_path(name).joinpath("config.json").is_file() or lookup(name)
-    return idle_fields(config, published_facts(config.model)) if known else {}
+    return idle_fields(config, published_facts(config.model, engines_alone=True)) if known else {}
 
 
 def key_lines(section: type[Section], indent: str = "  ") -> Iterator[str]:

@@ -211,7 +211,12 @@ def resolve_config(
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
         flags |= {key: Flag(several.name, value) for key, value in listed.items()}
-    return resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
+    resolved = resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
+    # A run that goes on has the mode of its manifest, and a comparison may have both modes.
+    elsewhere = params.get("resume") or params.get("compare")
+    if "max_staleness" in given and resolved.config.rollouts.mode == "sync" and not elsewhere:
+        raise InputError("--max-staleness is for --async: rollouts are made before each step here.", "Add --async.")
+    return resolved
 
 
 def require_dry_run(explain: bool, dry_run: bool) -> None:

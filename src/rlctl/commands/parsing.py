@@ -7,6 +7,7 @@ help; one with a similar meaning is refused with the flag or the key to use.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any
@@ -126,7 +127,7 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line; Typer would show a required argument as {SRC}."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)
@@ -140,10 +141,20 @@ class Group(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if not ctx.resilient_parsing and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            meant = f"Did you mean `{ctx.command_path} {near[0]}`? " if near else ""
-            raise InputError(f"`{ctx.command_path}` has no command `{args[0]}`.", f"{meant}{self.there_are(ctx)}")
+            meant = self.meant(ctx, args[0])
+            question = f"Did you mean `{ctx.command_path} {meant}`? " if meant else ""
+            raise InputError(f"`{ctx.command_path}` has no command `{args[0]}`.", f"{question}{self.there_are(ctx)}")
         return super().resolve_command(ctx, args)
+
+    def meant(self, ctx: Any, name: str) -> str | None:
+        """Return the command that `name` was probably meant for: an algorithm of `train` is a flag of `train grpo`."""
+        from rlctl.rl.algorithms.available import BUILT_IN
+
+        found: dict[str, Any] = {own: self.get_command(ctx, own) for own in self.list_commands(ctx)}
+        takes = [own for own, command in found.items() if "--algorithm" in _flags(command)]
+        if ctx.parent is not None and name in BUILT_IN and takes:
+            return f"{takes[0]} --algorithm {name}"
+        return next(iter(difflib.get_close_matches(name, found, 1)), None)
 
     def there_are(self, ctx: Any) -> str:
         """Return the subcommands with what each does, a line each."""

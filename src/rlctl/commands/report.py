@@ -17,7 +17,7 @@ app = command_app()
     epilog=examples("rlctl report runs/my-run", "rlctl report runs/first runs/second --output comparison.html")
 )
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Directories of runs.")],
     output: Annotated[
         Path | None,
         typer.Option(

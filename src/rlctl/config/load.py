@@ -42,6 +42,8 @@ class Resolved:
     """Lines on what runs differently from how a source has it."""
     refusals: tuple[str, ...] = ()
     """Lines on what a source asks for and rlctl cannot run yet."""
+    final: tuple[str, ...] = ()
+    """Those of `refusals` that no permission to go on with differences removes: recipes of another kind."""
 
     def with_values(self, values: Mapping[str, Any], origin: str = PLANNER) -> Resolved:
         """Return the configuration with `values` (by dotted key) for what nobody else has set, from `origin`."""
@@ -51,10 +53,15 @@ class Resolved:
 
         below = Source(Value(key, value, origin) for key, value in values.items())
         given = [value for value in self.given() if stays(value)]
-        return from_sources([below, Source(given, self.notes, [Refusal(line) for line in self.refusals])])
+        refusals = [Refusal(line, final=line in self.final) for line in self.refusals]
+        return from_sources([below, Source(given, self.notes, refusals)])
 
     def require_supported(self) -> None:
         """Raise ConfigError where a source asks for what rlctl cannot run yet."""
+        if self.final:
+            raise ConfigError(
+                "\n".join(self.final), "Nothing goes on without that: take a recipe of GRPO, or rlctl's own keys."
+            )
         if self.refusals:
             raise ConfigError(
                 "The configuration asks for what rlctl cannot run yet:\n" + "\n".join(self.refusals),
@@ -63,7 +70,8 @@ class Resolved:
 
     def allowing_differences(self) -> Resolved:
         """Return the configuration without what rlctl cannot run yet, which the notes name."""
-        return replace(self, refusals=(), notes=(*self.notes, *(f"left out: {line}" for line in self.refusals)))
+        left_out = [line for line in self.refusals if line not in self.final]
+        return replace(self, refusals=self.final, notes=(*self.notes, *(f"left out: {line}" for line in left_out)))
 
     def given(self) -> list[Value]:
         """Return the values that are not defaults."""
@@ -124,12 +132,14 @@ def from_sources(sources: Sequence[Source]) -> Resolved:
         lines = [explain(problem, values) for problem in error.errors()]
         raise ConfigError(lines_of(lines), "`rlctl config schema` says what each key takes.") from error
     values = merged(sources)
+    refusals = [refusal for source in sources for refusal in source.standing()]
     return Resolved(
         RlctlConfig.model_construct(**dict(settings)),
         origins(settings, values),
         frozenset(whole(key) for key, value in values.items() if value.optional),
         tuple(line for source in sources for line in source.notes),
-        tuple(line for source in sources for line in source.standing()),
+        tuple(refusal.line for refusal in refusals),
+        tuple(refusal.line for refusal in refusals if refusal.final),
     )
 
 

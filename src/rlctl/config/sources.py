@@ -65,6 +65,8 @@ class Refusal:
     line: str
     settled_by: str | None = None
     """The key that settles it where a stronger source sets it."""
+    final: bool = False
+    """Nothing can go on without it: the recipe is of another kind than rlctl runs."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class Settings(RlctlConfig, BaseSettings):
 class Source(PydanticBaseSettingsSource):
     """A source of values under rlctl's own keys; `problems` says what is wrong with them, a line each."""
 
+    typed = False
+    """Whether the user has typed the values for this command: two of them that contradict each other are an error."""
+
     def __init__(self, values: Iterable[Value], notes: Sequence[str] = (), refusals: Sequence[Refusal] = ()) -> None:
         super().__init__(Settings)
         self.notes = tuple(notes)
@@ -119,9 +124,9 @@ class Source(PydanticBaseSettingsSource):
         """Return one section; the library requires this method and calls the source as a whole."""
         return self().get(field_name), field_name, False
 
-    def standing(self) -> list[str]:
-        """Return the lines of the refusals that no stronger source settles, once the source has been called."""
-        return [r.line for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
+    def standing(self) -> list[Refusal]:
+        """Return the refusals that no stronger source settles, once the source has been called."""
+        return [r for r in self.refusals if r.settled_by is None or not self._settled(r.settled_by)]
 
     def _settled(self, key: str) -> bool:
         return bool(self.stronger(key)) or (key in OTHER_WAY and any(self.stronger(OTHER_WAY[key])))
@@ -132,7 +137,7 @@ class Source(PydanticBaseSettingsSource):
         if value.key in OTHER_WAY:
             return any(self.stronger(OTHER_WAY[value.key]))
         other = {"cluster.gpu": "cluster.gpus_per_node", "cluster.gpus_per_node": "cluster.gpu"}.get(value.key)
-        if other is None or not (stronger := self.stronger(other)):
+        if self.typed or other is None or not (stronger := self.stronger(other)):
             return False
         now = {value.key: value.value, other: stronger[0]}
         return now["cluster.gpu"] != "auto" and (now["cluster.gpu"] == "cpu") != (now["cluster.gpus_per_node"] == 0)
@@ -212,6 +217,8 @@ class EnvironmentSource(Source):
 class FlagSource(Source):
     """Flags of the command line, by the key that each sets."""
 
+    typed = True
+
     def __init__(self, flags: Mapping[str, Any]) -> None:
         given = {key: flag if isinstance(flag, Flag) else Flag(key, flag) for key, flag in flags.items()}
         super().__init__(Value(key, flag.value, f"flag {flag.name}") for key, flag in given.items())
@@ -219,6 +226,8 @@ class FlagSource(Source):
 
 class SetSource(Source):
     """One `--set section.key=value`."""
+
+    typed = True
 
     def __init__(self, text: str) -> None:
         key, equals, value = text.partition("=")
@@ -282,7 +291,8 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         optional = key.startswith("megatron.") or (key == "run.loggers" and not given & LOGGERS.keys())
         values[source in given].append(Value(key, value, origin, optional=optional))
     for line, settled_by in recipe.refusals:
-        refusals[recipe.source.get(settled_by or "") in given].append(Refusal(line, settled_by))
+        refusal = Refusal(line, settled_by, final=recipe.foreign is not None)
+        refusals[recipe.source.get(settled_by or "") in given].append(refusal)
     notes = [
         *(f"left out: {line}" for line in recipe.unknown),
         *(f"runs differently: {line}" for line in recipe.changed),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
 from rlctl.config.schema import DataConfig, ModelConfig
@@ -174,9 +175,15 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
 
     name = model.tokenizer or str(model_directory)
     origin = f"--tokenizer {name}" if model.tokenizer else f"The model directory {name}"
+    # transformers asks the hub again and again for a name that it does not find, and this asks once.
+    directory = (
+        tokenizer_directory(model.tokenizer, trust_remote_code=model.trust_remote_code)
+        if model.tokenizer
+        else model_directory
+    )
     log.info("reading the tokenizer of %s", name)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=model.trust_remote_code)
     except StrictDataclassError as error:  # it reads the model's configuration for the tokenizer's class
         raise InputError(
             f"{origin}: transformers refuses its config.json: {str(error).strip().splitlines()[-1].strip()}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -61,6 +62,12 @@ def family_of_config(config: dict[str, Any]) -> Family:
             f"`{name}` is a model that takes images, sound or video as well as text; rlctl trains text models.",
             "Name a text model, perhaps the one that it was made from.",
         )
+    if writes_nothing(config):
+        raise InputError(
+            f"`{name}` has no output layer that writes text: it is a classifier, a model of rewards or one of "
+            "embeddings, and rlctl trains models that write.",
+            "Name the model with a causal language modelling head (...ForCausalLM) that it was made from.",
+        )
     known = [a for f in families() for a in f.architectures]
     near = difflib.get_close_matches(name, known, 1, 0.0)
     hint = f"Nearest known: {near[0]}. A new family is one file in src/rlctl/models (docs/adding_a_model.md)."
@@ -79,11 +86,26 @@ def sees(config: dict[str, Any]) -> bool:
     )
 
 
+OTHER_HEADS = re.compile(
+    r"For(Sequence|Token|Multi\w*|Audio|Image)Classification$|For(QuestionAnswering|MaskedLM|MultipleChoice|PreTraining)$"
+    r"|For(\w*)Reward(Model)?$|(?<!LMHead)Model$|Encoder$"
+)
+"""Architectures whose output is a class, a score, a masked token or the hidden states alone."""
+
+
+def writes_nothing(config: dict[str, Any]) -> bool:
+    """Return whether a configuration is of a model without a head for the next token. A repository's own code may have
+    one in a class that is called like the layers below it."""
+    own = config.get("auto_map")
+    named = [str(name) for name in config.get("architectures") or ()]
+    return any(map(OTHER_HEADS.search, named)) and not (isinstance(own, dict) and "AutoModelForCausalLM" in own)
+
+
 def other_architecture(config: dict[str, Any]) -> str | None:
     """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
     require_kinds(config)
     named = [str(name) for name in config.get("architectures") or ()]
-    if len(named) != 1 or config.get("is_encoder_decoder") or sees(config):
+    if len(named) != 1 or config.get("is_encoder_decoder") or sees(config) or writes_nothing(config):
         return None
     return None if any(named[0] in known.architectures for known in families()) else named[0]
 

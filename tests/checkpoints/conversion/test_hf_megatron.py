@@ -313,7 +313,7 @@ BAD = {
     "another activation": (set_config(hidden_act="gelu"), "`hidden_act` is 'gelu', but rlctl computes a llama"),
     "packed by a quantiser": (
         lambda d: change(d, lambda h: h.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)})),
-        r"quantised in a way that rlctl does not read \(no quant_method; tensor model\.layers\.0\.mlp\.up_proj\.",
+        r"quantised in a way that rlctl does not read \(tensor model\.layers\.0\.mlp\.up_proj\.",
     ),
     "quantised as it computes": (
         set_config(quantization_config={"quant_method": "bitnet", "quantization_mode": "online"}),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantised
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
 from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.errors import InputError, listed
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 SCALE = "_scale_inv"
-READ_METHODS = ("fp8", "mxfp4")
-"""Values of `quant_method` whose tensors are read: float8 with scales of blocks, and four bits of gpt-oss's experts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
     config = read_config(directory)
     facts = facts or facts_in(directory)
     files = SafetensorsDirectory.open(directory)
-    _refuse_quantised(directory, config, files)
+    refuse_quantised(directory, files.tensors)
     facts = without_absent_mtp(facts, files.tensors)
     wanted = weights_of(facts).tensors
     block = (config.get("quantization_config") or {}).get("weight_block_size")
@@ -146,18 +144,6 @@ def _refuse_other_head(directory: Path, facts: ModelFacts, files: SafetensorsDir
         return
     why = f"{directory}: {head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true."
     raise InputError(why, "Set it to false where the head is the model's own, or remove the tensor.")
-
-
-def _refuse_quantised(directory: Path, config: dict[str, Any], files: SafetensorsDirectory) -> None:
-    """Refuse a quantiser whose format is not read. Some (GPTQ, AWQ, bitsandbytes) pack weights into tensors of their
-    own; others (BitNet) keep the names, and the model computes with other numbers than the files hold."""
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    packed = next((n for n in files.tensors if n.endswith((".qweight", ".weight_packed", ".absmax"))), None)
-    if packed is None and method in (None, *READ_METHODS):
-        return
-    found = f"{method or 'no quant_method'}; tensor {packed}" if packed else f"quant_method {method}"
-    why = f"{directory}: the model is quantised in a way that rlctl does not read ({found})."
-    raise InputError(why, "Use a model that is not quantised.")
 
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,9 @@ DATASETS = {
 
 LONGEST_VALUE = 60
 """Characters of a value in a line of the report."""
+
+JOINED_MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The chat template of a recipe that has null for one: what the messages say, and nothing between."""
 
 NO_CAP = 1e9
 """Beyond every importance weight, since log-ratios end at 20."""
@@ -263,8 +266,8 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
-    places = ("policy.model_name", "data.default.processor", "data.processor", "data.default.env_name", "data.env_name")
-    if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(leaves.get(place))) for place in places):
+    told = [leaves.get("policy.model_name"), *_data_handling(leaves)]
+    if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in told):
         return "This recipe is for images, sound or video, and rlctl is for models of text.", algorithm
     if "eval" in sections:
         return _evaluation(leaves), None
@@ -275,6 +278,15 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     if leaves.get("on_policy_distillation.enabled") is True:
         return "This recipe distills from teachers by agent, and rlctl has one teacher for all prompts.", "distillation"
     return None, None
+
+
+def _data_handling(leaves: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the names of processors and environments that the data has, also those of a list of data sets."""
+    names, train = ("processor", "env_name"), leaves.get("data.train")
+    yield from (leaves.get(f"{place}.{name}") for place in ("data", "data.default", "data.train") for name in names)
+    for each in train if isinstance(train, list) else ():
+        if isinstance(each, Mapping):
+            yield from (each.get(name) for name in names)
 
 
 def _evaluation(leaves: Mapping[str, Any]) -> str:
@@ -419,6 +431,7 @@ def reward_shaping(found: Found) -> None:
     """Map DAPO's penalty: `finish` sets it, from lengths that it knows."""
     names = ("overlong_buffer_length", "max_response_length")
     lengths = [found.get(f"grpo.reward_shaping.{name}") for name in names]
+    penalty = found.leaves.get("grpo.reward_shaping.overlong_buffer_penalty", 1)
     if found.value is not True:
         found.skip("there is none")
     elif found.get("grpo.reward_shaping.stop_properly_penalty_coef") is not None:
@@ -426,6 +439,9 @@ def reward_shaping(found: Found) -> None:
                   "filter.truncated")  # fmt: skip
     elif not all(isinstance(length, int) and length > 0 for length in lengths):
         found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
+    elif not isinstance(penalty, int | float):
+        found.say("not yet", f"overlong_buffer_penalty is {_short(penalty)}, which is no number",
+                  "reward.overlong_factor")  # fmt: skip
     else:
         found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
 
@@ -541,8 +557,35 @@ def engine(found: Found) -> None:
 
 
 def chat_template(found: Found) -> None:
-    """Map a template; `default` is the tokenizer's own."""
-    found.map("model.chat_template", None if found.value == "default" else found.value)
+    """Map a template; `default` is the tokenizer's own, as is a key that is not there, and null joins the messages."""
+    if found.value is None:
+        found.set("model.chat_template", JOINED_MESSAGES)
+        found.say("mapped", "model.chat_template: null joins what the messages say, without roles or special tokens")
+    else:
+        found.map("model.chat_template", None if found.value == "default" else found.value)
+
+
+def clipping(found: Found) -> None:
+    """Map the norm that gradients are clipped to: null means that they are not. The Megatron section's own holds where
+    Megatron trains."""
+    own = f"{MEGATRON}.optimizer.clip_grad"
+    if found.name != own and megatron_on(found) and own in found.leaves:
+        found.skip(f"{own} holds, since Megatron trains")
+    else:
+        found.map("optimizer.clip_grad", 0 if found.value is None else found.value)
+
+
+def epochs(found: Found) -> None:
+    """Say where a recipe may end sooner than `run.steps` does: how many rows its data has is not known here."""
+    steps = step_value(found, "max_num_steps")
+    # An epoch has at least one step.
+    later = isinstance(steps, int) and isinstance(found.value, int) and 0 < steps <= found.value
+    if found.value is None or later:
+        found.skip("run.steps ends the run; prompts come round again")
+        return
+    prompts = step_value(found, "num_prompts_per_step") or "batch.prompts"
+    enough = f"{_short(found.value)} x rows of the data / {_short(prompts)} prompts of a step"
+    found.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
 
 
 def recompute(found: Found) -> None:
@@ -720,12 +763,16 @@ def tokenizer(found: Found) -> None:
         found.map("model.tokenizer", found.value)
 
 
+def engine_copies(found: Found) -> int:
+    """Return the data parallel ranks of an engine whose experts are spread over more ranks than its tensors are."""
+    return max(1, found.number(f"{VLLM}.expert_parallel_size") // found.number(f"{VLLM}.tensor_parallel_size"))
+
+
 def expert_engines(found: Found) -> None:
     if found.value in (None, 1):
         found.map("generation.ep", found.value)
         return
-    ep = found.number(found.name)
-    dp = max(1, ep // found.number(f"{VLLM}.tensor_parallel_size"))
+    ep, dp = found.number(found.name), engine_copies(found)
     found.set("generation.ep", ep)
     found.set("generation.dp", dp)
     found.say("mapped", f"generation.ep: {ep}, generation.dp: {dp}")
@@ -771,7 +818,8 @@ def validation_period(found: Found) -> None:
             found.set(f"validation.data.{key}", value)
     own = found.get("policy.generation.val_temperature")
     found.set("validation.temperature", found.get("policy.generation.temperature") or 1.0 if own is None else own)
-    found.map("validation.every", found.value)
+    # NeMo-RL validates periodically where the number is above 0, and recipes write -1 as well as 0.
+    found.map("validation.every", max(0, found.value) if isinstance(found.value, int) else found.value)
 
 
 def dataset(found: Found) -> None:
@@ -996,6 +1044,7 @@ def engine_devices(found: Found) -> None:
             f"{resources}.gpus_per_node", found.number("cluster.gpus_per_node")
         )
         each = found.number(f"{VLLM}.tensor_parallel_size") * found.number(f"{VLLM}.pipeline_parallel_size")
+        each *= engine_copies(found)
         found.map("generation.engines", max(1, devices // each))
         found.set("generation.devices", devices)
 

@@ -54,7 +54,7 @@ _STEPS: dict[str, Rule] = {
     "num_prompts_per_step": to("batch.prompts"),
     "num_generations_per_prompt": to("batch.generations"),
     "max_num_steps": to("run.steps"),
-    "max_num_epochs": without("run.steps ends the run; prompts come round again"),
+    "max_num_epochs": rules.epochs,
     "max_rollout_turns": only(None, 1, why="rollouts have one turn"),
     "val_period": validated(rules.validation_period),
     "val_at_start": validated(to("validation.at_start")),
@@ -180,7 +180,7 @@ _POLICY: dict[str, Rule] = {
     "policy.max_total_sequence_length": to("model.max_length"),
     "policy.precision": to("model.dtype", {"bfloat16": "bfloat16", "float32": "float32"}),
     "policy.logprob_chunk_size": KERNELS,
-    "policy.max_grad_norm": to("optimizer.clip_grad"),
+    "policy.max_grad_norm": rules.clipping,
     "policy.make_sequence_length_divisible_by": without("rows are padded as the parallelism needs"),
     "policy.refit_buffer_size_gb": without("a refit's buckets are sized by rlctl"),
     "policy.offload_optimizer_for_logprob": KERNELS,
@@ -328,7 +328,7 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.adam_beta1": to("optimizer.beta1"),
     "optimizer.adam_beta2": to("optimizer.beta2"),
     "optimizer.adam_eps": to("optimizer.eps"),
-    "optimizer.clip_grad": to("optimizer.clip_grad"),
+    "optimizer.clip_grad": rules.clipping,
     "optimizer.fp16": only(None, False, why="training is float32 or bfloat16"),
     "optimizer.bf16": without("model.dtype"),
     "optimizer.params_dtype": without("master weights are float32"),
@@ -555,8 +555,6 @@ def finish(result: Import, leaves: Mapping[str, Any]) -> None:
         result.set("reward.extract", "boxed", "env.math")
     _leave_room_for_prompts(result, length, leaves.get("policy.generation.max_new_tokens"))
     rules.overlong(result, leaves)
-    if result.values.get("optimizer.clip_grad") is None:
-        result.values.pop("optimizer.clip_grad", None)
 
 
 def _leave_room_for_prompts(result: Import, length: int | None, new: Any) -> None:

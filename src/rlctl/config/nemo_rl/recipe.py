@@ -22,7 +22,7 @@ from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, InputError
 
 OWN = RlctlConfig.model_fields.keys()
 MARKS = ("policy", "defaults", "grpo", "loss_fn", "checkpointing", "eval", *(ALGORITHMS.keys() - OWN))
@@ -90,7 +90,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     leaves = {renamed(key): value for key, value in found.items()}
     known = {key: value for key, value in leaves.items() if not isinstance(value, Unresolved)}
     result.foreign, algorithm = foreign_kind(known)
-    if algorithm is not None:
+    if algorithm is not None and result.foreign is None:
         result.set("run.algorithm", algorithm, algorithm)
     for key, value in leaves.items():
         rule = find_rule(key, RULES)
@@ -105,7 +105,7 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
             written = value.text if isinstance(value, Unresolved) else value
             result.entries.append(Entry(key, written, "not known", "rlctl does not know this key"))
         else:
-            rule(Found(result, key, value, known))
+            _apply_rule(rule, Found(result, key, value, known))
     finish(result, known)
     _leave_out_misfits(result, known)
     for index, entry in enumerate(result.entries):
@@ -114,6 +114,21 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     order = {key: index for index, key in enumerate(leaves)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     return result
+
+
+def _apply_rule(rule: Rule, found: Found) -> None:
+    """Map a key. Where its rule cannot work with what the recipe has, a value of another type perhaps, nothing of the
+    key is kept, and an entry of the report says so."""
+    result = found.result
+    values, source, told = dict(result.values), dict(result.source), len(result.entries)
+    try:
+        rule(found)
+    except InputError:  # a ValueError too, with a sentence of its own
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError):
+        result.values, result.source = values, source
+        del result.entries[told:]
+        found.say("not yet", "rlctl cannot read such a value, or not with the values of the keys next to it")
 
 
 def _leave_out_misfits(result: Import, leaves: Mapping[str, Any]) -> None:
@@ -184,6 +199,9 @@ def _apply(override: Override, merged: dict[str, Any]) -> None:
         raise ConfigError(f"unknown key `{override.key}`: neither the recipe nor rlctl has it.", meant)
     if override.remove:
         place.pop(name, None)
+    elif isinstance(override.value, Mapping):
+        below = place.get(name)
+        place[name] = _merge(below if isinstance(below, Mapping) else {}, override.value)
     else:
         place[name] = override.value
 
@@ -255,14 +273,28 @@ RESOLVERS: dict[str, Callable[[list[Any]], Any]] = {
     "max": _number("max", max),
     "min": _number("min", min),
     "oc.env": lambda a: _variable(*a),
+    "oc.decode": lambda a: _decoded(*a),
 }
 """Resolvers of NeMo-RL, which registers the arithmetic ones, and of OmegaConf."""
+SELECT = "oc.select"
+"""The resolver that looks a key up, with a value for where there is none."""
 
 
 def _variable(name: Any, *otherwise: Any) -> Any:
     if str(name) not in os.environ and not otherwise:
         raise ConfigError(f"the environment variable {name} is not set.")
     return os.environ.get(str(name), *otherwise)
+
+
+def _decoded(text: Any, *more: Any) -> Any:
+    """Return the value that a text spells, such as the number of an environment variable."""
+    if more or not (text is None or isinstance(text, str)):
+        raise ConfigError(f"${{oc.decode:...}} takes one text, and has {', '.join(map(str, (text, *more)))}.")
+    return None if text is None else parse_value(text)
+
+
+class Absent(ConfigError):
+    """A reference leads to a key that the recipe does not have."""
 
 
 class TooMuch(ConfigError):
@@ -324,9 +356,22 @@ def _evaluate(inner: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
     if match is None:
         return _lookup(inner.strip(), root, at, depth)
     name, arguments = match.group(1), [part.strip() for part in _split(match.group(2))]
+    values = [_resolved(parse_value(a) if "${" not in a else a, root, at, depth) for a in arguments]
+    if name == SELECT:
+        return _selected(values, root, at, depth)
     if name not in RESOLVERS:
-        raise ConfigError(f"unknown resolver `{name}`; rlctl knows {', '.join(RESOLVERS)}.")
-    return RESOLVERS[name]([_resolved(parse_value(a) if "${" not in a else a, root, at, depth) for a in arguments])
+        raise ConfigError(f"unknown resolver `{name}`; rlctl knows {', '.join((*RESOLVERS, SELECT))}.")
+    return RESOLVERS[name](values)
+
+
+def _selected(arguments: list[Any], root: _Root, at: tuple[str, ...], depth: int) -> Any:
+    """Return the value of the key that the first argument names, and the second where there is no such key."""
+    if len(arguments) not in (1, 2):
+        raise ConfigError(f"${{{SELECT}:...}} takes a key and a default, and has {len(arguments)} arguments.")
+    try:
+        return _lookup(str(arguments[0]), root, at, depth)
+    except Absent:
+        return arguments[1] if len(arguments) == 2 else None
 
 
 def _split(text: str) -> list[str]:
@@ -359,5 +404,5 @@ def _lookup(path: str, root: _Root, at: tuple[str, ...], depth: int) -> Any:
         elif isinstance(value, Mapping) and key in value:
             value = value[key]
         else:
-            raise ConfigError(f"it refers to `{path}`, which the recipe does not have.")
+            raise Absent(f"it refers to `{path}`, which the recipe does not have.")
     return _resolved(value, root, tuple(keys), depth)
