@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from rlctl.cluster.session_files import abandoned, lasting_folder
 from rlctl.cluster.workers import WorkerGroup, WorkerSpec
 from rlctl.errors import MachineError
 from support.processes import beyond_loopback, family_of, listening
+from support.runs import wait_until_gone
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -238,6 +240,29 @@ def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
     assert not Path(told["session"]).parents[1].exists()
     assert not [file for one in told["begun"] for file in one["files"] if Path(file).exists()]
     assert not [pid for pid in (*told["ray"], *(p for one in told["begun"] for p in one["pids"])) if runs(pid)]
+
+
+KILLED = """
+import json, os, signal
+import psutil
+from rlctl.cluster.ray_session import ray_session
+
+with ray_session():
+    family = psutil.Process().children(recursive=True)
+    print(json.dumps([process.pid for process in family]), flush=True)
+    for process in family:
+        if process.name() not in ("gcs_server", "raylet") and process.parent().name() == "raylet":
+            process.suspend()  # it does not notice that Ray is gone
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_of_a_killed_session_end_with_it(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    pids = json.loads(killed.stdout)
+    assert len(pids) > 3
+    wait_until_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
 
 
 def runs(pid: int) -> bool:

@@ -45,6 +45,25 @@ PROCESSES = {RAYLET: "The raylet of this node", "gcs_server": "Ray's control pro
 TELLING_LOGS = ("gcs_server.*", "raylet.*", "worker-*.err", "python-core-*")
 ASK = """import sys; from ray._raylet import GcsClient
 GcsClient(address=sys.argv[1]).internal_kv_get(b"rlctl", None, timeout=10)"""
+WATCHER = """
+import os, sys, time
+if sys.stdin.read(1):
+    sys.exit()
+quiet = 0
+while quiet < 5:  # a process may be about to start another one
+    quiet += 1
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                own = os.fsencode("TMPDIR=" + sys.argv[1]) in file.read().split(bytes(1))
+            if own:
+                os.kill(int(pid), 9)
+                quiet = 0
+        except OSError:
+            pass
+    time.sleep(0.2)
+"""
+"""A program that waits for a byte of the process that started it, or for its death."""
 TOKEN_ADVICE = "Run `ray get-auth-token --generate` on the head node, and start Ray again with RAY_AUTH_MODE=token."
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -139,6 +158,7 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
         try:
             own = stack.enter_context(lasting_folder(base))
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
+            stack.enter_context(_ending_with_this_process(temporary))
             stack.enter_context(_ending_descendants())
             with _children_survive_the_terminal():
                 _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody
@@ -406,6 +426,22 @@ def _object_store_bytes() -> int:
     """As much of shared memory as rollouts need, and never more than a third of what is free."""
     free = psutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else OBJECT_STORE_BYTES
     return max(78_643_200, min(OBJECT_STORE_BYTES, free // 3))  # Ray refuses less than 75 MiB
+
+
+@contextlib.contextmanager
+def _ending_with_this_process(temporary: Path) -> Iterator[None]:
+    """Where this process is killed within the block, end all processes whose TMPDIR is `temporary`. Those of Ray that
+    were just starting would try for as long as `PATIENCE` lets them, and children of workers would go on."""
+    command = [sys.executable, "-S", "-E", "-c", WATCHER, str(temporary)]
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert watcher.stdin is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it was killed
+            watcher.stdin.write(b"x")
+            watcher.stdin.close()
+        watcher.wait()
 
 
 @contextlib.contextmanager
