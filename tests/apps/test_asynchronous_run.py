@@ -149,7 +149,7 @@ def killed_in(moment: tuple[str, str, str], arguments: list[str], log: Path) -> 
 
 @pytest.mark.parametrize("settings", [(), FAST], ids=["position", "arrival"])
 def test_at_whatever_moment_it_is_killed_a_run_trains_on_each_prompt_once(tiny_llama, tmp_path, settings):
-    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 12
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 20
     arguments = command(tiny_llama, run_dir, *ASYNC, *settings, "--steps", str(steps))
     for moment in MOMENTS:
         killed_in(moment, arguments, log)
