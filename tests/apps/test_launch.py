@@ -20,6 +20,7 @@ from rlctl.cli import run
 from rlctl.config.load import resolve
 from rlctl.errors import InputError
 from rlctl.runs.directory import MANIFEST, RunDirectory, write_json
+from rlctl.telemetry.metrics import read_metrics
 
 BROKEN = """
 def raises(completion, **row):
@@ -241,6 +242,7 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
     ):
         assert run([*resume, *more]) == 2
         assert said in capsys.readouterr().err
+    assert [line["step"] for line in read_metrics(files / "run" / "metrics.jsonl")] == [2]  # as if it was killed then
     assert run(train(tiny_llama, "--allow-changes")) == 2
     assert "--allow-changes is for --resume" in capsys.readouterr().err
 

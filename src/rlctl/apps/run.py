@@ -366,12 +366,9 @@ def _loggers(
 ) -> Sequence[MetricsFile | LoggerThread]:
     """Return the metrics file and what else is wanted; closed by `stack`."""
     finished = 0 if resume_from is None else resume_from.step
-    file = MetricsFile(run.metrics, finished=finished)
+    file = run.open_metrics(resume_from)
     loggers: list[MetricsFile | LoggerThread] = [file]
     stack.callback(file.close)
-    if resume_from is not None and finished not in file.steps:
-        # The run was killed between the checkpoint and its metrics line.
-        file.log(finished, resume_from.state()["metrics"])
     config, options = job.config.model_dump(mode="json"), job.config.run
     logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
     for logger in start_loggers(loggers_of(job.resolved), logged, display.say):

@@ -117,6 +117,8 @@ def resumed_job(
         tell(change)
     checkpoints = run.checkpoints()
     if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
+        if starts:  # a run that was killed while it saved its last step lacks the line of it
+            run.open_metrics(checkpoints[-1]).close()
         raise InputError(
             f"--resume: {run.path} has finished {done} steps, and {job.config.run.steps} are asked for.",
             "Give more with --steps.",

@@ -19,7 +19,7 @@ from typing import Any
 from rlctl.checkpoints.staging import is_full
 from rlctl.config.files import written_text
 from rlctl.errors import InputError, RlctlError, listed
-from rlctl.telemetry.metrics import finite, flatten
+from rlctl.telemetry.metrics import MetricsFile, finite, flatten
 
 MANIFEST = "manifest.json"
 DIGEST = "digest"
@@ -228,6 +228,15 @@ class RunDirectory:
         found = directory.iterdir() if directory.is_dir() else ()
         steps = [(CHECKPOINT_NAME.fullmatch(entry.name), entry) for entry in found]
         return sorted((Checkpoint(int(m[1]), entry) for m, entry in steps if m), key=lambda checkpoint: checkpoint.step)
+
+    def open_metrics(self, checkpoint: Checkpoint | None) -> MetricsFile:
+        """Open metrics.jsonl to go on after `checkpoint` (None: from the first step), with the line of its step: a run
+        may have been killed between the two."""
+        finished = 0 if checkpoint is None else checkpoint.step
+        file = MetricsFile(self.metrics, finished=finished)
+        if checkpoint is not None and finished not in file.steps:
+            file.log(finished, checkpoint.state()["metrics"])
+        return file
 
     def prune(self, keep_last: int | None, keep_best: int | None = None, by: str = "reward_mean") -> None:
         """Remove checkpoints that are neither among the newest nor among the best by the metric `by` (nested names
