@@ -49,14 +49,19 @@ WATCHER = """
 import os, sys, time
 if sys.stdin.read(1):
     sys.exit()
+temporary, session = map(os.fsencode, sys.argv[1:])
+def belongs(process):
+    with open(process + "/environ", "rb") as file:
+        if b"TMPDIR=" + temporary in file.read().split(bytes(1)):
+            return True
+    links = (os.fsencode(f"{process}/fd/{number}") for number in os.listdir(process + "/fd"))
+    return any(os.lstat(link).st_mode & 0o200 and os.readlink(link).startswith(session + b"/") for link in links)
 quiet = 0
 while quiet < 5:  # a process may be about to start another one
     quiet += 1
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                own = os.fsencode("TMPDIR=" + sys.argv[1]) in file.read().split(bytes(1))
-            if own:
+            if belongs("/proc/" + pid):
                 os.kill(int(pid), 9)
                 quiet = 0
         except OSError:
@@ -158,7 +163,7 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
         try:
             own = stack.enter_context(lasting_folder(base))
             temporary = stack.enter_context(lasting_folder(Path(tempfile.gettempdir())))
-            stack.enter_context(_ending_with_this_process(temporary))
+            stack.enter_context(_ending_with_this_process(temporary, own))
             stack.enter_context(_ending_descendants())
             with _children_survive_the_terminal():
                 _start(gpus, own / "r", temporary)  # Ray opens the directory itself to everybody
@@ -429,10 +434,12 @@ def _object_store_bytes() -> int:
 
 
 @contextlib.contextmanager
-def _ending_with_this_process(temporary: Path) -> Iterator[None]:
-    """Where this process is killed within the block, end all processes whose TMPDIR is `temporary`. Those of Ray that
-    were just starting would try for as long as `PATIENCE` lets them, and children of workers would go on."""
-    command = [sys.executable, "-S", "-E", "-c", WATCHER, str(temporary)]
+def _ending_with_this_process(temporary: Path, session: Path) -> Iterator[None]:
+    """Where this process is killed within the block, end all processes whose TMPDIR is `temporary`, and those that
+    write into files below `session`: one with a title of its own, as Ray's have, may have written it over its
+    environment. Those of Ray that were just starting would try for as long as `PATIENCE` lets them, and children of
+    workers would go on."""
+    command = [sys.executable, "-S", "-E", "-c", WATCHER, str(temporary), str(session.resolve())]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert watcher.stdin is not None
     try:
