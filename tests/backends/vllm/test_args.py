@@ -9,8 +9,10 @@ import pytest
 
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import args
+from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
+from support.layout_families import FAMILIES
 from support.tiny_families import tiny_family_facts
 
 
@@ -46,3 +48,20 @@ def test_what_replicas_and_spread_experts_cannot_do_is_refused(
     monkeypatch.setattr(args, "cpu_experts_spread", lambda: False)
     with pytest.raises(ConfigError, match=r"generation\.ep = 2: on a CPU this vLLM's product of experts"):
         spec(tiny_qwen3_moe, tp=2, ep=2)
+
+
+def test_latent_attention_on_a_cpu_can_be_read_back(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor with AMX vLLM would take another attention, which packs weights."""
+
+    def arguments(*sets: str) -> dict[str, Any]:
+        config = resolve(sets=list(sets), environment={}).config
+        return args.engine_spec(config, FAMILIES["deepseek_v3"], tiny_llama, device="cpu", max_length=64).arguments
+
+    assert arguments()["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in spec(tiny_llama).arguments
+    amx = "vllm.attention_backend=AMX_MLA"
+    assert arguments(amx, "model.dtype=bfloat16")["attention_backend"] == "AMX_MLA"
+    with pytest.raises(ConfigError, match=r"vllm\.attention_backend = AMX_MLA takes no float32"):
+        arguments(amx, "model.dtype=float32")
+    monkeypatch.setattr(args, "packs_latent_attention", lambda: False)
+    assert "attention_backend" not in arguments()

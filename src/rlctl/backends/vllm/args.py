@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.backends.base import Device, EngineSpec, resolve_dtype
-from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_head_sizes
+from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_head_sizes, packs_latent_attention
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_engine_sizes
@@ -24,6 +24,9 @@ PLAIN_PARAMETERS = "RLCTL_PLAIN_PARAMETERS"
 CPU_BLOCK_TOKENS = 32
 CPU_DEFAULT_CONCURRENT = 64
 CPU_MAX_CACHE_BYTES = 4 << 30
+# On processors with AMX vLLM prefers another one, which takes no float32, and packs weights so that they cannot be read
+# back after a refit.
+CPU_LATENT_ATTENTION, AMX_LATENT_ATTENTION = "CPU_MLA", "AMX_MLA"
 # Weights, KV cache and the trainer's own memory share a colocated GPU; the planner replaces this by what it computed.
 GPU_COLOCATED_FRACTION = 0.5
 GPU_ALONE_FRACTION = 0.9
@@ -62,6 +65,11 @@ def engine_spec(
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed
+    if passed.get("attention_backend") == AMX_LATENT_ATTENTION and arguments["dtype"] == "float32":
+        raise ConfigError(
+            f"vllm.attention_backend = {AMX_LATENT_ATTENTION} takes no float32, in which this engine computes.",
+            "Leave it out, or set model.dtype to bfloat16.",
+        )
     replaced = {key: value for key, value in arguments.items() if key in passed}
     # Where a CPU's policy waits in host memory, engines that sample ahead pause as those on a GPU do.
     pauses = device == "cpu" and colocated and config.rollouts.mode == "async" and bool(config.training.offload)
@@ -143,7 +151,9 @@ def _cpu_arguments(
     concurrent = config.generation.max_concurrent or CPU_DEFAULT_CONCURRENT
     length = arguments["max_model_len"]
     cache = config.generation.kv_cache_bytes or default_cache_bytes(facts, length, concurrent, arguments["dtype"])
+    latent = facts.mla is not None and packs_latent_attention()
     return {
+        **({"attention_backend": CPU_LATENT_ATTENTION} if latent else {}),
         "block_size": CPU_BLOCK_TOKENS,
         "max_num_seqs": concurrent,
         # Without it vLLM sizes the cache from the memory of one NUMA node.

@@ -178,6 +178,12 @@ def cpu_head_sizes() -> tuple[int, ...]:
     return tuple(one.value for one in returned[0].elts if isinstance(one, ast.Constant) and isinstance(one.value, int))
 
 
+def packs_latent_attention() -> bool:
+    """Whether the installed vLLM has an attention for processors with AMX that packs weights of latent attention."""
+    package = installed_package()
+    return package is not None and (package / "v1" / "attention" / "backends" / "mla" / "amx_mla.py").is_file()
+
+
 def _missing(package: Path, interface: Interface) -> Iterator[str]:
     alternatives, name = _alternatives(interface.where)
     found = None
