@@ -14,7 +14,7 @@ import yaml
 
 from rlctl.config.load import resolve
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.envs.user_function import user_scorer
+from rlctl.envs.user_function import UserBatchScorer, user_scorer
 from support.hosts import made_hosts
 from support.runs import LIMIT_S, REWARD, TASK, results, started
 
@@ -40,6 +40,34 @@ def test_the_reward_of_gsm8k_reads_the_last_number(completion: str, reward: floa
     scorer = user_scorer(f"{EXAMPLES / 'gsm8k' / 'rewards.py'}:right")
     row = PromptRow(0, "row 1", "question", "She has 1,200 and spends 30.\n#### 1,170")
     assert scorer(completion, row) == reward
+
+
+PROGRAMS = {
+    "Add them:\n```python\nprint(16 - 8)\n```": 1.0,
+    "```python\nprint(1)\n```\nNo, rather\n```\nprint('so: 8')\n```": 1.0,
+    "```python\nprint(9)\n```": 0.1,
+    "```python\npass\n```": 0.1,
+    "```python\nprint(8)": 0.0,
+    "8": 0.0,
+    "```python\nprint(8); raise SystemExit(3)\n```": 0.0,
+    "```python\nprint(8)\0\n```": 0.0,
+    "```python\nimport os; print(8 if os.listdir() == [] and 'HOME' not in os.environ else 9)\n```": 1.0,
+    "```python\nbytearray(1 << 31); print(8)\n```": 0.0,
+    "```python\nprint('x' * (1 << 20), 8)\n```": 0.0,
+    "```python\nwhile True: pass\n```": 0.0,
+}
+
+
+def test_the_tool_runs_programs_within_its_limits() -> None:
+    scorer = user_scorer(f"{EXAMPLES / 'tool' / 'rewards.py'}:solved")
+    row = PromptRow(0, "row 1", "question", "8", {})
+    assert isinstance(scorer, UserBatchScorer)
+    assert dict(zip(PROGRAMS, scorer.score_all([*PROGRAMS], [row] * len(PROGRAMS)), strict=True)) == PROGRAMS
+
+
+def test_the_configuration_of_the_tool_is_valid() -> None:
+    config = resolve("1gpu", [EXAMPLES / "tool" / "tool.yaml"], environment={}).config
+    assert (config.data.name, config.data.prompt_field) == ("examples/own_data/questions.jsonl", "question")
 
 
 def test_the_configuration_of_gsm8k_is_valid() -> None:
