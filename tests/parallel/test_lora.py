@@ -233,7 +233,7 @@ def run_lora(rank: int, case: Case, weights: dict[str, Tensor], checkpoint: Path
             {name: value for name, value in weights.items() if ".lora_" not in name}
             | {name: torch.zeros_like(value) for name, value in weights.items() if ".lora_" in name},
         )
-        worker.load(checkpoint)
+        worker.load_saved(checkpoint)
         worker.load_batch(shard, list)
     out["results"].append(worker.train_minibatch(0, Loss(), Optim().lr))
     out["params"] = list(pieces(worker, "data"))

@@ -206,7 +206,7 @@ def test_batches_by_position_hold_the_next_positions_whatever_finishes_first(mak
     engines.all_allowed = False
     engines.allow(3, 2, 1)
     thread, found = later(source, 0)
-    wait(lambda: len(source._progress.finished) == 3)
+    wait(lambda: len(source._under_way.finished) == 3)
     assert not found
     engines.allow(0)
     thread.join(30)
@@ -219,13 +219,13 @@ def test_batches_by_arrival_hold_what_finished_first_and_wait_for_what_is_old(ma
     engines.all_allowed = False
     engines.allow(3)
     thread, found = later(source, 0)
-    wait(lambda: len(source._progress.finished) == 1)
+    wait(lambda: len(source._under_way.finished) == 1)
     engines.allow(1)
     thread.join(30)
     assert positions(found[0]) == [3, 1]
     engines.allow(4, 5, 2)
     thread, found = later(source, 1)  # 0 and 2 were begun one version ago
-    wait(lambda: len(source._progress.finished) == 3)
+    wait(lambda: len(source._under_way.finished) == 3)
     assert not found
     engines.allow(0)
     thread.join(30)
@@ -259,9 +259,9 @@ def test_groups_pause_while_the_policy_has_the_devices_and_go_on_afterwards(make
     assert first.metrics["offloaded_bytes"] == 7
     engines.allow(0)
     time.sleep(0.05)
-    assert len(source._progress.finished) == 0  # the policy trains
+    assert len(source._under_way.finished) == 0  # the policy trains
     thread, found = later(source, 1)
-    wait(lambda: len(source._progress.finished) == 1)
+    wait(lambda: len(source._under_way.finished) == 1)
     engines.allow(1)
     thread.join(30)
     assert sorted(positions(found[0])) == [0, 1]
@@ -520,7 +520,7 @@ def test_what_the_driver_holds_does_not_grow_with_the_run(make: Any) -> None:
     source, engines, _ = make(order="arrival", max_staleness=2, steps=200)
 
     def held() -> int:
-        progress, ledger = source._progress, source._ledger
+        progress, ledger = source._under_way, source._ledger
         parts = [progress.admitted, progress.calls, progress.sampled, progress.finished, progress.in_vain]
         parts += [progress.lost, ledger.finished, ledger.under_way, ledger._handed_over, ledger._again]
         return sum(map(len, [*parts, *progress.asked.values()]))

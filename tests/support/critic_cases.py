@@ -144,7 +144,7 @@ def run_critic_checkpoint(
     straight = step_both(worker, before, batch, rank)
     kept = _all_pieces(worker)
     worker = make_critic(rank, after, None)
-    worker.load(directory)
+    worker.load_saved(directory)
     return [straight], kept, [step_both(worker, after, batch, rank)], _all_pieces(worker)
 
 

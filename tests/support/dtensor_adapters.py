@@ -146,7 +146,7 @@ def run_adapters(
         worker.train_minibatch(0, Loss(), Optim().lr)  # while the snapshot is written
         worker.save_finish()
         worker = make_worker(rank, replace(after, lora=LORA), directory)
-        worker.load(saved)
+        worker.load_saved(saved)
         worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
     out["results"].append(worker.train_minibatch(0, Loss(), Optim().lr))
     out["params"] = wholes(worker, "data")

@@ -117,7 +117,7 @@ def run_critic_checkpoint(
     kept = _wholes(worker, before.kind, "data")
     worker.critic_end()
     worker = make_critic(rank, after, directory, offload=False, load=False)
-    worker.load(saved)
+    worker.load_saved(saved)
     return [straight], [step_both(worker, after, batch, rank)], kept, _wholes(worker, after.kind, "data")
 
 
@@ -135,10 +135,10 @@ def run_critic_changed(
     straight.save_finish()
     results: list[Any] = [step_both(straight, case, batch, rank), step_both(straight, case, batch, rank)]
     changed = make_critic(rank, case, directory, offload=False, load=False)
-    changed.load(places[0])
+    changed.load_saved(places[0])
     results.append(step_both(changed, case, batch, rank))
     changed.save_begin(places[1])
     changed.save_finish()
     back = make_megatron(rank, case, None)
-    back.load(places[1])
+    back.load_saved(places[1])
     return [*results, step_both(back, case, batch, rank)]

@@ -118,7 +118,7 @@ def run_resumed(
     for directory in directories:
         for offload in (False, True):
             worker = make_worker(rank, dataclasses.replace(after, optimizer_offload=offload), None)
-            worker.load(directory)
+            worker.load_saved(directory)
             left = on_device(worker)
             worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
             result = worker.train_minibatch(0, Loss(), Optim().lr)

@@ -231,7 +231,7 @@ def run_checkpoint(
     straight = worker.train_minibatch(0, Loss(), Optim().lr)
     kept = list(pieces(worker, "data"))
     worker = make_worker(rank, after, None)
-    worker.load(directory)
+    worker.load_saved(directory)
     worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
     resumed = worker.train_minibatch(0, Loss(), Optim().lr)
     return [straight], kept, [resumed], list(pieces(worker, "data"))

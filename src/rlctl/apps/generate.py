@@ -252,7 +252,7 @@ def _refitted(job: CompletionJob, spec: CrewSpec, weights: Path, logs: Path, tel
     with start_crew(spec, logs) as crew:
         if job.checkpoint and job.config.training.lora.rank:  # the checkpoint holds the adapters alone
             crew.policy.load_model(job.model.source.weights)
-            crew.policy.load(job.checkpoint.policy)
+            crew.policy.load_saved(job.checkpoint.policy)
         else:
             crew.policy.load_model(weights)
         source, limit = None if job.checkpoint else job.model.source, error_limit(job.config, spec.policy.dtype)

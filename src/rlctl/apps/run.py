@@ -251,7 +251,7 @@ def _load_newest(run: RunDirectory, policy: PolicyClient, display: Display) -> C
         display.say("no checkpoint yet: starting again from step 1")
         return None
     display.say(f"resuming after step {found.step}")
-    policy.load(found.policy)
+    policy.load_saved(found.policy)
     return found
 
 

@@ -14,8 +14,8 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.backends.batch import (
+    AdvantageEstimate,
     BatchShard,
-    Estimate,
     Fetch,
     GroupLogprobs,
     LogprobColumn,
@@ -261,7 +261,7 @@ class PolicyWorker(Protocol):
         """Compare this rank's share of a save's files with their digests; one sentence a problem. Not collective."""
         ...
 
-    def load(self, directory: Path | str) -> None:
+    def load_saved(self, directory: Path | str) -> None:
         """Read what a save wrote, under any parallelism."""
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class CriticWorker(Protocol):
     def critic_end(self) -> None:
         """Let the policy compute again."""
 
-    def estimate(self, estimate: Estimate) -> None:
+    def estimate(self, estimate: AdvantageEstimate) -> None:
         """Add values and returns to the loaded batch, and put the advantages of tokens in place of the rewards."""
 
     def train_critic(

@@ -143,7 +143,7 @@ class ValueLoss(Protocol):
     def __call__(self, batch: ValueBatch) -> LossOutput: ...
 
 
-class Estimate(Protocol):
+class AdvantageEstimate(Protocol):
     """Makes returns and advantages of a critic's values; pickled to the workers."""
 
     @property

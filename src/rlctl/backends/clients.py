@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from rlctl.backends.base import CriticWorker, EngineWorker, PolicySpec, PolicyWorker
 from rlctl.backends.batch import (
+    AdvantageEstimate,
     BatchShard,
-    Estimate,
     LogprobColumn,
     LogprobStats,
     MicroBatchLoss,
@@ -133,8 +133,8 @@ class PolicyClient(Generic[W_co]):
         found = self.group.call(PolicyWorker.damaged_files, directory, digests)
         return [problem for part in found for problem in part]
 
-    def load(self, directory: Path) -> None:
-        self.group.call(PolicyWorker.load, directory)
+    def load_saved(self, directory: Path) -> None:
+        self.group.call(PolicyWorker.load_saved, directory)
 
 
 class CriticClient:
@@ -150,7 +150,7 @@ class CriticClient:
         yield
         self._group.call(CriticWorker.critic_end)
 
-    def estimate(self, estimate: Estimate) -> None:
+    def estimate(self, estimate: AdvantageEstimate) -> None:
         self._group.call(CriticWorker.estimate, estimate)
 
     def train(self, minibatches: int, loss: ValueLoss, lr: float, weight_decay: float) -> list[MinibatchResult]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl.backends.base import CriticSpec
-from rlctl.backends.batch import BatchShard, Estimate, Fetch, MinibatchResult, ValueLoss
+from rlctl.backends.batch import AdvantageEstimate, BatchShard, Fetch, MinibatchResult, ValueLoss
 from rlctl.backends.policy_rank import PolicyRank
 from rlctl.backends.results import add_advantages, value_batch
 from rlctl.errors import WorkerError
@@ -114,11 +114,11 @@ class RankWithCritic(PolicyRank):
             digests |= {f"{CRITIC}/{name}": digest for name, digest in self.critic.save_finish().items()}
         return digests
 
-    def load(self, directory: Path | str) -> None:
+    def load_saved(self, directory: Path | str) -> None:
         self.load_checkpoint(Path(directory))
         if self.critic is not None:
             with self._critics_turn():
-                self.critic.load(Path(directory, CRITIC))
+                self.critic.load_saved(Path(directory, CRITIC))
 
     # --- the critic
 
@@ -138,7 +138,7 @@ class RankWithCritic(PolicyRank):
         yield
         self.critic_end()
 
-    def estimate(self, estimate: Estimate) -> None:
+    def estimate(self, estimate: AdvantageEstimate) -> None:
         self._value_rank().estimate(estimate)
 
     def train_critic(
@@ -162,7 +162,7 @@ class ValueRank(RankWithCritic):
         super().__init__(policy.rank, policy.world_size, policy.master_addr, spec)
         self.device, self.offloads = policy.device, critic.offload
 
-    def estimate(self, estimate: Estimate) -> None:
+    def estimate(self, estimate: AdvantageEstimate) -> None:
         with self.under_weights_of("old_logprobs"):
             self.add_column("values")
         rows = self._all_rows()

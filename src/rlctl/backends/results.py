@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.batch import (
-    Estimate,
+    AdvantageEstimate,
     LogprobColumn,
     LogprobStats,
     LossOutput,
@@ -95,7 +95,7 @@ def value_batch(row: PackedRow, out_1R: Tensor) -> ValueBatch:
     )
 
 
-def add_advantages(rows: list[PackedRow], estimate: Estimate, group: Any) -> None:
+def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: Any) -> None:
     """Add the returns to rows that have values, and put the advantages of tokens where the rewards of rollouts were;
     these become a column of their own. Collective over the data-parallel ranks (`group`)."""
     for row in rows:

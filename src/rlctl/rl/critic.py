@@ -60,7 +60,7 @@ class Critic:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """From values to returns and advantages on the ranks: their `Estimate`."""
+    """From values to returns and advantages on the ranks: their `AdvantageEstimate`."""
 
     config: RlctlConfig
 

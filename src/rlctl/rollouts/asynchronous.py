@@ -54,7 +54,7 @@ GROUPS_FILE = "finished_rollouts.npz"
 
 
 @dataclass
-class Progress:
+class GroupsUnderWay:
     """Groups between admission and training. Guarded by the source's condition."""
 
     admitted: dict[int, int] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class AsynchronousSource:
         self._replaces = config.filter.groups == "replace"
         self._fills: Callable[[RolloutGroup], bool] = trains_on if self._replaces else lambda group: True
         self._changed = threading.Condition()
-        self._progress = Progress()
+        self._under_way = GroupsUnderWay()
         self._batches = 0
         """Batches that were returned."""
         self._closed = False
@@ -130,12 +130,12 @@ class AsynchronousSource:
             self._admit(version)
             positions = self._wait(lambda: self._batch(version) if self._may_pause() else None, "the policy", version)
         with self._changed:
-            groups = [self._progress.finished.pop(position) for position in positions]
-            filled = len(positions) - len(self._progress.in_vain.intersection(positions))
-            self._progress.in_vain.difference_update(positions)
-            ages = [version - self._progress.admitted.pop(position) for position in positions]
+            groups = [self._under_way.finished.pop(position) for position in positions]
+            filled = len(positions) - len(self._under_way.in_vain.intersection(positions))
+            self._under_way.in_vain.difference_update(positions)
+            ages = [version - self._under_way.admitted.pop(position) for position in positions]
             self._batches += 1
-            failures, self._progress.failures = self._progress.failures, 0
+            failures, self._under_way.failures = self._under_way.failures, 0
             self._ledger.hand_over(positions)
         self._prompts.observe(groups)
         measured = {"scorer_failures": failures, "offloaded_bytes": freed_bytes, "versions_since_admission": max(ages)}
@@ -152,14 +152,14 @@ class AsynchronousSource:
             self._wait(lambda: not self._unscored() or None, "the checkpoint")
         with self._changed:
             orders = self._prompts.state(self._ledger.first_open)
-            admitted = {str(position): self._progress.admitted[position] for position in self._progress.finished}
+            admitted = {str(position): self._under_way.admitted[position] for position in self._under_way.finished}
             own = {"admitted": admitted, "batches": self._batches, **({"orders": orders} if orders else {})}
             return {**self._ledger.state(), **own}
 
     def write(self, directory: Path) -> None:
         """Write the finished groups, with all their columns."""
         with self._changed:
-            groups = [self._progress.finished[position] for position in self._progress.finished]
+            groups = [self._under_way.finished[position] for position in self._under_way.finished]
         save_groups(directory / GROUPS_FILE, groups)
 
     def restore(self, state: Mapping[str, Any], directory: Path) -> None:
@@ -173,11 +173,11 @@ class AsynchronousSource:
         if groups.keys() != self._ledger.finished:
             raise InputError(f"{directory / GROUPS_FILE} lacks groups of its ledger.", "Remove the checkpoint.")
         with self._changed:
-            self._progress.finished = groups
-            self._progress.in_vain = {position for position, group in groups.items() if not self._fills(group)}
+            self._under_way.finished = groups
+            self._under_way.in_vain = {position for position, group in groups.items() if not self._fills(group)}
             # A run of synchronous rollouts that goes on here has neither of the two.
             admitted = state.get("admitted", {})
-            self._progress.admitted = {int(position): version for position, version in admitted.items()}
+            self._under_way.admitted = {int(position): version for position, version in admitted.items()}
             self._batches = state.get("batches", self._ledger.first_open // self._config.batch.prompts)
 
     # Admission
@@ -186,16 +186,16 @@ class AsynchronousSource:
         """Begin the groups that may be begun under `version`."""
         with self._changed:
             positions = self._ledger.take(self._room())
-            self._progress.admitted.update(dict.fromkeys(positions, version))
+            self._under_way.admitted.update(dict.fromkeys(positions, version))
         self._begin([self._groups.request(position, self._groups.row_at(position)) for position in positions])
 
     def _room(self) -> int:
         """Return how many groups may be begun; `filter.max_rounds` bounds those that fill no place."""
         size, left = self._config.batch.prompts, self._config.run.steps - self._batches - 1
         ahead = max(0, min(self._config.rollouts.max_staleness, left))  # what no step trains on is not begun
-        begun = len(self._progress.finished) + len(self._ledger.under_way)
+        begun = len(self._under_way.finished) + len(self._ledger.under_way)
         most = ahead * size + self._most
-        return max(0, min((ahead + 1) * size - (begun - len(self._progress.in_vain)), most - begun))
+        return max(0, min((ahead + 1) * size - (begun - len(self._under_way.in_vain)), most - begun))
 
     @property
     def _most(self) -> int:
@@ -207,14 +207,14 @@ class AsynchronousSource:
 
     def _may_pause(self) -> bool:
         """Whether the engines may give the devices back, where they share them with the policy."""
-        return not (self._sync.takes_turns and self._whole_calls and self._progress.calls)
+        return not (self._sync.takes_turns and self._whole_calls and self._under_way.calls)
 
     def _begin(self, requests: Sequence[GroupRequest]) -> None:
         """Ask the engines for `requests`; an engine that fails is replaced."""
         engines = self._engines.engines
         shares: dict[object, list[GroupRequest]] = {engine: [] for engine in engines}
         with self._changed:
-            asked = {engine: len(self._progress.asked.get(engine, ())) for engine in engines}
+            asked = {engine: len(self._under_way.asked.get(engine, ())) for engine in engines}
         for index, request in enumerate(requests):
             engine = engines[index % len(engines)]
             if not self._whole_calls:
@@ -227,8 +227,8 @@ class AsynchronousSource:
     def _ask(self, engine: object, share: Sequence[GroupRequest]) -> None:
         limit_s = self._config.cluster.step_timeout_s
         with self._changed:
-            waited_for = bool(self._progress.asked.setdefault(engine, {}))
-            self._progress.asked[engine].update({request.group: request for request in share})
+            waited_for = bool(self._under_way.asked.setdefault(engine, {}))
+            self._under_way.asked[engine].update({request.group: request for request in share})
         try:
             if self._whole_calls:
                 call = self._engines.begin(engine, share, self._groups.sampling, limit_s)
@@ -239,7 +239,7 @@ class AsynchronousSource:
             self._lose(engine, error)
             return
         with self._changed:
-            self._progress.calls += [call] if call else []
+            self._under_way.calls += [call] if call else []
             self._changed.notify_all()
 
     # Consumption
@@ -248,18 +248,18 @@ class AsynchronousSource:
         """Return the positions of the batch to train `version` on; None: not all of them are finished."""
         found = self._by_position() if self._config.rollouts.order == "position" else self._by_arrival(version)
         if found is None and not (self._ledger.under_way or self._room()):  # `filter.max_rounds`: no more is to come
-            in_vain = self._progress.in_vain
-            return sorted(self._progress.finished, key=lambda position: position in in_vain)[: self._most]
+            in_vain = self._under_way.in_vain
+            return sorted(self._under_way.finished, key=lambda position: position in in_vain)[: self._most]
         return found
 
     def _by_position(self) -> list[int] | None:
         """Return the next positions, as many as fill the batch."""
         size, chosen = self._config.batch.prompts, list[int]()
-        for position in self._ledger.next_to_hand_over(len(self._progress.finished)):
-            if position not in self._progress.finished:
+        for position in self._ledger.next_to_hand_over(len(self._under_way.finished)):
+            if position not in self._under_way.finished:
                 return None
             chosen.append(position)
-            if len(chosen) - len(self._progress.in_vain.intersection(chosen)) == size or len(chosen) == self._most:
+            if len(chosen) - len(self._under_way.in_vain.intersection(chosen)) == size or len(chosen) == self._most:
                 return chosen
         return None
 
@@ -270,8 +270,8 @@ class AsynchronousSource:
         within some batches are in this one that the others fit into the batches that are left until then.
         """
         size, limit = self._config.batch.prompts, self._config.rollouts.max_staleness
-        versions = {p: v for p, v in self._progress.admitted.items() if p not in self._progress.in_vain}
-        finished = [position for position in self._progress.finished if position in versions]
+        versions = {p: v for p, v in self._under_way.admitted.items() if p not in self._under_way.in_vain}
+        finished = [position for position in self._under_way.finished if position in versions]
         chosen: list[int] = []
         for admitted in sorted(set(versions.values())):
             due = sum(one <= admitted for one in versions.values())
@@ -281,16 +281,16 @@ class AsynchronousSource:
                 return None
             chosen += ready[: max(0, needed)]
         chosen += [position for position in finished if position not in chosen]
-        return [*chosen[:size], *self._progress.in_vain][: self._most] if len(chosen) >= size else None
+        return [*chosen[:size], *self._under_way.in_vain][: self._most] if len(chosen) >= size else None
 
     def settle(self) -> None:
         """Wait until no engine samples anything: the weights are about to change."""
         with self._timer(Phase.WAITING):
             # An engine that is lost is missed by the refit, which replaces it; its groups are begun again by `next`.
-            self._wait(lambda: not self._progress.calls or None, "the refit")
+            self._wait(lambda: not self._under_way.calls or None, "the refit")
 
     def _unscored(self) -> int:
-        return len(self._progress.sampled) + self._progress.scoring
+        return len(self._under_way.sampled) + self._under_way.scoring
 
     def _wait(self, find: Callable[[], T | None], who: str, version: int | None = None) -> T:
         """Wait until `find` returns something. With a `version` engines that fail are replaced, and groups begun where
@@ -308,7 +308,7 @@ class AsynchronousSource:
                 more = version is not None and not lost and self._replaces and self._may_admit() and self._room()
                 if not (lost or more):
                     self._changed.wait(LOOK_S)
-                finished = len(self._progress.finished)
+                finished = len(self._under_way.finished)
             if version is not None:
                 for engine, error in lost:
                     self._replace(engine, error, version)
@@ -332,13 +332,13 @@ class AsynchronousSource:
         return self._config.cluster.step_timeout_s + self._config.reward.timeout_s + 2 * MARGIN_S
 
     def _take_lost(self) -> list[tuple[object, RlctlError]]:
-        lost, self._progress.lost = self._progress.lost, []
+        lost, self._under_way.lost = self._under_way.lost, []
         return lost
 
     def _whereabouts(self) -> str:
         with self._changed:
             parts = [
-                f"engine {index} samples {len(self._progress.asked.get(engine, ()))} group(s)"
+                f"engine {index} samples {len(self._under_way.asked.get(engine, ()))} group(s)"
                 for index, engine in enumerate(self._engines.engines)
             ]
             return ", ".join([*parts, f"the scorer has {self._unscored()}"])
@@ -346,21 +346,21 @@ class AsynchronousSource:
     def _replace(self, engine: object, error: RlctlError, version: int) -> None:
         """Bring the engines back after `engine` failed, if a refit has not, and begin its groups again."""
         if self._whole_calls:  # an engine that is busy answers nothing else, and would be taken for a lost one
-            self._wait(lambda: not self._progress.calls or None, "the recovery")
+            self._wait(lambda: not self._under_way.calls or None, "the recovery")
         if engine in self._engines.engines:
             self._sync.recover(error, version)
         with self._changed:
-            again = list(self._progress.asked.pop(engine, {}).values())
+            again = list(self._under_way.asked.pop(engine, {}).values())
         self._begin(again)
 
     def _lose(self, engine: object, error: RlctlError) -> None:
         with self._changed:
-            self._progress.lost.append((engine, error))
+            self._under_way.lost.append((engine, error))
             self._changed.notify_all()
 
     def _raise_trouble(self) -> None:
-        if self._progress.trouble is not None:
-            raise self._progress.trouble
+        if self._under_way.trouble is not None:
+            raise self._under_way.trouble
 
     # Threads
 
@@ -371,15 +371,15 @@ class AsynchronousSource:
         except BaseException as error:  # noqa: BLE001 - it is raised where the loop waits
             with self._changed:
                 if not self._closed:
-                    self._progress.trouble = error
+                    self._under_way.trouble = error
                 self._changed.notify_all()
 
     def _collect(self) -> bool:
         """Take what engines have finished; return whether to go on."""
         with self._changed:
-            while not self._progress.calls and not self._closed:
+            while not self._under_way.calls and not self._closed:
                 self._changed.wait()
-            calls = {id(one.call): one for one in self._progress.calls}
+            calls = {id(one.call): one for one in self._under_way.calls}
         if self._closed:
             return False
         for call in first_done([one.call for one in calls.values()], LOOK_S):
@@ -388,7 +388,7 @@ class AsynchronousSource:
                 results = pending.results()
             except (WorkerError, WaitTimeoutError) as error:
                 with self._changed:
-                    self._progress.calls.remove(pending)
+                    self._under_way.calls.remove(pending)
                 self._lose(pending.engine, error)
                 continue
             self._took(pending, results)
@@ -398,46 +398,46 @@ class AsynchronousSource:
     def _lose_late(self) -> None:
         """Give up the calls of engines that are beyond their limit: such an engine hangs."""
         with self._changed:
-            late = [pending for pending in self._progress.calls if time.monotonic() > pending.until]
-            self._progress.calls = [pending for pending in self._progress.calls if pending not in late]
+            late = [pending for pending in self._under_way.calls if time.monotonic() > pending.until]
+            self._under_way.calls = [pending for pending in self._under_way.calls if pending not in late]
         for pending in late:
             self._lose(pending.engine, pending.late())
 
     def _took(self, pending: PendingGroups, results: Sequence[GroupResult]) -> None:
         """Take what a call has returned, which is nothing where the engine fell asleep, and ask for more."""
         with self._changed:
-            left = self._progress.asked.get(pending.engine, {})
+            left = self._under_way.asked.get(pending.engine, {})
             for result in results:
                 left.pop(result.group, None)
-            self._progress.calls.remove(pending)
-            self._progress.sampled += results
+            self._under_way.calls.remove(pending)
+            self._under_way.sampled += results
             if left and not self._whole_calls:
                 try:
                     again = self._engines.collect(pending.engine, self._config.cluster.step_timeout_s)
-                    self._progress.calls.append(again)
+                    self._under_way.calls.append(again)
                 except WorkerError as error:
-                    self._progress.lost.append((pending.engine, error))
+                    self._under_way.lost.append((pending.engine, error))
             self._changed.notify_all()
 
     def _score(self) -> bool:
         """Score what was sampled; return whether to go on."""
         with self._changed:
-            while not self._progress.sampled and not self._closed:
+            while not self._under_way.sampled and not self._closed:
                 self._changed.wait()
             # The oldest first, and few at a time: a group is finished when all that it was scored with are.
-            waiting = sorted(self._progress.sampled, key=lambda result: result.group)
+            waiting = sorted(self._under_way.sampled, key=lambda result: result.group)
             count = -(-len(waiting) // SCORED_IN)
-            results, self._progress.sampled = waiting[:count], waiting[count:]
-            self._progress.scoring = len(results)
+            results, self._under_way.sampled = waiting[:count], waiting[count:]
+            self._under_way.scoring = len(results)
         if self._closed:
             return False
         rows = {result.group: self._groups.row_at(result.group) for result in results}
         groups, failures = self._groups.scored(results, rows)
         with self._changed:
-            self._progress.scoring = 0
-            self._progress.failures += failures
-            self._progress.finished.update({group.position: group for group in groups})
-            self._progress.in_vain.update(group.position for group in groups if not self._fills(group))
+            self._under_way.scoring = 0
+            self._under_way.failures += failures
+            self._under_way.finished.update({group.position: group for group in groups})
+            self._under_way.in_vain.update(group.position for group in groups if not self._fills(group))
             self._ledger.finish(group.position for group in groups)
             self._changed.notify_all()
         return True

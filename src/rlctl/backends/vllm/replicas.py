@@ -37,7 +37,7 @@ class Meeting(NamedTuple):
     port: int
 
 
-class Progress(NamedTuple):
+class NewTokens(NamedTuple):
     """The tokens that a step has added to one sample."""
 
     name: str
@@ -118,13 +118,13 @@ class VllmReplica:
         self.spec.require_environment()
         self._replica = Replica(self.spec, rank, meeting)
 
-    def step(self, asked: Sequence[Asked]) -> list[Progress]:
+    def step(self, asked: Sequence[Asked]) -> list[NewTokens]:
         """Take requests in and decode some tokens of every sample."""
         for request in asked:
             self._replica.add_request(*request)
         return [one for _ in range(STEPS_A_CALL) for one in self._progress(self._replica.step())]
 
-    def pause(self) -> list[Progress]:
+    def pause(self) -> list[NewTokens]:
         return self._progress(self._replica.pause())
 
     def abort(self, names: Sequence[str]) -> None:
@@ -140,10 +140,10 @@ class VllmReplica:
         if hasattr(self, "_replica"):
             self._replica.shut_down()
 
-    def _progress(self, outputs: Sequence[Any]) -> list[Progress]:
+    def _progress(self, outputs: Sequence[Any]) -> list[NewTokens]:
         return [self._added(output.request_id, output.outputs[0], output.finished) for output in outputs]
 
-    def _added(self, name: str, completion: Any, finished: bool) -> Progress:
+    def _added(self, name: str, completion: Any, finished: bool) -> NewTokens:
         first, said = self._told.pop(name, (0, 0))
         tokens = tuple(completion.token_ids[first:])
         logprobs = tuple(completion.logprobs[first + at][token].logprob for at, token in enumerate(tokens))
@@ -151,7 +151,7 @@ class VllmReplica:
             self._told[name] = (first + len(tokens), len(completion.text))
         reason = str(completion.finish_reason) if finished else None
         routed = getattr(completion, "routed_experts", None) if finished else None
-        return Progress(name, tokens, logprobs, completion.text[said:], reason, routed)
+        return NewTokens(name, tokens, logprobs, completion.text[said:], reason, routed)
 
 
 class Logprob(NamedTuple):
@@ -168,7 +168,7 @@ class Completion:
     finish_reason: str | None = None
     routed_experts: Any = None
 
-    def add(self, more: Progress) -> None:
+    def add(self, more: NewTokens) -> None:
         self.token_ids += more.tokens
         self.logprobs += [{token: Logprob(value)} for token, value in zip(more.tokens, more.logprobs, strict=True)]
         self.text += more.text
@@ -223,7 +223,7 @@ class Replicas:
         theirs = self._others.submit(VllmReplica.pause)
         return self._taken(self._first.pause(), theirs.results())
 
-    def _taken(self, own: list[Any], theirs: Sequence[Sequence[Progress]]) -> list[Any]:
+    def _taken(self, own: list[Any], theirs: Sequence[Sequence[NewTokens]]) -> list[Any]:
         outputs = list(own)
         for more in (one for of_replica in theirs for one in of_replica if one.name in self._completions):
             completion = self._completions[more.name]
