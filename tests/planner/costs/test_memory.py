@@ -24,6 +24,7 @@ from rlctl.planner.costs.time import critic_time, training_time
 from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
+from rlctl.weights.vllm import VllmParallel, VllmWorld
 
 
 def model(name: str) -> ModelFacts:
@@ -231,6 +232,17 @@ def test_layers_that_do_not_divide_shorten_the_end_stages() -> None:
 )
 def test_engine_weights_match_vllm_s_published_profile(name: str, tp: int, gib: float) -> None:
     assert weight_bytes(model(name), GenerationChoice(tp=tp)) / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen3-0.6B", "Qwen3-30B-A3B", "gemma-3-1b-it", "gpt-oss-20b"])
+def test_engine_weights_are_those_of_the_fullest_rank(name: str, tp: int, pp: int) -> None:
+    """Layers and embeddings as vLLM places them: some families have both embeddings on every stage."""
+    facts = model(name)
+    world = VllmWorld(facts, VllmParallel(tp=tp, pp=pp))
+    fullest = max(sum(spec.size for spec in world.layout(rank).params.values()) for rank in range(world.size))
+    expected = weight_bytes(facts, GenerationChoice(tp=tp, pp=pp))
+    assert 2 * fullest == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "gib"), [("Llama-3.1-8B", 1.89), ("Qwen3-14B", 2.21)])

@@ -11,6 +11,7 @@ from rlctl.planner.costs.parameters import attended, count, kv_bytes_per_token
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.inputs.workload import Workload
+from rlctl.weights.vllm import ENDS_EVERYWHERE
 
 CPU_DECODE_EFFICIENCY = 0.35
 """Share of the processor's matmul rate that vLLM's decode reaches (135M parameters on two AVX2 cores)."""
@@ -19,16 +20,23 @@ CPU_ENGINE_BYTES = 0.7 * GIB
 
 
 def weight_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
-    """Weights on one device. Experts are split by TP x DP, or spread whole over `ep` devices; MTP layers are not
-    loaded."""
+    """Weights on the device that holds most: of the largest pipeline stage, with the embeddings that stand there."""
+    parts, most = count(facts), -(-facts.layers // choice.pp) / facts.layers
+    both = choice.pp == 1 or facts.tied_embeddings or facts.family in ENDS_EVERYWHERE
+    ends = parts.embedding + parts.head if both else max(parts.embedding, parts.head)
+    return most * _layers_bytes(facts, choice) + choice.weight_bytes * ends / choice.tp
+
+
+def _layers_bytes(facts: ModelFacts, choice: GenerationChoice) -> float:
+    """Weights of all layers on one device of a stage. Experts are split by TP x DP, or spread whole over `ep` devices;
+    MTP layers are not loaded."""
     parts = count(facts)
-    dense = (parts.total - parts.experts) / choice.tp
+    dense = (parts.layers - parts.experts) / choice.tp
     if facts.mla is not None:
         mla = facts.mla
         replicated = facts.layers * facts.hidden * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
         dense += replicated * (1 - 1 / choice.tp)
-    experts = parts.experts / (choice.tp * choice.dp)
-    return choice.weight_bytes * (dense + experts) / choice.pp
+    return choice.weight_bytes * (dense + parts.experts / (choice.tp * choice.dp))
 
 
 def kv_bytes_per_token_on_device(facts: ModelFacts, choice: GenerationChoice) -> float:
@@ -118,7 +126,8 @@ def decode_step_seconds(
         compute = 2.0 * parts.active * sequences / (device.flops("float32") * share * CPU_DECODE_EFFICIENCY)
         read = choice.weight_bytes * parts.active + sequences * context * kv_bytes_per_token(facts, 4)
         return max(compute, read / device.memory_bandwidth) + 0.004
-    weights = weight_bytes(facts, choice)
+    weights = _layers_bytes(facts, choice) / choice.pp
+    weights += choice.weight_bytes * (parts.embedding + parts.head) / choice.tp / choice.pp
     local = 1.0
     if facts.moe is not None:
         batch = sequences * choice.dp
