@@ -174,5 +174,7 @@ def refused(error: OSError) -> RlctlError:
     """Explain a refusal of the file system that nobody closer to the cause has: the path says what it is about."""
     if error.filename is None and error.errno == errno.ENOSPC:
         return RlctlError("the output cannot be written: no space left on its device")
+    if error.filename is None and error.errno == errno.ENOENT:
+        return RlctlError("the working directory is gone: somebody removed it.", "Change to another one.")
     what = "the working directory" if error.filename is None else os.fsdecode(error.filename)
     return RlctlError(f"{what}: {error.strerror}.", "RLCTL_DEBUG=1 shows where that was met.")

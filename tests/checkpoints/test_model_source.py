@@ -65,6 +65,10 @@ def test_missing_shards_are_named(model: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pointer": (
+        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "is a pointer of Git LFS in place of the weights",
+    ),
     "truncated": (lambda file: file.write_bytes(b"\x10" + bytes(40)), "is no safetensors file, or it is truncated"),
     "directory": (Path.mkdir, "cannot be read: it is a directory, not a file"),
     "pipe": (os.mkfifo, "cannot be read: it is a pipe, not a file"),

@@ -214,6 +214,18 @@ def test_what_a_file_system_refuses_is_a_sentence(tmp_path: Path, monkeypatch: p
     assert f"rlctl: {tmp_path / 'weights'}: Is a directory." in capsys.readouterr().err
 
 
+def test_a_working_directory_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(cli, "load_command", lambda name: os.getcwd())
+    assert cli.run(["doctor"]) == 1
+    assert "the working directory is gone: somebody removed it.\n  Change to another" in capsys.readouterr().err
+
+
 def test_presets_are_listed_shown_and_copied(tmp_path: Path) -> None:
     listed = json.loads(rlctl("presets", "ls", "--json").stdout)["presets"]
     assert [preset["name"] for preset in listed][:3] == ["laptop", "1gpu", "1node"]

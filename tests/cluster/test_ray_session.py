@@ -118,6 +118,32 @@ def test_too_few_open_files_are_named_and_more_are_asked_for_where_they_may_be(m
         ray_session.require_open_files()
 
 
+def test_a_limit_on_the_size_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (2_000_000, 2_000_000))
+    with pytest.raises(MachineError, match=r"A file may have 2 MB here, .* one of \d+ MB\. Raise it with `ulimit -f"):
+        ray_session.require_large_files()
+
+
+def test_too_few_threads_for_a_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
+    monkeypatch.setattr("os.getuid", lambda: 65534)
+    with pytest.raises(MachineError, match=r"may be 150 threads here and there are \d.* needs 400 more\. .*ulimit -u"):
+        ray_session.require_threads()
+
+
+@pytest.mark.parametrize(("own", "mounted"), [("0::/pod/job", ""), ("3:cpu:/x\n8:pids:/pod/job", "pids")])
+def test_limits_of_threads_of_a_control_group_are_found(tmp_path: Path, own: str, mounted: str) -> None:
+    (tmp_path / "own").write_text(own + "\n")
+    group = tmp_path / "groups" / mounted / "pod" / "job"
+    group.mkdir(parents=True)
+    for place, limit in ((group, "max"), (group.parent, "300")):
+        (place / "pids.max").write_text(limit + "\n")
+        (place / "pids.current").write_text("12\n")
+    found = list(ray_session.threads_of_group(tmp_path / "own", tmp_path / "groups"))
+    assert found == [(300, 12, f"Raise pids.max of {group.parent} (docker --pids-limit, systemd TasksMax).")]
+    assert not list(ray_session.threads_of_group(tmp_path / "absent"))
+
+
 def test_a_python_in_which_ray_does_not_run_is_named() -> None:
     code = "from rlctl.cluster.ray_session import ray_session; ray_session().__enter__()"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=False)
@@ -131,6 +157,18 @@ def test_a_folder_for_the_files_of_ray_that_is_not_there_is_named(
     said = r"absent, which is no directory\. Make it, or change RAY_TMPDIR"
     with pytest.raises(MachineError, match=said), ray_session._started(0, None):
         pass
+
+
+def test_a_folder_whose_name_is_too_long_for_the_sockets_of_ray_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    said = r"x is too long: .* Name a directory, or a link to one, in at most \d\d bytes"
+    with pytest.raises(MachineError, match=said), ray_session._started(0, None):
+        pass
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_is_removed_at_the_end_and_an_abandoned_one_by_the_next_session(tmp_path: Path) -> None:

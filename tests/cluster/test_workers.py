@@ -9,12 +9,13 @@ import numpy as np
 import psutil
 import pytest
 from ray import cloudpickle
+from ray.exceptions import OutOfMemoryError
 
 from rlctl.cluster import workers
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.ray_session import ray_session
-from rlctl.cluster.workers import PendingCall, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
+from rlctl.cluster.workers import PendingCall, WorkerDiedError, WorkerGroup, WorkerPlaces, WorkerSpec, telling_waits
 from rlctl.errors import InputError, MachineError, WaitTimeoutError, WorkerError
 
 # Workers cannot import a test module: its classes travel by value.
@@ -123,6 +124,20 @@ def test_results_come_in_rank_order_and_environment_is_per_rank(lasting):
     assert len(set(group.pids)) == 2
 
 
+def test_workers_read_their_own_files_whatever_the_locale_and_whatever_is_warned_of(lasting):
+    """The libraries of engines open their files without an encoding, and warn of much."""
+    assert WorkerSpec({}, ()).environment().items() >= {("PYTHONUTF8", "1"), ("PYTHONWARNINGS", "")}
+    assert lasting.call(Counter.environment, "PYTHONUTF8") == ["1", "1"]
+
+
+def test_a_network_that_this_host_lacks_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib7")
+    with pytest.raises(MachineError, match=r"GLOO_SOCKET_IFNAME=lo,ib7: .* has no network interface ib7\. Unset it"):
+        workers.require_interfaces()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    workers.require_interfaces()
+
+
 def test_the_memory_of_each_process_is_told(lasting):
     group = lasting
     peaks = group.peak_memory()
@@ -201,9 +216,28 @@ def test_a_worker_that_raises_is_named_at_once_though_others_still_work(group):
         group.call(Counter.break_down, 1)
 
 
-def test_a_worker_that_dies_is_named_with_its_last_lines(group):
-    with pytest.raises(WorkerError, match=r"counter rank 0 .*died during `die`[\s\S]*last words"):
+def test_a_worker_that_dies_is_named_with_its_last_lines(group, monkeypatch):
+    with pytest.raises(WorkerError, match=r"counter rank 0 .*died during `die`\. Its last lines[\s\S]*last words"):
         group.part([0]).call(Counter.die)
+    before = workers.oom_kills()
+    monkeypatch.setattr("rlctl.cluster.workers.oom_kills", lambda: before + 1)
+    with pytest.raises(WorkerDiedError, match="kernel has ended a process of this host for want of memory") as raised:
+        group.part([1]).call(Counter.die)
+    assert "take a smaller model" in str(raised.value)
+
+
+def test_a_process_that_ray_ends_for_want_of_memory_is_told_in_a_sentence(lasting, monkeypatch):
+    """Ray itself says it in forty lines."""
+    ended = OutOfMemoryError("1 worker(s) were killed. Memory on the node was 2.57GB used / 3.5GB limit (0.7)")
+    monkeypatch.setattr("ray.get", lambda ref: (_ for _ in ()).throw(ended))
+    said = r"^counter rank 0 was ended during `train`, since memory was short: 2\.57GB of 3\.5GB were in use\."
+    with pytest.raises(WorkerDiedError, match=said):
+        lasting.result(None, 0, "train")
+
+
+def test_processes_that_the_kernel_ended_are_counted(tmp_path):
+    (tmp_path / "vmstat").write_text("oom_killer_other 9\noom_kill 3\n")
+    assert (workers.oom_kills(tmp_path / "vmstat"), workers.oom_kills(tmp_path / "absent")) == (3, 0)
 
 
 def test_a_worker_that_died_is_replaced_or_left_out_and_the_others_are_waited_for(group, monkeypatch):

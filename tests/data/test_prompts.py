@@ -183,7 +183,7 @@ def test_jsonl_that_is_not_utf8(tmp_path: Path) -> None:
         (b'{"prompt": "q"}\n' + b"\x00" * 70_000_000, ["line 2", "longer than 67,108,864 bytes"]),
         (b'{"prompt": "q", "answer": %b}' % (b"9" * 10_000), ["line 1", "not JSON"]),
         (b'{"prompt": "q", "answer": %b}' % (b"[" * 200_000), ["line 1", "not JSON"]),
-        ('{"prompt": "q"}\n'.encode("utf-16"), ["line 1", "not JSON"]),
+        ('{"prompt": "q"}\n'.encode("utf-16"), ["line 1", "not JSON in UTF-8", "iconv"]),
     ],
     ids=lambda value: None if isinstance(value, bytes) else "-".join(value),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -88,6 +89,16 @@ def test_permission_that_is_taken_away_during_a_run_loses_no_save(tiny_llama, tm
     done = finish(resume(run_dir, "--steps", str(newest + 1)))
     assert done.returncode == 0, done.stderr
     assert f"resuming after step {newest}" in done.stderr
+
+
+def test_a_run_whose_directory_is_removed_ends(tiny_llama, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(command(tiny_llama, run_dir, "--steps", "300"), log) as run:
+        wait_for((run_dir / "checkpoints" / "step_2").exists, run, log)
+        shutil.rmtree(run_dir, ignore_errors=True)  # which may find it full again at its end
+        assert run.wait(LIMIT_S) == 1, log.read_text()
+    assert f"The run directory {run_dir} is gone" in " ".join(log.read_text().split())
+    assert "Traceback" not in log.read_text()
 
 
 def test_a_network_that_goes_down_ends_the_run_and_it_can_be_resumed(tiny_llama, tmp_path):

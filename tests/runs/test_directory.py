@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlctl.checkpoints.locations import write_problem
+from rlctl.checkpoints.staging import locked
 from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run, write_json
 from rlctl.runs.interrupt import StopRequest
@@ -92,6 +94,42 @@ def test_a_place_that_is_taken_is_refused(run, tmp_path):
     (tmp_path / "full" / "x").touch()
     with pytest.raises(InputError, match="not empty"):
         RunDirectory(tmp_path / "full").create()
+
+
+def test_a_file_system_that_locks_no_files_is_named(tmp_path, monkeypatch):
+    """As Lustre is without its option `flock`."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(InputError, match=r"--run-dir .*r is on a file system that locks no files: Function not impl"):
+        RunDirectory(tmp_path / "r").create()
+    assert not RunDirectory(tmp_path / "r").is_locked()
+    with (
+        pytest.raises(InputError, match="model is on a file system that locks no files"),
+        locked(tmp_path / "model", print),
+    ):
+        pass
+    assert write_problem(tmp_path) == f"no file can be written in {tmp_path} (Function not implemented)"
+
+
+def test_a_file_that_is_named_from_where_the_run_was_started_is_told(run, tmp_path, monkeypatch):
+    (tmp_path / "reward.py").touch()
+    terms = [{"name": "reward.py:even", "weight": 1.0}]
+    config = {"reward.terms": {"value": terms, "origin": "flag"}, "data.name": {"value": "x" * 5000, "origin": "flag"}}
+    run.write_manifest({"config": config, "working_directory": str(tmp_path)})
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    said = f"There is no file. The run was started in {tmp_path}, where reward.py is: go on from there."
+    with pytest.raises(InputError) as raised, run.opened_from_here():
+        raise InputError("There is no file.")
+    assert str(raised.value) == said
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as raised, run.opened_from_here():
+        raise InputError("It is empty.", "Fill it.")
+    assert str(raised.value) == "It is empty. Fill it."
 
 
 def test_a_name_that_is_too_long_is_refused(tmp_path):
@@ -242,6 +280,21 @@ def test_a_run_directory_that_is_removed_is_said_to_be_gone(run):
     shutil.rmtree(run.path)
     with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
         run.write_rollouts(1, [])
+    with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
+        save(run, 1)
+    run.abandon(keep_logs=True)  # none of its steps is there any more
+    with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
+        raise WorkerError("policy rank 0 failed in `save_begin`: FileNotFoundError")
+    assert not run.path.exists()
+
+
+def test_a_run_that_is_removed_while_it_writes_ends_at_the_next_save(run):
+    """Removing finds the directory full again, and leaves it without its manifest."""
+    run.write_manifest({"config": {}})
+    save(run, 1)
+    (run.path / MANIFEST).unlink()
+    with pytest.raises(RlctlError, match="is gone: it was removed"), run.writing():
+        save(run, 2)
 
 
 def test_an_error_before_the_first_step_is_not_taken_for_a_directory_that_is_gone(run, tmp_path):

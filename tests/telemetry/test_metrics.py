@@ -31,12 +31,23 @@ def test_reopening_drops_the_lines_of_steps_that_will_run_again(tmp_path):
     first = MetricsFile(path, finished=0)
     for step in range(1, 5):
         first.log(step, {"reward_mean": float(step)})
-    first.close()
     again = MetricsFile(path, finished=2)
     assert again.steps == {1, 2}
     again.log(3, {"reward_mean": 9.0})
-    again.close()
     assert [(entry["step"], entry["reward_mean"]) for entry in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+def test_metrics_that_somebody_removes_or_replaces_go_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, finished=0)
+    file.log(1, {})
+    path.unlink()
+    file.log(2, {})
+    edited = tmp_path / "edited"
+    edited.write_text('{"step": 1}\n{"step": 2}\n')
+    edited.replace(path)
+    file.log(3, {})
+    assert [entry["step"] for entry in read_metrics(path)] == [1, 2, 3]
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out_but_a_damaged_one_is_refused(tmp_path):

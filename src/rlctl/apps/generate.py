@@ -109,7 +109,9 @@ def completion_job(
     """The job of completing `prompts` prompts; what can be refused without the weights is refused before they are
     fetched."""
     resolved.require_supported()
-    model = open_model(resolved.config.model, weights=False, engines_alone=True)
+    run = RunDirectory(checkpoint.path.parents[1]) if checkpoint else None
+    with run.opened_from_here() if run else contextlib.nullcontext():
+        model = open_model(resolved.config.model, weights=False, engines_alone=True)
     early = CompletionJob(resolved, model, samples, checkpoint)
     early.checked_plan([PROMPT_TOKENS] * prompts)
     return replace(early, model=open_model(resolved.config.model, tell, engines_alone=True))

@@ -132,6 +132,7 @@ class Job:
             "python": platform.python_version(),
             "packages": packages(),
             "command": sys.argv,
+            "working_directory": os.getcwd(),
             "config": self.resolved.to_json(),
             "model": {
                 "fingerprint": model_fingerprint(self.source.directory, self.source.weights),

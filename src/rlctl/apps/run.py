@@ -366,9 +366,7 @@ def _loggers(
 ) -> Sequence[MetricsFile | LoggerThread]:
     """Return the metrics file and what else is wanted; closed by `stack`."""
     finished = 0 if resume_from is None else resume_from.step
-    file = run.open_metrics(resume_from)
-    loggers: list[MetricsFile | LoggerThread] = [file]
-    stack.callback(file.close)
+    loggers: list[MetricsFile | LoggerThread] = [run.open_metrics(resume_from)]
     config, options = job.config.model_dump(mode="json"), job.config.run
     logged = LoggedRun(run.path, options.project, options.name or run.name, config, finished)
     for logger in start_loggers(loggers_of(job.resolved), logged, display.say):

@@ -108,7 +108,8 @@ def resumed_job(
     changes = [*edited, *version_changes(stored, tell), *changes]
     if changes and not allow_changes:
         raise _refusal(changes[0])
-    job = prepare_job(merged, tell, starts=starts)
+    with run.opened_from_here():
+        job = prepare_job(merged, tell, starts=starts)
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
             raise _refusal(change)
@@ -118,7 +119,7 @@ def resumed_job(
     checkpoints = run.checkpoints()
     if checkpoints and (done := checkpoints[-1].step) >= job.config.run.steps:
         if starts:  # a run that was killed while it saved its last step lacks the line of it
-            run.open_metrics(checkpoints[-1]).close()
+            run.open_metrics(checkpoints[-1])
         raise InputError(
             f"--resume: {run.path} has finished {done} steps, and {job.config.run.steps} are asked for.",
             "Give more with --steps.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Mapping
@@ -56,11 +57,13 @@ def nearest_existing(directory: Path) -> Path:
 
 
 def write_problem(place: Path) -> str | None:
-    """Why no file can be written in `place`, or None: tried with a real file, since modes do not tell it all."""
+    """Why no file can be written and locked in `place`, or None: tried with a real file, since modes do not tell it
+    all."""
     if not place.is_dir():
         return f"{place} is not a directory"
     try:
         with tempfile.TemporaryFile(dir=place) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(b"rlctl")
             file.flush()
     except OSError as error:

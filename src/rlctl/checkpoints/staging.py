@@ -42,6 +42,9 @@ def locked(destination: Path, waiting: Callable[[str], None]) -> Iterator[bool]:
                     waiting(f"another process is writing {destination}; waiting for it")
                 waited = True
                 fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError as error:
+                why = f"{destination} is on a file system that locks no files: {error.strerror}."
+                raise InputError(why, "Mount it with locks (Lustre: `flock`), or choose another.") from error
             if not _is_current(path, stream.fileno()):
                 continue  # the holder before us removed the file: whoever comes next would lock another one
             try:

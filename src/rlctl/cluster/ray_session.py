@@ -34,6 +34,11 @@ OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
 LEAST_OPEN_FILES = 1024
+LEAST_THREADS = 400
+"""Threads of Ray's processes and of a small run's."""
+SOCKET_PATH_BYTES = 107
+SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""The longest name that Ray gives a socket below the folder of its files."""
 START_ATTEMPTS = 3
 # Ray ends every process this long after its control process died. We end the run in our own words before. Processes
 # make their clients of the control process before they hear of Ray's `_system_config`, but know their environment.
@@ -156,9 +161,14 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     import ray
 
     require_open_files()
+    require_large_files()
+    require_threads()
     base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     if not base.is_dir():
         raise MachineError(f"Ray keeps its files in {base}, which is no directory.", "Make it, or change RAY_TMPDIR.")
+    if (most := SOCKET_PATH_BYTES - len(SOCKET)) < len(os.fsencode(base)):
+        why = f"RAY_TMPDIR={base} is too long: the names of Ray's sockets below it may have {SOCKET_PATH_BYTES} bytes."
+        raise MachineError(why, f"Name a directory, or a link to one, in at most {most} bytes.")
     with contextlib.ExitStack() as stack:
         try:
             own = stack.enter_context(lasting_folder(base))
@@ -225,9 +235,10 @@ def require_control() -> None:
 def _copy_logs(session: Path, logs: Path) -> None:
     target = logs / "ray"
     with contextlib.suppress(OSError):  # the failure itself is what matters
+        logs.mkdir(exist_ok=True)  # and no run directory that was removed meanwhile
         for path in (path for pattern in TELLING_LOGS for path in session.glob(f"r/session_2*/logs/{pattern}")):
             if path.stat().st_size:
-                target.mkdir(parents=True, exist_ok=True)
+                target.mkdir(exist_ok=True)
                 shutil.copyfile(path, target / path.name)
 
 
@@ -380,6 +391,52 @@ def require_open_files() -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
+
+
+def require_threads() -> None:
+    """Raise MachineError where there may not be as many threads as a run has: a process that can make none is aborted
+    without a word of ours, or waits."""
+    for limit, taken, way in (*_threads_of_user(), *threads_of_group()):
+        if limit < taken + LEAST_THREADS:
+            raise MachineError(
+                f"There may be {limit:,} threads here and there are {taken:,}; a run needs {LEAST_THREADS} more.", way
+            )
+
+
+def _threads_of_user() -> Iterator[tuple[int, int, str]]:
+    """The most threads that this user may have and how many there are, if there is a limit. A superuser has none."""
+    limit, user = resource.getrlimit(resource.RLIMIT_NPROC)[0], os.getuid()
+    if limit != resource.RLIM_INFINITY and user != 0:
+        found = [one.info for one in psutil.process_iter(["uids", "num_threads"])]
+        taken = sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == user)
+        yield limit, taken, "Raise it with `ulimit -u`, or end other processes."
+
+
+def threads_of_group(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[int, int, str]]:
+    """The same for the control group of this process, as a container or a job has one, and for those around it."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, kinds, name = line.split(":", 2)
+        mounted = root / "pids" if kinds == "pids" else root
+        if kinds in ("", "pids"):
+            folder = mounted / name.lstrip("/")
+            for group in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
+                    limit, taken = (int((group / file).read_text()) for file in ("pids.max", "pids.current"))
+                    yield limit, taken, f"Raise pids.max of {group} (docker --pids-limit, systemd TasksMax)."
+                if group == mounted:
+                    break
+
+
+def require_large_files() -> None:
+    """Raise MachineError where no file may become as large as Ray's object store: Ray would wait for it for minutes."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_FSIZE)[0], _object_store_bytes()
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise MachineError(
+            f"A file may have {limit / 1e6:,.0f} MB here, and Ray keeps its objects in one of {needed / 1e6:,.0f} MB.",
+            "Raise it with `ulimit -f unlimited`.",
+        )
 
 
 def token_path() -> Path:

@@ -13,7 +13,9 @@ import copy
 import importlib
 import logging
 import os
+import re
 import resource
+import socket
 import sys
 import threading
 import time
@@ -27,7 +29,7 @@ from rlctl.cluster import progress
 from rlctl.cluster.placement import Bundle, Placement, node_address
 from rlctl.cluster.ray_session import RAYLET, dead_process, require_processes
 from rlctl.cluster.usage import Usage, UsageSampler
-from rlctl.errors import PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import MachineError, PeerFailedError, RlctlError, WaitTimeoutError, WorkerError
 
 log = logging.getLogger(__name__)
 W_co = TypeVar("W_co", covariant=True)
@@ -46,6 +48,7 @@ HOST_LOOK_S = 10.0
 # that. Only where several ranks were waited for.
 SAME_CAUSE_S = 2.0
 PEER_CAUSE_S = 15.0
+MEMORY_ADVICE = "End other programs, take a smaller model or batch, or give the run more memory."
 QUIET_S = 60.0
 """Time without an answer or a sign of progress after which it is said who is waited for, again and again."""
 
@@ -74,6 +77,9 @@ class WorkerSpec:
             "PYTHONUNBUFFERED": "1",
             # No module of the working directory replaces one of Python's, also in what the worker starts.
             "PYTHONSAFEPATH": "1",
+            # The engines' libraries read their own files as UTF-8, whatever the locale, and warn of much.
+            "PYTHONUTF8": "1",
+            "PYTHONWARNINGS": "",
         }
         return {**own, **self.env}
 
@@ -112,6 +118,7 @@ class _Host:
         self._usage: UsageSampler | None = None
 
     def start(self, worker_class: Callable[..., Any] | str, kwargs: Mapping[str, Any]) -> int:
+        require_interfaces()
         self.worker = self._logged(
             lambda: (imported(worker_class) if isinstance(worker_class, str) else worker_class)(**kwargs)
         )
@@ -167,6 +174,19 @@ def listen_at_node_address() -> None:
         if any(one.address == address for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one, not all that begin so
+
+
+def require_interfaces() -> None:
+    """Raise MachineError where a variable, as a cluster's profile may set it, has gloo use a network that this host
+    lacks."""
+    import psutil
+
+    named, there = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
+    if lacking := [name for name in named.split(",") if name and name not in there]:
+        raise MachineError(
+            f"GLOO_SOCKET_IFNAME={named}: {socket.gethostname()} has no network interface {lacking[0]}.",
+            f"Unset it, or name one of {', '.join(sorted(there))}.",
+        )
 
 
 def imported(path: str) -> Any:
@@ -248,6 +268,7 @@ class WorkerGroup(Generic[W_co]):
         self._logs = [self.log_dir / f"{name}-{rank}.log" for rank in range(len(self.specs))]
         self.hosts = [self._host(rank) for rank in range(len(self.specs))]
         self.pids: list[int] = []
+        self._oom_kills = oom_kills()
         self._turn = threading.Lock()  # calls of two threads reach all ranks in one order: a call may be collective
         self._started = [self._begin(rank) for rank in range(len(self.specs))]
         if wait:
@@ -313,6 +334,7 @@ class WorkerGroup(Generic[W_co]):
         again.pids = []  # an error names those of the new processes, once they are known
         again._started = [self._begin(rank) for rank in ranks]
         again.ready()
+        self._oom_kills = oom_kills()
         for rank, pid in zip(ranks, again.pids, strict=True):
             self.pids[rank] = pid
 
@@ -433,7 +455,7 @@ class WorkerGroup(Generic[W_co]):
     def result(self, ref: Any, rank: int, method: str) -> Any:
         """The result behind one of Ray's handles, its errors in rlctl's words."""
         import ray
-        from ray.exceptions import RayActorError, RayError, RayTaskError
+        from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
         try:
             return ray.get(ref)
@@ -447,10 +469,22 @@ class WorkerGroup(Generic[W_co]):
         except RayActorError as error:
             pid = f" (process {self.pids[rank]})" if self.pids else ""
             node = self.specs[rank].bundles[0].node
-            host = f" on {node}" if node != node_address() else ""
+            here = node == node_address()
             told = f" Ray says: {error}" if method == "start" and not self.log_path(rank).exists() else ""
+            killed = here and oom_kills() > self._oom_kills
+            told += " The kernel has ended a process of this host for want of memory meanwhile." if killed else ""
             raise WorkerDiedError(
-                f"{self.name} rank {rank}{pid}{host} died during `{method}`.{told}{self.log_tail(rank)}"
+                f"{self.name} rank {rank}{pid}{'' if here else f' on {node}'} died during `{method}`.{told}"
+                f"{self.log_tail(rank)}",
+                MEMORY_ADVICE if killed else None,
+            ) from None
+        except OutOfMemoryError as error:
+            found = re.search(r"was (\S+) used / (\S+) limit", str(error))
+            amount = f": {found[1]} of {found[2]} were in use" if found else ""
+            raise WorkerDiedError(
+                f"{self.name} rank {rank} was ended during `{method}`, since memory was short{amount}."
+                f"{self.log_tail(rank)}",
+                f"{MEMORY_ADVICE} Ray ends processes at the part of it that RAY_memory_usage_threshold says.",
             ) from None
         except RayError as error:
             raise WorkerError(f"{self.name} rank {rank}, `{method}`: {error}.{self.log_tail(rank)}") from None
@@ -487,6 +521,14 @@ class WorkerGroup(Generic[W_co]):
 
         for host in self.hosts if dead_process() is None else ():
             ray.kill(host, no_restart=True)
+
+
+def oom_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """How many processes of this host the kernel has ended for want of memory, of the host or of a control group."""
+    with contextlib.suppress(OSError):
+        lines = counters.read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 class WorkerDiedError(WorkerError):

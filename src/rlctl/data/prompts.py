@@ -107,7 +107,10 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
         )
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+    except UnicodeDecodeError as error:
+        why = f"{path}, line {number}: not JSON in UTF-8 ({error.reason})."
+        raise InputError(why, f"`file {path}` tells its encoding; iconv -f ENCODING -t UTF-8 changes it.") from error
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}, line {number}: not JSON ({error}).", ONE_OBJECT) from error
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}: not a JSON object.", ONE_OBJECT)

@@ -51,6 +51,8 @@ class RunDirectory:
         """Steps of checkpoints whose files were found not to be what was written: none of these counts any more."""
         self._lock: int | None = None
         self._abandoned = False
+        self._lasting = self.path
+        """It is there as long as nobody removes the run, whose directory may be made again by what is written later."""
 
     def require_place(self) -> None:
         """Raises InputError where `create` cannot make the directory, without making anything."""
@@ -97,7 +99,10 @@ class RunDirectory:
             raise InputError(f"--run-dir {self.path} is not empty and holds no run.", "Name another directory.")
 
     def abandon(self, *, keep_logs: bool) -> None:
-        """Undo `create` for a run that finished no step: its place is free again, with at most the workers' logs."""
+        """Undo `create` for a run that finished no step: its place is free again, with at most the workers' logs. Where
+        somebody has removed it, there is nothing to undo."""
+        if not self.path.exists():
+            return
         self._abandoned = True
         for entry in list(self.path.iterdir()):
             if (
@@ -118,6 +123,7 @@ class RunDirectory:
                 "Check --run-dir, or start the run without --resume.",
             )
         self._acquire()
+        self._lasting = self.path / MANIFEST
 
     def _acquire(self) -> None:
         try:
@@ -128,12 +134,13 @@ class RunDirectory:
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            self._lock = None
-            raise InputError(
-                f"Another process is writing to the run {self.path}.", "Wait for it to end, or name another --run-dir."
-            ) from error
+        except OSError as error:
+            self.release()
+            if isinstance(error, BlockingIOError):
+                why = f"Another process is writing to the run {self.path}."
+                raise InputError(why, "Wait for it to end, or name another --run-dir.") from error
+            why = f"--run-dir {self.path} is on a file system that locks no files: {error.strerror}."
+            raise InputError(why, "Mount it with locks (Lustre: `flock`), or name a directory elsewhere.") from error
 
     def is_locked(self) -> bool:
         """Return whether some process is writing to the run now."""
@@ -143,8 +150,8 @@ class RunDirectory:
             return False
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
         finally:
             os.close(lock)
         return False
@@ -157,28 +164,33 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn errors of the block for want of space or permission into one that names the run."""
+        """Turn errors of the block for want of the directory, of space or of permission into one that names the run."""
         try:
             yield
-        except OSError as error:
-            elsewhere = error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(self.path)
-            if isinstance(error, RlctlError) or self._abandoned or elsewhere:
+        except Exception as error:
+            if self._abandoned:
                 raise
-            if not self.path.exists():
-                raise RlctlError(
-                    f"The run directory {self.path} is gone: it was removed or renamed while the run wrote to it.",
-                    "Everything that was not saved elsewhere is lost; start again with another --run-dir.",
-                ) from error
-            if error.errno not in DISK_ERRORS:
+            self._require_there(error)  # a worker's error may follow from that too
+            if isinstance(error, RlctlError) or not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+                raise
+            if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(self.path):
                 raise
             raise RlctlError(
                 f"The run directory {self.path} cannot be written to: {os.strerror(error.errno)}.",
                 "Free space on that disk.",
             ) from error
 
+    def _require_there(self, cause: Exception | None = None) -> None:
+        if not self._lasting.exists():
+            raise RlctlError(
+                f"The run directory {self.path} is gone: it was removed or renamed while the run wrote to it.",
+                "Everything that was not saved elsewhere is lost; start again with another --run-dir.",
+            ) from cause
+
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Replace the manifest; it holds a digest of itself."""
         write_json(self.path / MANIFEST, {**manifest, DIGEST: _digest(manifest)})
+        self._lasting = self.path / MANIFEST
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest. Raises InputError when it is unreadable."""
@@ -203,6 +215,22 @@ class RunDirectory:
             )
         return found
 
+    @contextlib.contextmanager
+    def opened_from_here(self) -> Iterator[None]:
+        """Add to an InputError of the block where the run was started, if a file that its configuration names is found
+        from there and not from the working directory."""
+        try:
+            yield
+        except InputError as error:
+            manifest = self.manifest()
+            there = Path(str(manifest.get("working_directory", "")))
+            named = [name for part in manifest["config"].values() for name in _names(part["value"])]
+            lost = next((name for name in named if os.path.exists(there / name) and not os.path.exists(name)), None)
+            if lost is None:
+                raise
+            here = f"The run was started in {there}, where {lost} is: go on from there."
+            raise type(error)(error.message, " ".join(filter(None, (error.hint, here)))) from error
+
     def write_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], folder: str = "rollouts") -> None:
         """Write sampled completions of one step to step_N.jsonl (N counts from 1) of rollouts/ or another folder."""
         directory = self.path / folder
@@ -210,7 +238,8 @@ class RunDirectory:
         (directory / f"step_{step}.jsonl").write_bytes(b"".join(json_line(row) for row in rows))
 
     def new_checkpoint(self, step: int) -> NewCheckpoint:
-        """Return a checkpoint to be written after `step` finished steps."""
+        """Return a checkpoint to be written after `step` finished steps. Raises RlctlError where the run is gone."""
+        self._require_there()
         return NewCheckpoint(self.path / CHECKPOINTS, step)
 
     def has_steps(self) -> bool:
@@ -269,6 +298,15 @@ class RunDirectory:
 def is_edited(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest is not what `write_manifest` wrote; one without a digest is not known to be edited."""
     return DIGEST in manifest and manifest[DIGEST] != _digest(manifest)
+
+
+def _names(value: Any) -> Iterator[str]:
+    """Yield what may be a path in a value of a configuration, also that of a function in a file."""
+    if isinstance(value, str):
+        yield from filter(None, (value, value.rpartition(":")[0]))
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _names(part)
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -371,6 +409,7 @@ class NewCheckpoint:
     def begin(self) -> None:
         """Make the empty place."""
         shutil.rmtree(self._aside, ignore_errors=True)
+        self._aside.parent.mkdir(exist_ok=True)  # and no run directory that was removed meanwhile
         self.policy.mkdir(parents=True)
 
     def commit(self, state: Mapping[str, Any]) -> Checkpoint:

@@ -35,7 +35,7 @@ class Metric:
 
 class MetricsFile:
     """`metrics.jsonl`: appended to line by line, each line flushed to the disk before the run goes on. Steps count from
-    1."""
+    1. It is opened for each line: somebody may have removed it, or an editor have put another one in its place."""
 
     def __init__(self, path: Path, *, finished: int) -> None:
         """Open `path`, dropping the lines of steps after step `finished` (a killed run is ahead of its checkpoint)."""
@@ -45,17 +45,14 @@ class MetricsFile:
         aside.write_text("".join(_to_line(line) for line in kept))
         aside.replace(path)
         self.steps = {line["step"] for line in kept}
-        self._file = path.open("a")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append one line."""
-        self._file.write(_to_line({"step": step, **metrics}))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self.path.open("a") as file:
+            file.write(_to_line({"step": step, **metrics}))
+            file.flush()
+            os.fsync(file.fileno())
         self.steps.add(step)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def flatten(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LFS_POINTER = b"version https://git-lfs"
 MAPPED_BYTES = 64 << 20
 """A file is closed, and with it its pages are given back, when about this much of it has been read."""
 DTYPES = {
@@ -95,6 +96,11 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(str(file), framework="numpy") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
+        with file.open("rb") as opened:
+            pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
+        if pointer:
+            why = f"{file} is a pointer of Git LFS in place of the weights."
+            raise InputError(why, f"Fetch them: git -C {file.parent} lfs pull") from error
         why = f"{file} is no safetensors file, or it is truncated or damaged ({error})."
         raise InputError(why, "Download it again.") from error
 
