@@ -127,7 +127,7 @@ def test_a_limit_on_the_size_of_files_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_too_few_threads_for_a_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
     monkeypatch.setattr("os.getuid", lambda: 65534)
-    with pytest.raises(MachineError, match=r"may be 150 threads here and there are \d.* needs 400 more\. .*ulimit -u"):
+    with pytest.raises(MachineError, match=r"may be 150 threads here and there are \d.* needs 300 more\. .*ulimit -u"):
         ray_session.require_threads()
 
 

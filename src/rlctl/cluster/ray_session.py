@@ -34,7 +34,7 @@ OBJECT_STORE_BYTES = 512 << 20
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0
 LEAST_OPEN_FILES = 1024
-LEAST_THREADS = 400
+LEAST_THREADS = 300
 """Threads of Ray's processes and of a small run's."""
 SOCKET_PATH_BYTES = 107
 SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
