@@ -123,6 +123,8 @@ OTHERS = {
     "Qwen2Moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     },
+    "GPTNeoX": {},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
