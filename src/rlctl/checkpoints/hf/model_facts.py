@@ -249,7 +249,7 @@ def _max_length(inner: Any) -> int:
 
 
 def _intermediate(config: Any) -> int:
-    widths = (getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner"))
+    widths = (getattr(config, name, None) for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner"))
     return int(next((width for width in widths if isinstance(width, int) and width), 4 * config.hidden_size))
 
 
