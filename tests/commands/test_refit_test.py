@@ -123,7 +123,13 @@ OTHERS = {
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
     "GPTJ": {"rotary_dim": 16},
     "Bloom": {"tie_word_embeddings": True},
-}
+    "GraniteMoe": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Lfm2": {
+        "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "conv_dim": 128, "conv_dim_out": 128,
+        "block_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False, "block_multiple_of": 64,
+        "block_ffn_dim_multiplier": 1.0,
+    },
+}  # fmt: skip
 APPROXIMATE = {"Bloom": 2e-3}
 """Largest difference of log-probs where vLLM computes otherwise than transformers: another GELU, in BLOOM."""
 

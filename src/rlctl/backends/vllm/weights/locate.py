@@ -6,7 +6,7 @@ their sizes, how each module keeps its matrices, and which parameters it does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -168,6 +168,18 @@ def sites(model: torch.nn.Module) -> Sites:
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         unreadable[name] = f"is stored in a form of its own by {owner}"
     return Sites(found, opaque, unreadable, tuple(unknown))
+
+
+def matched(every: Sites, sent: Collection[str], loaded: Collection[str]) -> Sites:
+    """The sites of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a layer
+    is called otherwise than its tensors, nobody but the loader knows which is where: such tensors cannot be read."""
+    if not loaded:
+        return every
+    found = [site for site in every.found if all(part.tensor in sent for part in site.parts)]
+    held = {part.tensor for site in (*found, *every.opaque) for part in site.parts}
+    lost = [tensor for tensor in loaded if tensor not in held]
+    unreadable = every.unreadable | dict.fromkeys(lost, "has no place that is known: vLLM calls it otherwise")
+    return Sites(found, every.opaque, unreadable, (*every.unknown, *lost))
 
 
 def _parameters(site: Site) -> Iterator[str]:
