@@ -123,6 +123,8 @@ OTHERS = {
     "Qwen2Moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     },
+    "GPTNeoX": {"num_key_value_heads": None},
+    "Falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
@@ -134,7 +136,8 @@ def test_a_family_without_a_file_trains_and_is_exported(here, family: str, tmp_p
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS[family])
+    values = {key: value for key, value in (SIZES | OTHERS[family]).items() if value is not None}
+    config = getattr(transformers, f"{family}Config")(**values)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     alone, ours = tmp_path / "alone", tmp_path / "ours"

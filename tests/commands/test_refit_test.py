@@ -13,6 +13,7 @@ from rlctl.commands.refit_test import text_of
 from rlctl.refit.records import RefitReport
 from rlctl.refit.verify import Comparison
 from support.commands import Run
+from support.tiny_models import VOCAB_SIZE, write_tokenizer
 
 KEYS = {
     "model", "mover", "receive", "refits", "tensors", "mismatched", "missing", "extra", "payload_bytes",
@@ -108,3 +109,53 @@ def test_a_quantised_engine_takes_both_paths_and_each_tensor_says_which(run_here
     assert loaded == {one["name"] for one in found["unread"]}
     assert all("_proj." in name for name in loaded)
     assert found["tensors"] == 21 - len(loaded)
+
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "initializer_range": 0.1, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+OTHERS = {
+    "GPT2": {"tie_word_embeddings": True},
+    "GPTNeoX": {},
+    "OPT": {"word_embed_proj_dim": 128, "ffn_dim": 256, "tie_word_embeddings": True},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
+    "GPTJ": {"rotary_dim": 16},
+    "Bloom": {"tie_word_embeddings": True},
+    "GraniteMoe": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Lfm2": {
+        "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "conv_dim": 128, "conv_dim_out": 128,
+        "block_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False, "block_multiple_of": 64,
+        "block_ffn_dim_multiplier": 1.0,
+    },
+}  # fmt: skip
+APPROXIMATE = {"Bloom": 2e-3}
+"""Largest difference of log-probs where vLLM computes otherwise than transformers: another GELU, in BLOOM."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_that_transformers_alone_knows_reaches_an_engine(run_here: Run, family: str, tmp_path: Path) -> None:
+    """Whatever order vLLM keeps its matrices in: the engine computes the log-probs of the policy."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    settings = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS[family])
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    done = run_here(
+        "refit-test", "--model", str(tmp_path / "model"), "--gpu", "cpu", "--json", "--set", "training.backend=dtensor",
+        "--set", "training.threads=1", "--set", "generation.threads=1",
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["mismatched"] == found["missing"] == found["extra"] == [], done.stderr
+    assert found["logprobs"]["max_abs"] < APPROXIMATE.get(family, 1e-4) < 0.1 < found["logprobs_before"]["max_abs"]
+    assert found["passed"] is (family not in APPROXIMATE)

@@ -4,6 +4,7 @@ against the Megatron backend, in float32."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlctl.backends.clients import only_result
+from rlctl.backends.dtensor.model import require_causal
 from rlctl.backends.dtensor.optimizer import build_optimizer
+from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
-from rlctl.checkpoints.hf.transformers_model import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
+from rlctl.errors import InputError
 from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_changed, run_checkpoint, run_memory
 from support.parallel_cases import WEIGHT, Case, spec_of
 from support.parallel_cases import run_case as run_megatron
-from support.parallel_families import FAMILIES, OTHERS, REFUSED
+from support.parallel_families import FAMILIES, OTHERS, SEPARATE
 from support.parallel_families import hf_model as family_model
 from support.parallel_families import make_batch as family_batch
 from support.pool import Pool
@@ -31,6 +35,7 @@ from support.reference import (
     Reference,
     advantage,
     close,
+    facts,
     hf_model,
     make_batch,
     megatron_weights,
@@ -190,7 +195,9 @@ def expected_of(family: str) -> Reference:
 def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelSpec) -> None:
     family_model(family, EVEN).save_pretrained(directory)
     facts, shared = facts_in(directory), ("gemma3", "gpt-oss", "llama3", "gemma2", "granite")
-    case = Case(parallel=parallel, share_prompts=family in shared, micro_batch_tokens=48)
+    assert bool(facts.unpacked) == (family in SEPARATE)
+    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
+    case = Case(parallel=parallel, share_prompts=family in shared, micro_batch_tokens=48, **alone)
     ranks = pools(parallel.world_size).run(run_case, case, directory, family_batch(), facts)
     expected = expected_of(family)
     for rank in ranks:
@@ -241,14 +248,19 @@ def test_no_rank_ever_holds_the_model(pools: Pools, published: Published, tmp_pa
 
 
 UNKNOWN = {
-    f"{family}-{'-'.join(sizes)}": (family, sizes)
-    for family in OTHERS
-    if family not in REFUSED
-    for sizes in ({"dp": 2}, {"cp": 2}, *([{"dp": 2, "ep": 2}] if family == "qwen2-moe" else []))
+    f"{family}-{'-'.join(sizes)}{sizes.get('dp', '') if family in SEPARATE else ''}": (family, sizes)
+    for family in (*OTHERS, *SEPARATE)
+    for sizes in (
+        {"dp": 2},
+        *([{"dp": 1}] if family in SEPARATE else [{"cp": 2}]),
+        *([{"dp": 2, "ep": 2}] if family in ("qwen2-moe", "phimoe") else []),
+    )
 }
 
 
-@pytest.mark.parametrize(("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep"))
+@pytest.mark.parametrize(
+    ("family", "sizes"), marked(UNKNOWN, "gemma2-cp", "qwen2-moe-dp-ep", "gpt2-cp", "lfm2-dp2", "falcon-dp1")
+)
 def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
@@ -391,3 +403,30 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert model.model.layers[0].self_attn.q_norm.weight.dim() == 2
     assert plain == {name for name in names.values() if "norm" in name or name.endswith("bias")}
     assert len(plain) == 4 * 3 + 1 + 1
+
+
+class Means(torch.nn.Module):
+    """A policy whose tokens see those before them, and with `seen` some that they must not see."""
+
+    def __init__(self, seen: str) -> None:
+        super().__init__()
+        self.seen, self.table = seen, torch.nn.Parameter(torch.arange(64.0))
+
+    def forward(self, row: PackedRow) -> torch.Tensor:
+        values_BL = self.table[row.tokens_T].view(len(row.units), -1)
+        found_BL = values_BL.cumsum(1)
+        if self.seen == "later":
+            found_BL = found_BL + values_BL.flip(1).cumsum(1).flip(1)
+        elif self.seen == "others":
+            found_BL = found_BL + values_BL.mean(0)
+        return found_BL.flatten()[row.sources_U][row.inverse_R][None]
+
+
+@pytest.mark.parametrize("seen", ["", "later", "others"])
+def test_a_model_that_looks_ahead_or_at_other_rollouts_is_refused(seen: str) -> None:
+    spec = replace(spec_of(Case()), facts=replace(facts("llama"), vocab=64, family="MeansForCausalLM"))
+    if not seen:
+        require_causal(Means(seen), spec)  # type: ignore[arg-type]
+        return
+    with pytest.raises(InputError, match=r"MeansForCausalLM cannot be trained: .* tokens behind it or with another"):
+        require_causal(Means(seen), spec)  # type: ignore[arg-type]

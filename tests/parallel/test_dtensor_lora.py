@@ -16,7 +16,7 @@ from torch import Tensor
 from rlctl.backends.clients import only_result
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
-from rlctl.checkpoints.hf.transformers_model import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec

@@ -89,7 +89,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 2.0},
     ),
-    "stablelm": ("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
     "gemma2": (
         "Gemma2",
         {
@@ -128,10 +127,103 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("Phi", {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "gpt2": ("GPT2", {"tie_word_embeddings": True}),
+    "gpt-bigcode": ("GPTBigCode", {"multi_query": True}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "opt": ("OPT", {"word_embed_proj_dim": 32, "ffn_dim": 128, "tie_word_embeddings": True}),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "glm4-moe": (
+        "Glm4Moe",
+        MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
 }  # fmt: skip
-"""Families without a file in `models/`."""
-REFUSED = ("stablelm",)
-"""Those of them that cannot be trained without one."""
+"""Families without a file in `models/`, for which rollouts are packed."""
+SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "phimoe-windowed": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "pad_token_id": 0, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5] * 4,
+                "long_factor": [2.0] * 8, "original_max_position_embeddings": 64, "factor": 4.0,
+            },
+        },
+    ),
+    "falcon": (
+        "Falcon",
+        {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
+    ),
+    "falcon-alibi": (  # transformers adds the slopes twice in its eager attention
+        "Falcon",
+        {
+            "attn_implementation": "sdpa", "head_dim": None, "alibi": True, "multi_query": True,
+            "parallel_attn": False, "bias": True,
+        },
+    ),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
+    "codegen": ("CodeGen", {"rotary_dim": 8}),
+    "gpt-neo": (
+        "GPTNeo",
+        {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    ),
+    "bloom": ("Bloom", {"tie_word_embeddings": True}),
+    "mpt": ("Mpt", {"tie_word_embeddings": True}),
+    "mamba": ("Mamba", {"state_size": 8}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "pad_token_id": 0}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        MOE | {"layer_types": ["conv", "full_attention"] * 2, "pad_token_id": 0, "num_dense_layers": 1},
+    ),
+    "bamba": (
+        "Bamba",
+        {
+            "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
+            "mamba_chunk_size": 8, "pad_token_id": 0,
+        },
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        {
+            "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 8,
+            "pad_token_id": 0,
+        },
+    ),
+    "granite-hybrid-mamba": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
+            "mamba_chunk_size": 8, "pad_token_id": 0,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        MOE | {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "shared_expert_intermediate_size": 32,
+            "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+            "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False, "pad_token_id": 0,
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_local_experts": 2, "intermediate_size_mlp": 128, "attention_chunk_size": 8, "pad_token_id": 0,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+}  # fmt: skip
+"""Families without a file in `models/`, each rollout of which is a sequence of its own."""
 
 
 @dataclass(frozen=True)
@@ -156,15 +248,17 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
     """A random float32 model whose norms, biases and sinks matter."""
     import transformers
 
-    name, changes = (FAMILIES | OTHERS)[family]
+    name, changes = (FAMILIES | OTHERS | SEPARATE)[family]
     config = BASE | changes | {"vocab_size": vocab}
-    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config")
     torch.manual_seed(1)
     values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**values)).float().eval()
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{name}{head}")(config_class(**values)).float().eval()
     with torch.no_grad():
         for parameter in (*model.named_parameters(), *model.named_buffers()):
-            if any(word in parameter[0] for word in ("norm", "bias", "sinks")):
+            named = any(word in parameter[0] for word in ("norm", "bias", "sinks"))
+            if named and parameter[1].is_floating_point():
                 parameter[1].add_(torch.randn_like(parameter[1]) * 0.2)
     return model
 

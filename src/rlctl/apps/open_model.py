@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
 from rlctl.checkpoints.hf.hf_files import refuse_quantised
-from rlctl.checkpoints.hf.transformers_model import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig, RlctlConfig

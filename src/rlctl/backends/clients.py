@@ -47,10 +47,12 @@ class PolicyClient(Generic[W_co]):
         self.teacher: Teacher | None = None
         self._loaded: TrainBatch | None = None
         self._shards: tuple[BatchShard, ...] = ()
+        # A teacher may be a model that rows cannot be packed for, and the policy another one.
+        packs = not spec.facts.unpacked
         self._batching = {
-            "packing": training.packing,
-            "dynamic": training.dynamic_batching,
-            "share_prompts": training.share_prompts,
+            "packing": training.packing and packs,
+            "dynamic": training.dynamic_batching or (training.packing and not packs),
+            "share_prompts": training.share_prompts and packs,
         }
 
     def load_model(self, directory: Path) -> None:

@@ -11,11 +11,11 @@ from typing import TypeVar
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import SCALE, open_hf_model
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.checkpoints.megatron.adapters import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
-from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, MODULE_PREFIXES, open_megatron_model
+from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, are_of_modules, open_megatron_model
 from rlctl.errors import InputError
 from rlctl.models.families import weights_of
 
@@ -83,12 +83,14 @@ def _inspect_megatron(path: Path, found: MegatronDirectory) -> Inspection:
     reader = _noting(result, lambda: TorchDistReader.open(found.shards))
     if reader is None:
         return result
-    if any(key.startswith(MODULE_PREFIXES) for key in reader.shapes):
+    own = MODEL_PREFIXES
+    if are_of_modules(reader.shapes):
         result.format = "dtensor torch_dist"
+        own = tuple({*own, *(f"{key.partition('.')[0]}." for key in reader.shapes if not key.startswith("optimizer."))})
     made = record.read(found.root) if found.shards == found.root / RELEASE else None
     if made and (problem := record.damage(found.root, made, f"{RELEASE}/")):
         result.problems.append(f"changed since its conversion: {problem}")
-    model = {key: spec for key, spec in reader.shapes.items() if key.startswith(MODEL_PREFIXES)}
+    model = {key: spec for key, spec in reader.shapes.items() if key.startswith(own)}
     result.adapters = bool(adapter_keys(reader.shapes))
     result.parameters = sum(spec.size for spec in model.values())
     result.bytes = sum(spec.bytes for spec in model.values())

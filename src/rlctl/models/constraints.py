@@ -79,6 +79,10 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
     if parallel.dp % parallel.replicate == 0 and parallel.fsdp_shards % parallel.ep:
         why = f"experts over {parallel.ep} ranks do not divide the {parallel.fsdp_shards} shards of a copy"
         found.append(Problem("training.ep", why))
+    if facts.unpacked:
+        for key, size in (("cp", parallel.cp), ("ep", parallel.ep)):
+            if size > 1:
+                found.append(Problem(f"training.{key}", unpacked_rule(facts)))
     if tp > 1 and facts.listed:
         why = f"how {facts.family} divides over ranks is not known, because its family has no file in rlctl"
         found.append(Problem("training.tp", why))
@@ -92,6 +96,11 @@ def fsdp_problems(facts: ModelFacts, parallel: ParallelSpec) -> list[Problem]:
         why = "the dtensor backend divides matrices with sequence parallelism only"
         found.append(Problem("training.sequence_parallel", why))
     return found
+
+
+def unpacked_rule(facts: ModelFacts) -> str:
+    """Say why rollouts of this model are computed one by one, as a clause that can stand after a colon."""
+    return f"transformers computes each rollout of {facts.family} as a sequence of its own, because {facts.unpacked}"
 
 
 def engine_problems(facts: ModelFacts, tp: int, pp: int = 1, dp: int = 1, ep: int = 1) -> list[Problem]:

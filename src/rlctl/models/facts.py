@@ -61,6 +61,10 @@ class ListedTensor:
     shape: tuple[int, ...]
     layers: tuple[int, ...] = ()
     """The layers (from 0) that have it; empty: it is outside of them."""
+    module: str = ""
+    """The parameter of transformers' modules that holds it, where that has another name."""
+    role: str = ""
+    """Its `Role` of `models/matrices.py`, where transformers tells it."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,11 @@ class ModelFacts:
     """Multi-token-prediction layers behind the last one."""
     listed: tuple[ListedTensor, ...] = ()
     """Every tensor, where no file in `models/` says which there are."""
+    unpacked: str = ""
+    """Why rollouts cannot share a row of tokens, as a clause about the model: each is then a row of its own, padded to
+    the longest of a micro-batch. Empty: they can."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of the names of stored tensors that are no part of the model, such as masks."""
 
     def is_windowed(self, layer: int) -> bool:
         """Whether `layer` (from 0) attends to the window only."""

@@ -13,7 +13,7 @@ from rlctl.config.keys import LAID_OUT
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, RlctlConfig, TrainingConfig
 from rlctl.errors import ConfigError, MachineError
-from rlctl.models.constraints import require_policy_sizes
+from rlctl.models.constraints import require_policy_sizes, unpacked_rule
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, Precision
 from rlctl.planner.inputs.cluster import ClusterFacts, load_profile, local_cpu, make_cluster, match_device, with_profile
@@ -117,6 +117,7 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
     length = config.model.max_length
     prompt = prompt_tokens or (min(PROMPT_TOKENS, _room(length, new)) if length else PROMPT_TOKENS)
     length = length or min(facts.max_length, prompt + new)
+    packs = not facts.unpacked
     return Workload(
         prompts=config.batch.prompts,
         generations=config.batch.generations,
@@ -128,9 +129,9 @@ def workload_from_config(config: RlctlConfig, facts: ModelFacts, prompt_tokens: 
         old_logprobs="old_logprobs" in config.logprobs_needed,
         reference="reference_logprobs" in config.logprobs_needed,
         critic=config.has_critic,
-        packing=config.training.packing,
-        dynamic=config.training.dynamic_batching,
-        share_prompts=config.training.share_prompts,
+        packing=config.training.packing and packs,
+        dynamic=config.training.dynamic_batching or (config.training.packing and not packs),
+        share_prompts=config.training.share_prompts and packs,
         goal=config.run.goal,
         staleness=config.rollouts.max_staleness if config.rollouts.mode == "async" else None,
         in_flight=config.refit.in_flight,
@@ -203,6 +204,14 @@ def precision_from_config(config: RlctlConfig, cluster: ClusterFacts) -> Precisi
     return "fp8"
 
 
+def _refuse_packing(config: RlctlConfig, facts: ModelFacts) -> None:
+    """Raise ConfigError where rollouts of a model are to share rows that cannot. Unset, the planner decides."""
+    training = config.training
+    for key in ("packing", "share_prompts"):
+        if facts.unpacked and key in training.model_fields_set and getattr(training, key):
+            raise ConfigError(f"training.{key} = true is refused: {unpacked_rule(facts)}.", "Leave it out.")
+
+
 def plan_from_config(
     config: RlctlConfig,
     facts: ModelFacts,
@@ -220,6 +229,8 @@ def plan_from_config(
     cluster = cluster_from_config(config, assume)
     workload = workload or workload_from_config(config, facts, prompt_tokens)
     pins = pins_from_config(config)
+    if workload.trains:
+        _refuse_packing(config, facts)
     if (
         workload.trains
         and config.teacher.model is None

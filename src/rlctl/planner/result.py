@@ -137,6 +137,9 @@ class Plan:
             return {}
         values = {f"training.{key}": value for key, value in training.chosen().items()}
         values["training.backend"] = self.backend
+        if self.facts.unpacked:
+            batching = {"packing": False, "dynamic_batching": self.workload.dynamic, "share_prompts": False}
+            values |= {f"training.{key}": value for key, value in batching.items()}
         return values | ({"training.threads": training.threads} if training.threads else {})
 
     def _generation_values(self) -> dict[str, Any]:

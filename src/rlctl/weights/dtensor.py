@@ -17,6 +17,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.models.matrices import FLOAT32_ROLES, Matrix, Role
+from rlctl.models.other_families import module_names
 from rlctl.weights import hf
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import piece as piece_of
@@ -43,14 +44,16 @@ _STACKED = {
     Role.EXPERT_DOWN: ("down_proj", None),
 }
 HEAD = "lm_head."
-"""The names of the output layer's parameters begin with it."""
+"""The names of the output layer's parameters begin with it, unless a model's own list says otherwise."""
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
 def module_name(facts: ModelFacts, tensor: str) -> str:
-    """The name of a published tensor in transformers' modules. Mixtral's blocks of experts have two names; tensors that
-    transformers listed have those of its modules (GraniteMoeSWA's blocks too)."""
-    return tensor if facts.listed else tensor.replace("block_sparse_moe", "mlp")
+    """The name of a published tensor in transformers' modules; of an expert's, that of all experts' stack. Mixtral's
+    blocks of experts have two names."""
+    if facts.listed:
+        return module_names(facts).get(tensor, tensor)
+    return tensor.replace("block_sparse_moe", "mlp")
 
 
 def module_layout(facts: ModelFacts, dtype: str) -> Layout:
@@ -71,7 +74,7 @@ def _stack(facts: ModelFacts, matrix: Matrix, dtype: str) -> tuple[str, ParamSpe
     assert facts.moe is not None
     assert matrix.expert is not None
     module, part = _STACKED[matrix.role]
-    name = module_name(facts, _ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
+    name = module_name(facts, matrix.tensor if facts.listed else _ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
     halves, starts = ((), ()) if part is None else ((2,), (part,))
     spec = ParamSpec((facts.moe.experts, *halves, *matrix.shape), dtype)
     return name, spec, piece_of(matrix, whole(matrix.shape), name, (matrix.expert, *starts, 0, 0))
@@ -99,7 +102,9 @@ class DTensorWorld:
         if self.head:
             return found
         # A bias of the head (Phi) is in the same module, which a critic's model does not have.
-        params = {name: spec for name, spec in found.params.items() if not name.startswith(HEAD)}
+        heads = {m.tensor for m in weights_of(self.facts).outer if m.role is Role.HEAD}
+        own = tuple({HEAD, *(module_name(self.facts, name).removesuffix("weight") for name in heads)})
+        params = {name: spec for name, spec in found.params.items() if not name.startswith(own)}
         return Layout(0, params, tuple(piece for piece in found.pieces if piece.param in params))
 
     @cached_property

@@ -12,24 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import policy_backend
-from rlctl.checkpoints.hf.transformers_model import WATCHED, describe, facts_in, fill_buffers, meta_model
+from rlctl.checkpoints.hf.model_facts import WATCHED, describe, facts_in
+from rlctl.checkpoints.hf.transformers_model import fill_buffers, meta_model
 from rlctl.checkpoints.rank_loading import load_rank
 from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError, InputError, RlctlError
+from rlctl.models.catalog import facts_of
+from rlctl.models.facts import ListedTensor
 from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import completions_workload, plan_from_config
 from rlctl.planner.make_plan import Plan
 from rlctl.weights.dtensor import DTensorWorld
-from support.parallel_families import FAMILIES, OTHERS, REFUSED, hf_model
+from support.parallel_families import FAMILIES, OTHERS, SEPARATE, hf_model
 
-TRAINED = [family for family in OTHERS if family not in REFUSED]
-QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite", "minicpm3")
+TRAINED = [*OTHERS, *SEPARATE]
+QUICK = ("gemma3", "gpt-oss", "deepseek-v3", "granite", "minicpm3", "gptj")
 
 
 def slowly(families: list[str], *quick: str) -> list[Any]:
@@ -44,7 +48,7 @@ def test_buffers_that_no_file_holds_are_computed_again(family: str, tmp_path: Pa
     fill_buffers(inner)
     stored, expected = plain.state_dict().keys(), dict(plain.named_buffers())
     found = {name: value for name, value in inner.named_buffers() if name not in stored}
-    assert found.keys() == {name for name in expected if name not in stored} != set()
+    assert found.keys() == {name for name in expected if name not in stored}
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
 
@@ -77,15 +81,17 @@ def test_truth_values_that_are_computed_again_are_not_refused() -> None:
     assert model.causal.tolist() == [[True, False, False], [True, True, False], [True, True, True]]
 
 
-@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe", "granite-hybrid"))
+@pytest.mark.parametrize("family", slowly(TRAINED, "phi3", "qwen2-moe", "granite-hybrid", "gpt-neox", "lfm2-moe"))
 def test_a_family_without_a_file_is_loaded_by_its_modules(family: str, tmp_path: Path) -> None:
     """Every rank's part of what transformers itself loads, and nothing else; counted as transformers counts."""
     plain = hf_model(family)
     plain.save_pretrained(tmp_path)
     facts = facts_in(tmp_path)
-    theirs = dict(plain.named_parameters())
+    stored = plain.state_dict().keys()
+    theirs = dict(plain.named_parameters()) | {n: value for n, value in plain.named_buffers() if n in stored}
     assert weights_of(facts).parameters == sum(value.numel() for value in theirs.values())
-    assert count(facts).total == pytest.approx(weights_of(facts).parameters, rel=0.2)  # layers as large as the largest
+    # Layers are counted as large as the largest one, and positions that are learned are not counted.
+    assert count(facts).total == pytest.approx(weights_of(facts).parameters, rel=0.5 if facts.unpacked else 0.2)
     world = DTensorWorld(facts, ParallelSpec())
     params = {name: torch.full(spec.shape, torch.nan) for name, spec in world.layout(0).params.items()}
     load_rank(tmp_path, world, 0, params, facts)
@@ -144,34 +150,112 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 64, "factor": 2.0,
 }  # fmt: skip
 NOT_TRAINED = {
+    "olmo2": (
+        {"architectures": ["Olmo2ForCausalLM"], "rope_parameters": DYNAMIC, "pad_token_id": 0},
+        "rotary frequencies \\(dynamic\\) depend on the longest rollout",
+    ),
+    "bert": ({"architectures": ["BertLMHeadModel"]}, "its attention is not causal"),
+    "nemotron_h": (
+        {
+            "architectures": ["NemotronHForCausalLM"], "layers_block_type": ["moe", "attention"],
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+        },
+        "which rlctl does not follow",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", NOT_TRAINED)
+def test_what_cannot_be_trained_from_transformers_modules_is_refused(model_type: str, tmp_path: Path) -> None:
+    values, why = NOT_TRAINED[model_type]
+    with pytest.raises(InputError, match=why) as raised:
+        facts_in(config(tmp_path, model_type=model_type, **TINY | values))
+    assert values["architectures"][0] in raised.value.message  # type: ignore[index]
+    assert "docs/adding_a_model.md" in (raised.value.hint or "")
+
+
+NOT_PACKED = {
+    "falcon": ({"architectures": ["FalconForCausalLM"]}, "do not go through transformers' attention interface"),
     "stablelm": ({"architectures": ["StableLmForCausalLM"]}, "do not hand on to the attention"),
-    "phi3": ({"architectures": ["Phi3ForCausalLM"], "rope_parameters": LONG, "pad_token_id": 0}, "longrope"),
-    "gpt2": ({"architectures": ["GPT2LMHeadModel"]}, "not where most models have them"),
     "lfm2": (
         {"architectures": ["Lfm2ForCausalLM"], "pad_token_id": 0, "layer_types": ["conv", "full_attention"]},
         "mix tokens by",
     ),
-    "falcon": ({"architectures": ["FalconForCausalLM"]}, "do not go through transformers' attention interface"),
     "llama4_text": (
         {"architectures": ["Llama4ForCausalLM"], "pad_token_id": 0, "attention_chunk_size": 8},
         "mix tokens by chunked_attention",
     ),
-    "granitemoe": ({"architectures": ["GraniteMoeForCausalLM"]}, "which rlctl does not follow"),
 }
 
 
-@pytest.mark.parametrize("model_type", NOT_TRAINED)
-def test_what_cannot_be_trained_on_packed_rows_is_refused(model_type: str, tmp_path: Path) -> None:
-    values, why = NOT_TRAINED[model_type]
-    with pytest.raises(InputError, match=why) as raised:
-        facts_in(config(tmp_path, model_type=model_type, **TINY, **values))
-    assert values["architectures"][0] in raised.value.message  # type: ignore[index]
-    assert "docs/adding_a_model.md" in (raised.value.hint or "")
+@pytest.mark.parametrize("model_type", slowly(list(NOT_PACKED), "falcon"))
+def test_the_reason_is_said_where_rollouts_cannot_be_packed(model_type: str, tmp_path: Path) -> None:
+    values, why = NOT_PACKED[model_type]
+    facts = facts_in(config(tmp_path, model_type=model_type, **TINY | values))
+    assert why in facts.unpacked
+
+
+def test_longrope_is_trained_up_to_the_length_from_which_its_frequencies_change(tmp_path: Path) -> None:
+    values = {"architectures": ["Phi3ForCausalLM"], "rope_parameters": LONG, "pad_token_id": 0}
+    values |= {"original_max_position_embeddings": 64}
+    assert facts_in(config(tmp_path, model_type="phi3", **TINY | values)).max_length == 64
+
+
+FALCON = facts_of(
+    {
+        "family": "FalconForCausalLM", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
+        "intermediate": 128, "vocab": 64, "max_length": 128, "unpacked": "its layers are its own",
+        "listed": (ListedTensor("transformer.word_embeddings.weight", (64, 64)),),
+    }
+)  # fmt: skip
+
+
+def test_a_model_that_packs_no_rollouts_is_planned_so_and_the_plan_says_why() -> None:
+    resolved = resolve(flags={"cluster.gpu": "cpu"}, environment={})
+    plan = plan_from_config(resolved.config, FALCON)
+    assert plan.runnable
+    batching = resolved.with_values(plan.config_values()).config.training
+    assert (batching.packing, batching.dynamic_batching, batching.share_prompts) == (False, True, False)
+    (why,) = (reason.rule for reason in plan.reasons if reason.value == "training.packing=false")
+    assert why.endswith("FalconForCausalLM as a sequence of its own, because its layers are its own.")
+    packed = plan_from_config(resolved.config, replace(FALCON, unpacked=""))
+    assert "training.packing" not in packed.config_values()
+    one_by_one = resolve(flags={"cluster.gpu": "cpu", "training.packing": False}, environment={})
+    plan = plan_from_config(one_by_one.config, FALCON)
+    assert not one_by_one.with_values(plan.config_values()).config.training.dynamic_batching
+
+
+@pytest.mark.parametrize("key", ["training.packing", "training.share_prompts", "training.cp"])
+def test_what_needs_packed_rows_is_refused_by_its_key(key: str) -> None:
+    values = {"cluster.gpu": "cpu", "training.backend": "dtensor", key: 2 if key == "training.cp" else True}
+    resolved = resolve(flags=values, environment={})
+    with pytest.raises(RlctlError, match="as a sequence of its own, because its layers are its own") as raised:
+        plan_from_config(resolved.config, FALCON)
+    assert key in raised.value.message
+    plan_from_config(resolved.config, replace(FALCON, unpacked=""))
+
+
+def test_files_written_from_the_model_without_its_head_are_read(tmp_path: Path) -> None:
+    """The first GPT-2's names begin below `transformer.`, and its files hold the masks of attention."""
+    plain = hf_model("gpt2")
+    plain.save_pretrained(tmp_path)
+    facts, masks = facts_in(tmp_path), {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    below = {name.removeprefix("transformer."): p.detach().clone() for name, p in plain.named_parameters()}
+    save_file(below | masks, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    world = DTensorWorld(facts, ParallelSpec())
+    params = {name: torch.full(spec.shape, torch.nan) for name, spec in world.layout(0).params.items()}
+    load_rank(tmp_path, world, 0, params, facts)
+    for name, value in plain.named_parameters():
+        assert torch.equal(params[name], value), name
+    save_file(below | {"h.0.strange": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="h\\.0\\.strange is no tensor"):
+        load_rank(tmp_path, world, 0, params, facts)
 
 
 def test_an_architecture_that_transformers_does_not_have_is_unknown(tmp_path: Path) -> None:
@@ -187,7 +271,7 @@ def test_a_driver_without_torch_is_told_the_same_by_a_process(tmp_path: Path) ->
     values = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Qwen2MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(values))
     code = (
-        "import sys; from pathlib import Path; from rlctl.checkpoints.hf.transformers_model import facts_in\n"
+        "import sys; from pathlib import Path; from rlctl.checkpoints.hf.model_facts import facts_in\n"
         "print(repr(facts_in(Path(sys.argv[1])))); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -71,7 +71,8 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
 def _has_unknown_routers(facts: ModelFacts) -> bool:
     """Whether a model without a family's file has experts, stacked by transformers or by its files, and no tensor that
     is known as a router's."""
-    experts = facts.moe is not None or any(len(tensor.shape) > MATRIX for tensor in facts.listed)
+    stacks = (tensor.shape for tensor in facts.listed if len(tensor.shape) > MATRIX)
+    experts = facts.moe is not None or any(min(shape[1:]) > 1 for shape in stacks)  # no convolution of each channel
     return bool(facts.listed) and experts and Role.ROUTER not in weights_of(facts).roles
 
 

@@ -24,10 +24,10 @@ from rlctl.backends.dtensor.lora import adapt, begin
 from rlctl.backends.dtensor.tensor_parallel import GatherValues, divide, divide_alike, gather_tokens, local_part
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.row_attention import RowAttention, attend
-from rlctl.backends.rows import PackedRow
-from rlctl.checkpoints.hf.transformers_model import fill_buffers, head_of, meta_model
+from rlctl.backends.rows import PackedRow, RowUnit
+from rlctl.checkpoints.hf.transformers_model import body_path, fill_buffers, head_of, layers_of, meta_model
 from rlctl.config.parallel import ParallelSpec
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, InputError
 from rlctl.weights.dtensor import DTensorWorld
 
 ATTENTION = "rlctl_rows"
@@ -115,12 +115,25 @@ class PolicyModel(nn.Module):
         self.inner, self._head, teaches = inner, head_of(inner), spec.teaches
         self._context, self._tensor = groups.group("cp"), groups.group("tp")
         self._temperature, self._chunk = spec.temperature, spec.logprob_chunk_tokens
-        self._vocab = inner.config.vocab_size
+        self._vocab, self._body = inner.config.vocab_size, body_path(inner)
+        self._packs = not spec.facts.unpacked
         self._top = Top(teaches.top, teaches.vocab) if teaches is not None and teaches.top else None
         self.replays: list[Replay] = []
         """With router replay, the routers that are told a row's experts."""
 
     def forward(self, row: PackedRow) -> Tensor:
+        return self._packed(row) if self._packs else self._outputs(self._rectangle(row), row)
+
+    def _rectangle(self, row: PackedRow) -> Tensor:
+        """[1, T, H]: the last hidden states of a row whose units are all of one length, each a sequence of its own as
+        transformers computes one. The padding is behind all tokens of a rollout, which never see it."""
+        tokens_BL = row.tokens_T.view(len(row.units), -1)
+        return self._layers(input_ids=tokens_BL).flatten(0, 1)[None]
+
+    def _layers(self, **given: Any) -> Tensor:
+        return self.inner.get_submodule(self._body)(use_cache=False, **given).last_hidden_state
+
+    def _packed(self, row: PackedRow) -> Tensor:
         size, rank = self._context.size(), self._context.rank()
         tokens_T, positions_T, routing_TLK = row.tokens_T, row.positions_T, row.routing_TLK
         if size > 1:
@@ -130,9 +143,7 @@ class PolicyModel(nn.Module):
         for replay in self.replays:
             replay.give(routing_TLK)
         passed = RowPass(RowAttention.of(row, size, rank), self._context)
-        found = self.inner.model(
-            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, row=passed
-        ).last_hidden_state
+        found = self._layers(input_ids=tokens_T[None], position_ids=positions_T[None], row=passed)
         part = context_part(row, size, rank)
         out = self._outputs(found, part)
         return out if size == 1 else JoinContext.apply(out, part.columns_R["index"], len(row.targets_R), self._context)
@@ -170,7 +181,8 @@ class ValueModel(PolicyModel):
 
     def __init__(self, inner: Any, groups: Groups, spec: PolicySpec) -> None:
         super().__init__(inner, groups, spec)
-        self.head = ValueHead(inner.config.hidden_size)
+        # OPT's last hidden states may be narrower than its layers.
+        self.head = ValueHead(getattr(inner.config, "word_embed_proj_dim", None) or inner.config.hidden_size)
 
     def _outputs(self, hidden_1TH: Tensor, part: PackedRow) -> Tensor:
         values_T = self.head(hidden_1TH[0])
@@ -232,7 +244,7 @@ def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
     if spec.model_dir is None:
         raise ConfigError("training.backend = dtensor needs the model's config.json.", "Name a model with --model.")
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
-    inner = meta_model(Path(spec.model_dir), name, headless=headless)
+    inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless)
     inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
     return inner
 
@@ -242,7 +254,7 @@ def _recompute(model: PolicyModel, mode: str) -> None:
     methods are replaced and not modules, so that parameters keep their names and FSDP2's hooks stay outside."""
     if mode == "none":
         return
-    for layer in model.inner.model.layers:
+    for layer in layers_of(model.inner):
         norms = (module for module in layer.modules() if type(module).__name__.endswith("Norm"))
         for module in [layer] if mode == "full" else norms:
             module.forward = partial(_checkpointed, module.forward)
@@ -262,9 +274,10 @@ def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
     compute = torch.bfloat16 if dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     mesh = _fsdp(groups.sharding)
-    for layer in model.inner.model.layers:
-        if groups.experts is not None and hasattr(layer.mlp, "experts"):
-            fully_shard(layer.mlp.experts, mesh=_fsdp(groups.experts), mp_policy=policy)
+    for layer in layers_of(model.inner):
+        if groups.experts is not None:
+            for experts in [module for module in layer.modules() if "gate_up_proj" in module._parameters]:
+                fully_shard(experts, mesh=_fsdp(groups.experts), mp_policy=policy)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
@@ -274,3 +287,34 @@ def _shard(model: PolicyModel, groups: Groups, dtype: str) -> None:
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+PROBED = 8
+"""Tokens of each of the two rollouts that `require_causal` makes up."""
+MOVED = {"float32": 1e-4, "bfloat16": 0.05}
+"""Log-probs and entropies may differ by this between two computations of the same tokens."""
+
+
+@torch.no_grad()
+def require_causal(model: PolicyModel, spec: PolicySpec) -> None:
+    """Raise InputError where what a model computes of a token depends on tokens behind it, or on another rollout of
+    the micro-batch. Collective."""
+    device, vocab = next(model.parameters()).device, spec.facts.vocab
+    own = torch.arange(1, PROBED + 1, device=device) % vocab
+    other_end = torch.cat([own[:-1], (own[-1:] + vocab // 2) % vocab])
+    before, after = model(_probe(own, own)), model(_probe(other_end, own.flip(0)))
+    moved = float((before - after).abs().max())
+    if not moved <= MOVED[spec.dtype]:
+        raise InputError(
+            f"{spec.facts.family} cannot be trained: as transformers computes it, log-probs of a token change by "
+            f"{moved:.1e} with tokens behind it or with another rollout.",
+            "Name a model that is causal.",
+        )
+
+
+def _probe(first: Tensor, second: Tensor) -> PackedRow:
+    """A row of two rollouts, all tokens of the first but its last one predicting the same ones in each such row."""
+    places = torch.arange(PROBED - 1, device=first.device)
+    tokens_T = torch.cat([first, second])
+    units = (RowUnit(0, PROBED), RowUnit(PROBED, PROBED))
+    return PackedRow(tokens_T, torch.zeros_like(tokens_T), units, 2 * PROBED, places, places, places + 1)

@@ -118,10 +118,18 @@ class DTensorWorker(RankWithCritic):
         """`saved_critic`: the directory is a critic's checkpoint."""
         world = self.layouts()
         load_rank(directory, world, self.rank, self._live(), world.facts, critic=saved_critic)
+        if world.facts.unpacked:
+            self._require_causal()
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self._states_away = None
         self._state_memory.rewind()
+
+    def _require_causal(self) -> None:
+        from rlctl.backends.dtensor.model import require_causal
+
+        require_causal(self.model, self.spec)
+        self._reshard()
 
     def hold_reference(self) -> None:
         """With adapters the reference is the model without them, and nothing is copied."""

@@ -5,6 +5,7 @@ Private names of vLLM are used here and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.backends.messages import QUANTISED, Sampling
 from rlctl.backends.vllm import interfaces
 from rlctl.errors import ConfigError, MachineError
+from rlctl.models.families import families
 from rlctl.weights.vllm import ExpertSizes
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ OLDEST, NEWEST = (0, 26), (0, 32)
 SUPPORTED = f"rlctl was run with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
 REPLICA = tuple(f"VLLM_DP_{name}" for name in ("SIZE", "RANK", "RANK_LOCAL", "MASTER_IP", "MASTER_PORT"))
 """The variables by which vLLM knows which replica an engine is."""
+MODELS = "vllm.model_executor.models."
+"""The package of vLLM's models."""
+RESHAPES = re.compile(r"\b(loaded_weight|weight|tensor|w) = \S*\.(t|view|transpose|reshape|permute|flatten)\(")
+"""An assignment by which a loader puts a tensor in another order."""
 CPU_ORDERS = ("vec", "amx", "neon", "vsx")
 """Instruction sets for whose kernels vLLM reorders experts on CPUs."""
 
@@ -80,6 +86,16 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
         flat_logprobs=True,
         skip_special_tokens=True,
     )
+
+
+def reshaping_loader(model: torch.nn.Module) -> str:
+    """The class in a model whose `load_weights` reshapes tensors before it writes them, by its source; empty: there is
+    none, or the model is of a family that has a file in `models/`, for which the order is known."""
+    if any(type(model).__name__ in family.architectures for family in families()):
+        return ""
+    kinds = {type(module) for module in model.modules()}
+    loaders = (kind for kind in kinds if "load_weights" in vars(kind) and kind.__module__.startswith(MODELS))
+    return next((kind.__name__ for kind in loaders if RESHAPES.search(inspect.getsource(kind))), "")
 
 
 def register_transfer_engine(name: str, engine: type) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import open_hf_model
-from rlctl.checkpoints.hf.transformers_model import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, MegatronDirectory, base_of, is_of_run
 from rlctl.checkpoints.megatron.megatron_model import Blocks, open_megatron_model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
-from rlctl.checkpoints.hf.transformers_model import facts_in
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.megatron.adapters import Adapters, adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import read_config, refuse_quantised
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, StoredTensor
-from rlctl.checkpoints.hf.transformers_model import facts_in
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
+from rlctl.models.matrices import Role
 from rlctl.weights import hf
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Shape, Span, whole
 from rlctl.weights.transfer_plan import SingleWorld, World
@@ -80,13 +82,13 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
             pieces += parts
             read.update(used)
             continue
-        stored = _checked(directory, name, shape, files)
-        params[name] = ParamSpec(stored.shape, stored.dtype)
+        stored = _checked(directory, _stored_name(name, facts, files), shape, files)
+        params[stored.name] = ParamSpec(stored.shape, stored.dtype)
         box = whole(shape)
         transforms = _readers(stored, files, block)
         for transform in transforms:
             params.update({n: ParamSpec(files.tensors[n].shape, files.tensors[n].dtype) for n in transform.reads})
-        pieces.append(Piece(name, box, name, box, tuple(range(len(shape))), transforms))
+        pieces.append(Piece(name, box, stored.name, box, tuple(range(len(shape))), transforms))
     extra = sorted(set(files.tensors) - set(params) - read)
     _refuse_extra(directory, facts, extra)
     _refuse_other_head(directory, facts, files)
@@ -98,6 +100,13 @@ def without_absent_mtp(facts: ModelFacts, names: Collection[str]) -> ModelFacts:
     first = f"model.layers.{facts.layers}."
     held = any(name.startswith((first, "mtp.")) for name in names)
     return facts if held or not facts.mtp_layers else replace(facts, mtp_layers=0)
+
+
+def _stored_name(name: str, facts: ModelFacts, files: SafetensorsDirectory) -> str:
+    """The name of a tensor in the files. Those of the first GPT-2 and its like were written from the model without its
+    head, where names begin below it (`h.0.` for `transformer.h.0.`)."""
+    below = name.partition(".")[2]
+    return below if facts.listed and name not in files.tensors and below in files.tensors else name
 
 
 def _checked(directory: Path, name: str, shape: tuple[int, ...], files: SafetensorsDirectory) -> StoredTensor:
@@ -131,7 +140,8 @@ def _refuse_extra(directory: Path, facts: ModelFacts, extra: list[str]) -> None:
     """Tensors that would be dropped silently are refused; known duplicates and tables are not."""
     known = (".rotary_emb.inv_freq", SCALE)
     repeated = {*weights_of(facts).copies, *({"lm_head.weight"} if facts.tied_embeddings else ())}
-    lost = [name for name in extra if not name.endswith(known) and name not in repeated]
+    kept = [name for name in extra if not any(re.search(pattern, name) for pattern in facts.left_out)]
+    lost = [name for name in kept if not name.endswith(known) and name not in repeated]
     if lost:
         why = f"{directory}: {listed(lost)} is no tensor of a {facts.family} with this config.json."
         raise InputError(why, "The configuration contradicts the weights; converting would drop them.")
@@ -139,7 +149,8 @@ def _refuse_extra(directory: Path, facts: ModelFacts, extra: list[str]) -> None:
 
 def _refuse_other_head(directory: Path, facts: ModelFacts, files: SafetensorsDirectory) -> None:
     """A head that is stored although it is tied to the embeddings would be dropped: both have to be the same."""
-    head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get("model.embed_tokens.weight")
+    own = next((m.tensor for m in weights_of(facts).outer if m.role is Role.EMBEDDING), "")
+    head, embedding = files.tensors.get("lm_head.weight"), files.tensors.get(_stored_name(own, facts, files))
     if not (facts.tied_embeddings and head and embedding) or files.same(head.name, embedding.name):
         return
     why = f"{directory}: {head.name} differs from {embedding.name}, but config.json says tie_word_embeddings: true."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -86,7 +86,12 @@ def _steps(value: Any) -> Iterator[float]:
 
 def names_modules(directory: Path) -> bool:
     """Whether a policy checkpoint has the keys of transformers' modules, and not Megatron's."""
-    return any(key.startswith(MODULE_PREFIXES) for key in TorchDistReader.open(directory).shapes)
+    return are_of_modules(TorchDistReader.open(directory).shapes)
+
+
+def are_of_modules(keys_: Collection[str]) -> bool:
+    """Whether the keys of a checkpoint are those of transformers' modules. In some models none begins as in most."""
+    return STEP in keys_ or any(key.startswith(MODULE_PREFIXES) for key in keys_)
 
 
 def open_megatron_model(
@@ -115,13 +120,14 @@ def open_megatron_model(
     blocks = [chunk for key in params for chunk in reader.chunks(key)]
     layout = keys.chunked(Layout(0, params, plain.pieces), blocks)
     whole = Layout(0, params, plain.pieces)
-    dtype = reader.shapes[next(key for key in plain.params if "embed" in key)].dtype
+    embedding = next((key for key in plain.params if "embed" in key), next(iter(plain.params)))
+    dtype = reader.shapes[embedding].dtype
     return MegatronModel(directory, facts, reader, whole, layout, {chunk.name: chunk for chunk in blocks}, dtype)
 
 
 def _whole_layout(shards: Path, facts: ModelFacts, reader: TorchDistReader) -> Layout:
     """The keys of a checkpoint and what they hold of the model: Megatron's own, or those of transformers' modules."""
-    if any(key.startswith(MODULE_PREFIXES) for key in reader.shapes):
+    if are_of_modules(reader.shapes):
         return module_layout(facts, "float32")
     embeddings = [key for key in keys.VOCAB_KEYS if key in reader.shapes and reader.shapes[key].shape[0] > 1]
     rows = [reader.shapes[key].shape[0] for key in embeddings]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlctl.config.keys import TEACHER_SIZES
+from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
@@ -130,6 +131,9 @@ def _training_reasons(plan: Plan, t: TrainingChoice, request: Request, rejected:
         f"Rows hold the longest rollout ({request.workload.max_length:,} tokens), or more where that is faster; a rank "
         f"has {_count(plan.micro_batches, 'micro-batch', 'micro-batches')} in an optimizer step.",
     )
+    if plan.facts.unpacked:
+        why = unpacked_rule(plan.facts)
+        yield Reason("training.packing=false", f"{why[0].upper()}{why[1:]}.")
     share, peak = HEADROOM[request.workload.goal], plan.memory["training"].total / GIB
     yield _reason(
         plan,

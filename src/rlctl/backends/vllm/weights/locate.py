@@ -6,7 +6,7 @@ their sizes, how each module keeps its matrices, and which parameters it does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -20,10 +20,19 @@ from rlctl.weights import vllm as held
 from rlctl.weights.vllm import LocalMatrix, MatrixPart, Rows
 
 CORRECTION_BIAS = "e_score_correction_bias"
-# vLLM's model classes whose modules have other names than the published tensors: (vLLM's, published).
-RENAMED = {"GptOssForCausalLM": ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens."))}
+# Architectures whose modules in vLLM have other names than the published tensors: (vLLM's, published).
+RENAMED = {
+    "GptOssForCausalLM": ((".attn.", ".self_attn."), ("model.embedding.", "model.embed_tokens.")),
+    "GPTNeoXForCausalLM": (("lm_head.", "embed_out."),),
+}
 # Those whose fused modules are published as they are, though their own tables say otherwise.
 UNFUSED = {"Glm4ForCausalLM": {"gate_up_proj": ["gate_up_proj"]}}
+# Those whose loader puts what these modules hold in another order than the published one.
+REORDERED = {
+    "BloomForCausalLM": ("query_key_value",),
+    "FalconForCausalLM": ("query_key_value",),
+    "GPT2LMHeadModel": ("c_attn", "c_proj", "c_fc"),
+}
 DIGIT_BITS = 8  # indices travel as digits that every floating-point type of weights holds exactly
 
 
@@ -147,7 +156,7 @@ def sites(model: torch.nn.Module) -> Sites:
     every = _walk(model)
     if getattr(model.config, "tie_word_embeddings", False):
         every = _name_after_input_embedding(every)
-    for vllm, published in RENAMED.get(type(model).__name__, ()):
+    for vllm, published in _renamings(model):
         every = [_renamed(site, vllm, published) for site in every]
     every = [site.because(site.opaque or _why_misshapen(site)) for site in every]
     found, opaque = [site for site in every if not site.opaque], [site for site in every if site.opaque]
@@ -159,6 +168,18 @@ def sites(model: torch.nn.Module) -> Sites:
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
         unreadable[name] = f"is stored in a form of its own by {owner}"
     return Sites(found, opaque, unreadable, tuple(unknown))
+
+
+def matched(every: Sites, sent: Collection[str], loaded: Collection[str]) -> Sites:
+    """The sites of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a layer
+    is called otherwise than its tensors, nobody but the loader knows which is where: such tensors cannot be read."""
+    if not loaded:
+        return every
+    found = [site for site in every.found if all(part.tensor in sent for part in site.parts)]
+    held = {part.tensor for site in (*found, *every.opaque) for part in site.parts}
+    lost = [tensor for tensor in loaded if tensor not in held]
+    unreadable = every.unreadable | dict.fromkeys(lost, "has no place that is known: vLLM calls it otherwise")
+    return Sites(found, every.opaque, unreadable, (*every.unknown, *lost))
 
 
 def _parameters(site: Site) -> Iterator[str]:
@@ -211,9 +232,24 @@ def _name_after_input_embedding(found: list[Site]) -> list[Site]:
     ]
 
 
+def _renamings(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Parts of the names of vLLM's modules, and what stands in their place in the published ones. Where vLLM takes the
+    layers of transformers, it has them at `model.`, whatever transformers calls the place."""
+    prefix = getattr(getattr(model, "model", None), "base_model_prefix", "")
+    if prefix not in ("", "model"):
+        yield "model.", f"{prefix}."
+    for name in {type(model).__name__, *(getattr(model.config, "architectures", None) or ())}:
+        yield from RENAMED.get(name, ())
+
+
 def _renamed(site: Site, vllm: str, published: str) -> Site:
-    parts = tuple(replace(part, tensor=part.tensor.replace(vllm, published)) for part in site.parts)
-    return replace(site, parts=parts)
+    """The site with tensors of other names: their first part, or with a dot before it any part."""
+    count = -1 if vllm.startswith(".") else 1
+
+    def named(tensor: str) -> str:
+        return tensor.replace(vllm, published, count) if count < 0 or tensor.startswith(vllm) else tensor
+
+    return replace(site, parts=tuple(replace(part, tensor=named(part.tensor)) for part in site.parts))
 
 
 # Its modules
@@ -223,7 +259,20 @@ def _walk(model: torch.nn.Module) -> list[Site]:
     fused: dict[str, list[str]] = held.FUSED | getattr(model, "packed_modules_mapping", {})
     fused |= UNFUSED.get(type(model).__name__, {})
     paths = {id(module): path for path, module in model.named_modules()}
-    return [site for path, module in model.named_modules() for site in _of_module(path, module, fused, paths)]
+    found = [site for path, module in model.named_modules() for site in _of_module(path, module, fused, paths)]
+    return list(_with_order(model, found))
+
+
+def _with_order(model: torch.nn.Module, found: list[Site]) -> Iterator[Site]:
+    """The sites; those of linear layers which the model's own loader puts in another order are opaque. It is looked for
+    in the sources of models that rlctl has no file for."""
+    reordered = REORDERED.get(type(model).__name__)
+    loader = "" if reordered else compat.reshaping_loader(model)
+    for site in found:
+        own = site.path.rpartition(".")[2] in (reordered or ())
+        linear = "LinearBase" in {base.__name__ for base in type(site.module).__mro__}
+        strange = own or (loader and linear)
+        yield site.because(f"is put in an order of its own by {loader or type(model).__name__}") if strange else site
 
 
 def _of_module(
@@ -241,7 +290,7 @@ def _of_module(
     elif "RoutedExperts" in kind or ("FusedMoE" in kind and hasattr(module, "w13_weight")):
         yield from _experts(path, module)
         yield from _correction_bias(path, module, f"{_block(path)}.gate", derived=True)
-    elif any("Norm" in name for name in kind):
+    elif "Embedding" in kind or any("Norm" in name for name in kind):
         yield from _replicated(path, module)
     if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
         yield from _sinks(path, module)
@@ -251,7 +300,7 @@ def _of_module(
 
 
 def _replicated(path: str, module: torch.nn.Module) -> Iterator[Site]:
-    """A module whose parameters are stored as published and on every rank (norms)."""
+    """A module whose parameters are stored as published and on every rank (norms, positions that are learned)."""
     for name, parameter in module.named_parameters(recurse=False):
         rows, *columns = parameter.shape
         matrix = held.stacked_rows(path, name, [f"{path}.{name}"], [held.all_rows(rows)], sum(columns))

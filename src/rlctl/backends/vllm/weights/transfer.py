@@ -68,6 +68,8 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     receiver: Receiver | None = None
+    assignment: Assignment
+    """The way of each tensor; not there before `init_info` came."""
     applied: int | None = None
     """Version that the parameters hold whole; None: none that came through here."""
 
@@ -100,6 +102,12 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "Use --receive auto or loader.",
             )
         return found
+
+    def matched(self, every: locate.Sites) -> locate.Sites:
+        """The sites as far as their names are those of the tensors that come; all of them before `init_info` came."""
+        if not hasattr(self, "assignment"):
+            return every
+        return locate.matched(every, {row[0] for row in self.info.table}, self.assignment.loaded)
 
     def _as_held(self, table: Sequence[TensorRow]) -> list[TensorRow]:
         """`table` with the dtypes in which the model holds the tensors: the loader would widen what came rounded."""
@@ -242,7 +250,7 @@ class RlctlWorkerExtension:
     def rlctl_readings(self, tensors: list[str] | None = None) -> list[Reading]:
         """As `EngineWorker.readings`. Every parameter that cannot be read back has a reading that says why."""
         model = self.model_runner.get_model()
-        every = locate.sites(model)
+        every = self.weight_transfer_engine.matched(locate.sites(model))
         found, unread = every.found, read_back.unread(every)
         if tensors is not None:
             wanted = set(tensors)
