@@ -150,3 +150,6 @@ def test_a_family_without_a_file_trains_and_is_exported(here, family: str, tmp_p
     assert megatron_to_hf(ours, tmp_path / "exported").verified
     names = [SafetensorsDirectory.open(place).tensors.keys() for place in (tmp_path / "exported", tmp_path / "model")]
     assert names[0] == names[1]
+    done = here(resume(ours, "--steps", "3"))
+    assert done.returncode == 0, done.stderr
+    assert len(results(ours)) == 3
