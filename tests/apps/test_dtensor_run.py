@@ -128,18 +128,35 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OTHERS)
-def test_a_family_without_a_file_trains_and_is_exported(here, family: str, tmp_path: Path) -> None:
-    """The engine's log-probs are those of the policy, whose steps agree whatever ranks it has."""
+def write_model(place: Path, family: str) -> Path:
     import torch
     import transformers
 
     torch.manual_seed(0)
     values = {key: value for key, value in (SIZES | OTHERS[family]).items() if value is not None}
     config = getattr(transformers, f"{family}Config")(**values)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(place)
+    write_tokenizer(place)
+    return place
+
+
+@pytest.mark.slow
+def test_a_teacher_whose_rollouts_are_not_packed_teaches_a_policy_whose_are(here, tiny_llama, tmp_path) -> None:
+    """It is no conversion of Megatron's, and its numbers do not depend on the ranks."""
+    teacher = write_model(tmp_path / "teacher", "Falcon")
+    form = ("--algorithm", "distillation", "--teacher", str(teacher), "--steps", "2")
+    for ranks in (1, 2):
+        done = here(command(tiny_llama, tmp_path / f"{ranks}", *form, "--set", f"training.dp={ranks}"))
+        assert done.returncode == 0, done.stderr
+    same_run(results(tmp_path / "1"), results(tmp_path / "2"))
+    assert results(tmp_path / "1")[0]["teacher_kl"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_without_a_file_trains_and_is_exported(here, family: str, tmp_path: Path) -> None:
+    """The engine's log-probs are those of the policy, whose steps agree whatever ranks it has."""
+    write_model(tmp_path / "model", family)
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     shards = ("--set", "training.dp=2", *(("--set", "training.ep=2") if family == "Qwen2Moe" else ()))
     for run_dir, sizes in ((alone, ()), (ours, shards)):

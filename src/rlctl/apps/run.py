@@ -178,7 +178,7 @@ def _converted(job: Job, display: Display) -> Job:
     if job.converts and job.source.megatron is None:
         display.doing("preparing the converted model", own_bar=True)
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))
-    if job.config.model.convert and job.teacher is not None:
+    if job.converts and job.teacher is not None:
         display.doing("preparing the converted teacher", own_bar=True)
         source = prepared(job.teacher.source, job.dtype, job.plan.cluster.nodes, display.say)
         job = replace(job, teacher=replace(job.teacher, source=source))

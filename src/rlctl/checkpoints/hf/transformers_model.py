@@ -134,7 +134,7 @@ def fill_buffers(inner: Any) -> None:
         unset = buffer != first[name] if name in first else _is_unset(buffer)
         if unset.any():
             why = f"training.backend = dtensor: transformers does not say how to compute {name} of this model."
-            raise InputError(why, "Use --backend megatron.")
+            raise InputError(why, "Use --backend megatron, if the family of the model has a file in src/rlctl/models.")
 
 
 def _compute_buffers(inner: Any) -> None:
