@@ -76,6 +76,7 @@ def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyP
 
 def test_commands_to_go_on_with_can_be_copied(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "a run's")
+    run.path.mkdir()
     new = run.new_checkpoint(2)
     new.begin()
     new.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
