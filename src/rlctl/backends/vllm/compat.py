@@ -88,10 +88,15 @@ def sampling_params(sampling: Sampling, seed: int) -> Any:
     )
 
 
+def is_of_known_family(model: torch.nn.Module) -> bool:
+    """Whether a model is of a family that has a file in `models/`, for which names and orders are known."""
+    return any(type(model).__name__ in family.architectures for family in families())
+
+
 def reshaping_loader(model: torch.nn.Module) -> str:
-    """The class in a model whose `load_weights` reshapes tensors before it writes them, by its source; empty: there is
-    none, or the model is of a family that has a file in `models/`, for which the order is known."""
-    if any(type(model).__name__ in family.architectures for family in families()):
+    """The class in a model of another family whose `load_weights` reshapes tensors before it writes them, by its
+    source; empty: there is none."""
+    if is_of_known_family(model):
         return ""
     kinds = {type(module) for module in model.modules()}
     loaders = (kind for kind in kinds if "load_weights" in vars(kind) and kind.__module__.startswith(MODELS))

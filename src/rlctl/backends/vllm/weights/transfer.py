@@ -104,8 +104,9 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return found
 
     def matched(self, every: locate.Sites) -> locate.Sites:
-        """The sites as far as their names are those of the tensors that come; all of them before `init_info` came."""
-        if not hasattr(self, "assignment"):
+        """The sites as far as their names are those of the tensors that come; all of them before `init_info` came, and
+        in a known family, whose names have to be right."""
+        if not hasattr(self, "assignment") or compat.is_of_known_family(self.model):
             return every
         return locate.matched(every, {row[0] for row in self.info.table}, self.assignment.loaded)
 
