@@ -253,6 +253,11 @@ def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_
     assert go_on(files / "run", model="moved")[0].config.model.name == "moved"
     with pytest.raises(InputError, match="does not hold the model that the run began with"):
         go_on(files / "run", model=str(tiny_llama_tied))
+    everywhere = str(files / "sums.jsonl")
+    assert go_on(files / "run", data=everywhere)[0].config.data.name == everywhere
+    (files / "other.jsonl").write_text((files / "sums.jsonl").read_text())
+    with pytest.raises(InputError, match=r"`data\.name` = 'other\.jsonl'"):
+        go_on(files / "run", data="other.jsonl")
     (files / "sums.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     with pytest.raises(InputError, match=r"--data is not what the run began with \(rows, sha256 changed\)"):
         go_on(files / "run", model=str(tiny_llama))

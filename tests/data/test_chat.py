@@ -75,6 +75,7 @@ def test_a_template_that_fails_or_cannot_be_read_is_named(tiny_llama: Path, tmp_
     [
         ("tokenizer.json", "[" * 100_000, "no tokenizer that can be loaded"),
         ("tokenizer_config.json", "[]", "no tokenizer that can be loaded"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", "tokenizer.json is a pointer of Git LFS"),
         ("generation_config.json", "[]", "generation_config.json is no JSON object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "expected token ids"),
         ("config.json", None, "transformers refuses its config.json"),

@@ -142,6 +142,15 @@ def test_open_files() -> None:
     expect(host.check_open_files(resource.RLIM_INFINITY), "ok", "unlimited")
 
 
+def test_limits_that_end_a_run_are_found_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    expect(host.check_threads(), "ok")
+    expect(host.check_file_size(), "ok")
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (150, 150))
+    monkeypatch.setattr("os.getuid", lambda: 65534)
+    expect(host.check_threads(), "fail", "may be 150 threads here", "ulimit -u")
+    expect(host.check_file_size(), "fail", "Ray keeps its objects in one of", "ulimit -f unlimited")
+
+
 def test_run_directory(tmp_path: Path) -> None:
     expect(directories.check_run_directory(directory=tmp_path / "a" / "b", free=10 * GIB), "ok", "will be made")
     expect(directories.check_run_directory(directory=tmp_path, free=GIB), "fail", "--run-dir")

@@ -17,6 +17,7 @@ from rlctl.apps.run import RunSummary, run_training
 from rlctl.config.keys import LAYOUT
 from rlctl.config.load import DEFAULT, PLANNER, Resolved, from_sources, stored_values
 from rlctl.config.parallel import SIZES
+from rlctl.config.paths import user_path
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.rl.loop import Loop
@@ -172,12 +173,25 @@ def continued(stored: dict[str, Any], resolved: Resolved) -> tuple[Resolved, lis
         values = [value for value in values if value.origin != PLANNER or value.key == "training.backend"]
     changes = []
     for value in changed:
+        before = then.get(value.key)
+        if before and _is_same_file(Path(stored.get("working_directory", "")), before["value"], value.value):
+            continue
         if not value.key.startswith(CHANGEABLE) and value.key not in LAYOUT:
-            before = then.get(value.key)
             begun = f"the run was begun with {before['value']!r}" if before else "it was not set at first"
             changes.append(f"`{value.key}` = {value.value!r} ({value.origin}), but {begun}")
     undecided = [value for value in given if value.key in then and then[value.key]["origin"] in (DEFAULT, PLANNER)]
     return from_sources([Source(values), Source([*undecided, *changed])]), changes
+
+
+def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
+    """Return whether a path, or `file.py:name`, is another way to write the one that the run was begun with."""
+    if not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    then, here = begun_in / user_path(before), user_path(now)
+    if then.exists() and here.exists():
+        return then.samefile(here)
+    (file, colon, name), (file_now, _, name_now) = before.rpartition(":"), now.rpartition(":")
+    return bool(colon) and name == name_now and _is_same_file(begun_in, file, file_now)
 
 
 def _overruled(value: Value, stored: dict[str, Any]) -> bool:

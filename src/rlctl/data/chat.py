@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rlctl.checkpoints.hf.hf_files import is_lfs_pointer
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
@@ -191,6 +192,9 @@ def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTraine
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         # what transformers raises for files missing or damaged, unknown classes, untrusted code, a hub out of reach
+        if pointer := next((file for file in Path(directory).glob("tokenizer*") if is_lfs_pointer(file)), None):
+            why = f"{origin}: {pointer.name} is a pointer of Git LFS in place of the file."
+            raise InputError(why, f"Fetch it: git -C {pointer.parent} lfs pull") from error
         raise InputError(
             f"{origin} has no tokenizer that can be loaded: {first_line(error)}",
             "Give a directory with tokenizer.json, or a hub name, with --tokenizer.",

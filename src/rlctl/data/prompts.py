@@ -85,7 +85,7 @@ class FilePrompts:
         return self._rows[index]
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"source": self.label, "rows": len(self), "sha256": self._sha256}
+        return {"rows": len(self), "sha256": self._sha256}
 
 
 def open_jsonl(path: Path, data: DataConfig) -> FilePrompts:

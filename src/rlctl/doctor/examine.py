@@ -63,6 +63,8 @@ def examine_host(wanted: Wanted, gpus_found: int) -> Iterator[Check]:
     yield host.check_shared_memory(0 if wanted.gpus_per_node else 4 * wanted.parameters)
     yield host.check_left_over()
     yield host.check_open_files()
+    yield host.check_threads()
+    yield host.check_file_size()
     yield host.check_locked_memory(gpus_found)
     yield host.check_ports()
     yield host.check_clock()

@@ -7,13 +7,15 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 
+from rlctl.cluster.ray_session import require_large_files, require_threads
 from rlctl.doctor.finding import GIB, Check, gib
 from rlctl.doctor.network import hub_time
+from rlctl.errors import MachineError
 
 # Two engines and Ray with the laptop preset's model hold about 6 GiB.
 LEAST_MEMORY = 6 * GIB
@@ -100,6 +102,24 @@ def check_open_files(limit: int | None = None) -> Check:
     if limit != resource.RLIM_INFINITY and limit < FEW_OPEN_FILES:
         return Check("open-files", "warn", f"at most {shown} open files", "Raise it with `ulimit -n 65536`.")
     return Check("open-files", "ok", f"at most {shown} open files")
+
+
+def check_threads() -> Check:
+    """Check that a run may have the threads that it needs, by the limits of the user and of the control group."""
+    return _allowed("threads", require_threads, "a run may have the threads that it needs")
+
+
+def check_file_size() -> Check:
+    """Check that a file may become as large as the one that Ray keeps its objects in."""
+    return _allowed("file-size", require_large_files, "a file may become as large as Ray's store of objects")
+
+
+def _allowed(name: str, require: Callable[[], None], fine: str) -> Check:
+    try:
+        require()
+    except MachineError as error:
+        return Check(name, "fail", error.message.rstrip("."), error.hint)
+    return Check(name, "ok", fine)
 
 
 def check_locked_memory(gpus: int, limit: int | None = None) -> Check:

@@ -15,6 +15,14 @@ COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "*.py",
 )  # fmt: skip
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that Git LFS has put in place of one that was not fetched."""
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is a pointer of Git LFS."""
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from rlctl.checkpoints.hf.hf_files import read_object
+from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_object
 from rlctl.checkpoints.staging import open_to_write
 from rlctl.config.files import problem_with
 from rlctl.errors import InputError, listed
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LFS_POINTER = b"version https://git-lfs"
 MAPPED_BYTES = 64 << 20
 """A file is closed, and with it its pages are given back, when about this much of it has been read."""
 DTYPES = {
@@ -96,9 +95,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(str(file), framework="numpy") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        with file.open("rb") as opened:
-            pointer = opened.read(len(LFS_POINTER)) == LFS_POINTER
-        if pointer:
+        if is_lfs_pointer(file):
             why = f"{file} is a pointer of Git LFS in place of the weights."
             raise InputError(why, f"Fetch them: git -C {file.parent} lfs pull") from error
         why = f"{file} is no safetensors file, or it is truncated or damaged ({error})."
