@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,16 @@ import torch
 from torch import Tensor
 
 from rlctl.backends.clients import only_result
+from rlctl.backends.dtensor.lora import adapt, adapted_layers
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
+from rlctl.config.schema import LoraConfig
+from rlctl.errors import ConfigError
+from rlctl.weights.dtensor import DTensorWorld
 from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_family, run_saved
 from support.dtensor_cases import run_case, run_changed
 from support.parallel_cases import WEIGHT, Case
@@ -166,22 +171,63 @@ def policy_of(run: Path, base: Path) -> Path:
     return policy
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["phi3", "qwen2-moe", "gemma2"])
-def test_a_family_without_a_file_takes_adapters_and_is_exported(pools: Pools, family: str, tmp_path: Path) -> None:
+UNFILED = {
+    "gpt-neox": {"attention": "attention", "mlp": "mlp"},
+    "lfm2": {"attention": "self_attn conv", "mlp": "feed_forward"},
+    "opt": {"attention": "self_attn", "mlp": "fc1 fc2"},
+    "phi3": {"attention": "self_attn", "mlp": "mlp"},
+    "gemma2": {"attention": "self_attn", "mlp": "mlp"},
+    "qwen2-moe": {"attention": "self_attn", "mlp": "mlp"},
+    "phimoe": {"attention": "self_attn"},
+    "gptj": {"attention": "attn", "mlp": "mlp"},
+    "bamba": {"attention": "self_attn mamba", "mlp": "feed_forward"},
+    "qwen3-next": {"attention": "self_attn linear_attn", "mlp": "mlp"},
+}
+"""By family without a file, the modules of a layer that are adapted, by target."""
+
+
+@pytest.mark.parametrize(("family", "dp"), [
+    pytest.param(family, dp, marks=() if (family, dp) in (("gpt-neox", 1), ("lfm2", 2)) else pytest.mark.slow)
+    for family in UNFILED for dp in (1, 2)
+])  # fmt: skip
+def test_a_family_without_a_file_takes_adapters_and_is_exported(
+    pools: Pools, family: str, dp: int, tmp_path: Path
+) -> None:
+    import transformers
     from safetensors.torch import load_file
 
-    base, run, case = tmp_path / "model", tmp_path / "run", Case(share_prompts=False, micro_batch_tokens=48)
+    base, run = tmp_path / "model", tmp_path / "run"
     family_model(family).save_pretrained(base)
-    (found,) = pools(1).run(run_family, case, base, facts_in(base), family_batch(), policy_of(run, base))
-    losses = [result.loss for result in found["results"]]
-    assert losses == sorted(losses, reverse=True)
+    facts, targets = facts_in(base), UNFILED[family]
+    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
+    case = Case(parallel=ParallelSpec(dp=dp), share_prompts=False, micro_batch_tokens=48, **alone)
+    ranks = pools(dp).run(run_family, case, base, facts, family_batch(), policy_of(run, base))
+    losses = [only_result([rank["results"][step] for rank in ranks]).loss for step in range(3)]
+    assert len(set(losses)) == 3
     assert megatron_to_hf(run, tmp_path / "merged").verified
     assert megatron_to_peft(run, tmp_path / "adapters").verified
     begun, merged = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))
     changed = {name for name, value in begun.items() if not torch.equal(value, merged[name])}
-    assert {name.split(".")[3] for name in changed} == {"self_attn", "mlp"}
-    assert all(close(merged[name], found["merged"][name], TOLERANCE) for name in changed)
+    layer = re.compile(r"\.\d+\.(\w+)")
+    assert {found[1] for name in changed if (found := layer.search(name))} == set(" ".join(targets.values()).split())
+    load = transformers.AutoModelForCausalLM.from_pretrained  # its own attention caps no scores
+    model = load(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager")
+    wanted = reference_logprobs(model, {}, family_batch())
+    for column in ("logprobs", "loaded"):
+        found = {key: value for rank in ranks for key, value in rank[column].items()}
+        assert found.keys() == wanted.keys()
+        assert all(close(found[key], columns[0].detach(), 1e-5) for key, columns in wanted.items()), column
+    with torch.device("meta"):
+        inner = copy.deepcopy(family_model(family)).to("meta")
+    for target in ("attention", "mlp"):
+        lora = LoraConfig(rank=2, targets=(target,))
+        if target not in targets:
+            with pytest.raises(ConfigError, match=r"has none of the layers of training\.lora\.targets \(mlp\) as"):
+                adapt(inner, DTensorWorld(facts, ParallelSpec()), lora)
+            continue
+        adapted = copy.deepcopy(inner)
+        adapt(adapted, DTensorWorld(facts, ParallelSpec()), lora)
+        assert {layer.search(name)[1] for name in adapted_layers(adapted)} == set(targets[target].split())
 
 
 def test_adapters_are_exported_merged_and_as_peft_names_them(

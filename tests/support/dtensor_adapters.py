@@ -157,14 +157,27 @@ def run_adapters(
 
 
 def run_family(rank: int, case: Case, directory: Path, facts: ModelFacts, batch: Batch, saved: Path) -> dict[str, Any]:
-    """Three steps with adapters of a family without a file, which are saved; and what a refit would read."""
+    """Three steps with adapters of a family without a file, which are saved, and log-probs of the policy before the
+    last one and behind it, the latter also after a load."""
     worker = make_worker(rank, replace(case, lora=LORA), directory, facts=facts)
-    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
-    results = [worker.train_minibatch(0, Loss(), Optim().lr) for _ in range(3)]
+    shard = plan_of(case, batch).shards[case.parallel.data_rank(rank)]
+    out: dict[str, Any] = {"results": []}
+
+    def logprobs() -> dict[tuple[int, int], Tensor]:
+        worker.load_batch(shard, list)
+        worker.add_logprobs("old_logprobs")
+        return column_by_rollout(worker, shard, "old_logprobs")  # type: ignore[arg-type]
+
+    for _ in range(3):
+        worker.load_batch(shard, list)
+        out["results"].append(worker.train_minibatch(0, Loss(), Optim().lr))
+    out["logprobs"] = logprobs()
     worker.save_begin(saved)
     worker.save_finish()
-    merged = worker.parameters()
-    return {"results": results, "merged": {name: merged[name].clone() for name in merged}}
+    worker = make_worker(rank, replace(case, lora=LORA), directory, facts=facts)
+    worker.load_saved(saved)
+    out["loaded"] = logprobs()
+    return out
 
 
 def run_saved(rank: int, case: Case, directory: Path, batch: Batch, saved: Path) -> dict[tuple[int, int], Tensor]:

@@ -62,10 +62,12 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
-    if spec.freeze_router and _has_unknown_routers(spec.facts):
-        yield "training.freeze_router", f"which of its tensors routers of {spec.facts.family} are is not known"
-    if spec.lora.rank and spec.facts.listed:
-        yield "training.lora.rank", f"the attention and MLP layers of {spec.facts.family} are not known as such"
+    if _has_unknown_routers(spec.facts):
+        why = f"which of its tensors routers of {spec.facts.family} are is not known"
+        if spec.freeze_router:
+            yield "training.freeze_router", why
+        if spec.lora.rank:
+            yield "training.lora.rank", f"{why}, and these take no adapters"
 
 
 def _has_unknown_routers(facts: ModelFacts) -> bool:

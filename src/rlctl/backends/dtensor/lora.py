@@ -8,6 +8,7 @@ Shapes: r rank, I inputs of a layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,11 +20,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.lora import Adapted, first_a, merged, require_kind, takes_adapter
+from rlctl.checkpoints.hf.transformers_model import layers_path
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError
 from rlctl.models.matrices import Role
 from rlctl.weights.dtensor import DTensorWorld
 from rlctl.weights.megatron_names import slot
+
+MLP = re.compile(r"mlp|feed_?forward|ffn|ff_layer|(?<![a-z])fc_?\d", re.IGNORECASE)
+"""How transformers calls the MLPs of a layer, or their classes. Every other linear layer mixes tokens, as attention
+does. It matters only where `training.lora.targets` names one of the two."""
+EXPERT = ".experts."
 
 
 class AdaptedLinear(Adapted, nn.Linear):
@@ -31,8 +38,11 @@ class AdaptedLinear(Adapted, nn.Linear):
 
     shared: str
     """Megatron's name of the layer that this one is a part of, whose parts share A."""
+    called: bool = False
+    """Whether the model has computed through it."""
 
     def forward(self, input: Tensor) -> Tensor:
+        self.called = True
         out = super().forward(input)
         if not self.adapting:
             return out
@@ -54,35 +64,52 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
         module.scale, module.shared = lora.alpha / lora.rank, shared
     if not found:
         raise ConfigError(
-            f"training.lora: the model has none of the layers of training.lora.targets ({', '.join(lora.targets)}).",
+            f"training.lora: the model has none of the layers of training.lora.targets ({', '.join(lora.targets)}) "
+            "as linear layers of torch, which adapters are for.",
             "Name others, or train all weights.",
         )
 
 
 def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tuple[str, str]]:
-    """(module, Megatron's name of the layer that has its weight). In a family without a file no layer shares its A, and
-    the name of a linear layer says where it belongs."""
-    facts = world.facts
+    """(module, Megatron's name of the layer that has its weight)."""
+    facts, layers = world.facts, re.compile(rf"{re.escape(layers_path(inner))}\.(\d+)\.(.+)\.weight")
     for name, role in world.roles.items():
-        if not name.endswith(".weight") or ".layers." not in name or world.is_expert(name):
+        found = layers.fullmatch(name)
+        if found is None or world.is_expert(name):
             continue
-        module, layer = name.removesuffix(".weight"), int(name.partition(".layers.")[2].partition(".")[0])
-        if role is Role.OTHER:
-            layer_of = inner.get_submodule(module)
-            wide = type(layer_of) is nn.Linear and layer_of.out_features > 1  # no gate of a shared expert
-            if wide and any(word in module for word in _words(lora)):
+        module = name.removesuffix(".weight")
+        if facts.listed:
+            if role is Role.OTHER and EXPERT not in name and _is_wanted(inner, module, lora):
                 yield module, module
             continue
-        own = slot(role, "local", "sequential", mla=facts.mla is not None, moe_layer=facts.is_moe_layer(layer)).name
+        moe_layer = facts.is_moe_layer(int(found[1]))
+        own = slot(role, "local", "sequential", mla=facts.mla is not None, moe_layer=moe_layer).name
         shared = own.removesuffix(".weight")
         if takes_adapter(shared.rpartition(".")[2], lora):
-            yield module, f"decoder.layers.{layer}.{shared}"
+            yield module, f"decoder.layers.{found[1]}.{shared}"
 
 
-def _words(lora: LoraConfig) -> Iterator[str]:
-    """How transformers calls the blocks behind the targets."""
-    words = {"attention": (".self_attn.", ".attention."), "mlp": (".mlp.", ".feed_forward.", ".shared_expert")}
-    return (word for target in lora.targets for word in words[target])
+def _is_wanted(inner: Any, path: str, lora: LoraConfig) -> bool:
+    """Whether a module of a family without a file is a linear layer of the targets; none shares its A. One with a
+    single output is the gate of a shared expert."""
+    module = inner.get_submodule(path)
+    if type(module) is not nn.Linear or module.out_features == 1:
+        return False
+    below = path.removeprefix(layers_path(inner)).split(".")[2:]
+    around = (".".join(path.split(".")[:-count]) for count in range(1, len(below)))
+    words = [*below, *(type(inner.get_submodule(parent)).__name__ for parent in around)]
+    return ("mlp" if any(map(MLP.search, words)) else "attention") in lora.targets
+
+
+def require_called(inner: nn.Module) -> None:
+    """Raise ConfigError for an adapter without effect, after a forward pass: kernels that compute several layers at
+    once take a layer's weight and leave the layer out."""
+    if missed := [name for name, layer in adapted_layers(inner).items() if not layer.called]:
+        raise ConfigError(
+            f"training.lora: transformers computes {missed[0]} without its linear layer, so that adapters on it would "
+            "have no effect.",
+            "Leave its group out of training.lora.targets, or train all weights.",
+        )
 
 
 def adapted_layers(inner: nn.Module) -> dict[str, AdaptedLinear]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import LogprobColumn
 from rlctl.backends.dtensor.backend import layouts
-from rlctl.backends.dtensor.lora import adapter_parameters, merges, set_part
+from rlctl.backends.dtensor.lora import adapter_parameters, merges, require_called, set_part
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.host_memory import HostMemory, Offloaded
 from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
@@ -119,16 +119,17 @@ class DTensorWorker(RankWithCritic):
         world = self.layouts()
         load_rank(directory, world, self.rank, self._live(), world.facts, critic=saved_critic)
         if world.facts.unpacked:
-            self._require_causal()
+            self._probe()
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self._states_away = None
         self._state_memory.rewind()
 
-    def _require_causal(self) -> None:
+    def _probe(self) -> None:
         from rlctl.backends.dtensor.model import require_causal
 
         require_causal(self.model, self.spec)
+        require_called(self.model.inner)
         self._reshard()
 
     def hold_reference(self) -> None:

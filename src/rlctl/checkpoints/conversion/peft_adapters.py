@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from rlctl.checkpoints.conversion.hf_megatron import Options, Report, require_undamaged
 from rlctl.checkpoints.hf.hf_model import without_absent_mtp
 from rlctl.checkpoints.hf.model_facts import facts_in
-from rlctl.checkpoints.megatron.adapters import Adapters, adapter_keys, read_adapters, scale_of
+from rlctl.checkpoints.megatron.adapters import adapter_keys, read_adapters, scale_of
 from rlctl.checkpoints.megatron.megatron_directory import Base, base_of, find
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.errors import InputError, VerificationError
 from rlctl.models.families import weights_of
+from rlctl.weights.dtensor import module_name
 
 if TYPE_CHECKING:
     import torch
@@ -52,9 +53,10 @@ def megatron_to_peft(
     base = base_of(found, config_from)
     facts = facts_in(base.directory)
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
-    tensors = named_for_peft(adapters, dtype)
+    pairs = {module_name(facts, name).removesuffix(".weight"): pair for name, pair in adapters.pairs.items()}
+    tensors = named_for_peft(pairs, dtype)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    modules = targets([name.removesuffix(".weight") for name in adapters.pairs], weights_of(facts).tensors)
+    modules = targets(pairs, [module_name(facts, name) for name in weights_of(facts).tensors])
     require_replaceable(destination, (found.root, found.shards, base.directory))
     destination = destination.resolve()
     with locked(destination, options.tell), staged(destination, size, options.force) as aside:
@@ -67,11 +69,11 @@ def megatron_to_peft(
     return Report(len(tensors), size, time.perf_counter() - begun, options.verify, str(destination), dtype)
 
 
-def named_for_peft(adapters: Adapters, dtype: str) -> dict[str, torch.Tensor]:
-    """Return A and B of each adapter under PEFT's names."""
+def named_for_peft(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], dtype: str) -> dict[str, torch.Tensor]:
+    """Return A and B of each adapter, by module, under PEFT's names."""
     tensors = {}
-    for name, (a, b) in adapters.pairs.items():
-        module = PREFIX + name.removesuffix(".weight")
+    for name, (a, b) in pairs.items():
+        module = PREFIX + name
         tensors[f"{module}.lora_A.weight"] = a.to(dtype_of(dtype)).contiguous()
         tensors[f"{module}.lora_B.weight"] = b.to(dtype_of(dtype)).contiguous()
     return tensors

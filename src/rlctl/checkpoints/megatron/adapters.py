@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 
 A, B = ".lora_a", ".lora_b"
-MODEL = "model."
-"""How the keys of transformers' modules begin, and none of Megatron's."""
+MEGATRON, STATES = "decoder.", ("optimizer.", "chained_")
+"""How the keys of Megatron's adapters begin, and those of the optimizer's states; others are transformers' modules."""
 
 
 def adapter_keys(shapes: Collection[str]) -> list[str]:
     """The keys of a checkpoint that are adapters of the model (not their optimizer's)."""
-    return [key for key in shapes if key.startswith(("decoder.", MODEL)) and key.endswith((A, B))]
+    return [key for key in shapes if key.endswith((A, B)) and not key.startswith(STATES)]
 
 
 def scale_of(base: Base) -> float:
@@ -80,7 +80,7 @@ def read_adapters(reader: TorchDistReader, facts: ModelFacts, scale: float = 1.0
     """
     wanted = adapter_keys(reader.shapes)
     whole = {key: reader.whole(prefix + key) for key in wanted}
-    if any(key.startswith(MODEL) for key in wanted):
+    if not all(key.startswith(MEGATRON) for key in wanted):
         return Adapters(_of_modules(reader, facts, whole), scale)
     layout = keys.layout(facts, "float32", keys.style_of(reader.shapes), holds=lambda key: True)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
