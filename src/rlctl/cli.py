@@ -22,8 +22,8 @@ from rlctl.commands import output
 from rlctl.commands.parsing import App, Command, CommandLineError, Group, explained
 from rlctl.config.installed import installed_versions
 from rlctl.errors import EXIT_INTERRUPTED, InputError, RlctlError, missing_package
-from rlctl.telemetry import verbosity
-from rlctl.telemetry.streams import Unbreakable, open_closed_ones
+from rlctl.telemetry import terminal
+from rlctl.telemetry.terminal import Unbreakable, open_closed_ones
 
 REFUSALS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
-    verbosity.reset()
+    terminal.reset()
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing

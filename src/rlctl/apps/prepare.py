@@ -13,8 +13,14 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.apps.crew import CrewSpec
-from rlctl.apps.first_choice import what_there_is
-from rlctl.apps.open_model import NamedModel, open_model, open_teacher, published_facts, require_same_tokens
+from rlctl.apps.open_model import (
+    NamedModel,
+    open_model,
+    open_teacher,
+    published_facts,
+    require_same_tokens,
+    what_there_is,
+)
 from rlctl.apps.planned_crew import (
     converts,
     device_of,

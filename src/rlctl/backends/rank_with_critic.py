@@ -15,7 +15,8 @@ from pathlib import Path
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import AdvantageEstimate, BatchShard, Fetch, MinibatchResult, ValueLoss
 from rlctl.backends.policy_rank import PolicyRank
-from rlctl.backends.results import add_advantages, value_batch
+from rlctl.backends.results import add_advantages
+from rlctl.backends.rows import PackedRow
 from rlctl.errors import WorkerError
 
 CRITIC = "critic"
@@ -172,4 +173,4 @@ class ValueRank(RankWithCritic):
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
-        return self.train_on(index, loss, value_batch, lr, weight_decay)
+        return self.train_on(index, loss, PackedRow.value_batch, lr, weight_decay)

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlctl.errors import InputError
-from rlctl.telemetry.verbosity import be_quiet, be_verbose, without_colour
+from rlctl.telemetry.terminal import be_quiet, be_verbose, without_colour
 
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]

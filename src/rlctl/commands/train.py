@@ -27,7 +27,7 @@ AllowDifferences = Annotated[
 def train(context: typer.Context) -> None:
     """Train a model with reinforcement learning."""
     if context.invoked_subcommand is None:
-        from rlctl.apps.first_choice import what_there_is
+        from rlctl.apps.open_model import what_there_is
 
         raise InputError(
             "`rlctl train` needs an algorithm and a model.", what_there_is(options.resolve_config().config)

@@ -9,13 +9,12 @@ from itertools import islice
 
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
-from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.envs.user_function import is_reference, split_reference
-from rlctl.errors import InputError
+from rlctl.errors import InputError, suggest
 
 
 def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:

@@ -12,12 +12,8 @@ import torch
 from rlctl.backends.batch import LossOutput, MinibatchResult, TokenBatch
 from rlctl.config.schema import LossConfig, RlctlConfig
 from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.grpo import Grpo
-from support.token_batches import token_batch
-
-
-def f64(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from rlctl.rl.algorithms.policy_gradient import Grpo
+from support.token_batches import f64, ppo_loss, token_batch
 
 
 def grpo(**options: Any) -> RunLoss:
@@ -29,15 +25,6 @@ def metrics_of(loss: RunLoss, output: LossOutput) -> dict[str, Any]:
     sums = {name: float(value) for name, value in output.sums.items()}
     maxima = {name: float(value) for name, value in output.maxima.items()}
     return loss.metrics([MinibatchResult(output.loss.item(), sums, maxima, 1.0, False)])
-
-
-def ppo_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
-    """PPO (1707.06347) equation 7 with DAPO's (2503.14476) two bounds, and dual-clip PPO (1912.09729) equation 5."""
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    objective = min(ratio * advantage, clipped * advantage)
-    if dual is not None and advantage < 0:
-        objective = max(objective, dual * advantage)
-    return -objective
 
 
 def reference_loss(batch: TokenBatch, logprobs: list[float], loss: RunLoss) -> float:
