@@ -39,10 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
-    "refit-test": (
-        "rlctl.commands.refit_test",
-        "Transfer weights into the engines and verify every tensor.",
-    ),
+    "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and verify every tensor."),
     "report": ("rlctl.commands.report", "Write the report of a run, or compare several on one page."),
     "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
     "presets": ("rlctl.commands.presets_", "List, show and copy presets."),

@@ -98,7 +98,7 @@ class CompletionJob:
         )
 
     def arguments(self, plan: Plan) -> BackendArguments:
-        """The arguments of the engines' classes."""
+        """The arguments of the classes that are built for a plan."""
         return BackendArguments.of(self.crew(plan) if plan.training else self.engines(plan))
 
 

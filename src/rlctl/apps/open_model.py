@@ -84,9 +84,7 @@ def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: b
     if not config.teacher.model:
         return None
     wanted = ModelConfig(
-        name=config.teacher.model,
-        revision=config.teacher.revision,
-        trust_remote_code=config.model.trust_remote_code,
+        name=config.teacher.model, revision=config.teacher.revision, trust_remote_code=config.model.trust_remote_code
     )
     try:
         found = open_model(wanted, tell, weights=weights)

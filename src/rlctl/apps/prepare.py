@@ -21,14 +21,7 @@ from rlctl.apps.open_model import (
     require_same_tokens,
     what_there_is,
 )
-from rlctl.apps.planned_crew import (
-    converts,
-    device_of,
-    planned_crew,
-    planned_policy,
-    planned_teacher,
-    refusal_of,
-)
+from rlctl.apps.planned_crew import converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.backends.base import Device, Dtype, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backend
 from rlctl.checkpoints.identity import model_fingerprint

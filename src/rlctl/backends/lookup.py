@@ -37,7 +37,7 @@ class SectionArguments:
 
 @dataclass(frozen=True)
 class PolicyBackend:
-    """A training engine."""
+    """A backend that trains policies: Megatron-Core, or FSDP2 around transformers' modules."""
 
     name: str
     """The value of `training.backend` that selects it."""
@@ -103,7 +103,7 @@ def register_backend(backend: PolicyBackend | EngineBackend) -> None:
 
 
 def policy_backend(name: str) -> PolicyBackend:
-    """The training engine called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
+    """The backend called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
     return _found(POLICIES, POLICY if name == "auto" else name, "training.backend")
 
 

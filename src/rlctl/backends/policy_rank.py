@@ -1,4 +1,4 @@
-"""One rank of a policy, as far as it is the same whatever engine trains: meeting the other ranks, the rows of a batch,
+"""One rank of a policy, as far as it is the same whatever backend trains: meeting the other ranks, the rows of a batch,
 passes over them, saves in the background, and the way back to the device."""
 
 from __future__ import annotations

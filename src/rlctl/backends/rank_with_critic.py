@@ -1,4 +1,4 @@
-"""A policy's rank with room for a critic next to it, and the critic's own rank, whatever engine trains.
+"""A policy's rank with room for a critic next to it, and the critic's own rank, whatever backend trains.
 
 The critic is a second model in the policy's process and process groups. Its rows are the policy's, so that each sees
 the columns that the other adds.

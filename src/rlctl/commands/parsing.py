@@ -98,12 +98,10 @@ Quiet = Annotated[
     typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print errors and the result alone."),
 ]
 Verbose = Annotated[
-    bool,
-    typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started."),
+    bool, typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started.")
 ]
 NoColor = Annotated[
-    bool,
-    typer.Option("--no-color", callback=without_colour, expose_value=False, help="Print without colours."),
+    bool, typer.Option("--no-color", callback=without_colour, expose_value=False, help="Print without colours.")
 ]
 
 

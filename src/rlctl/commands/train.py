@@ -18,8 +18,7 @@ AllowChanges = Annotated[
     bool, typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed.")
 ]
 AllowDifferences = Annotated[
-    bool,
-    typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet."),
+    bool, typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet.")
 ]
 
 

@@ -44,7 +44,9 @@ def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> boo
 def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     terms = _checked_terms(reward, source)
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    return RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms), reward.timeout_s)
+    # What decides accuracy: the first term that compares with the reference answer, if there is one.
+    accuracy = next((term.name for term in terms if term.name in BUILT_IN), None)
+    return RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s)
 
 
 def require_known(reward: SourceReward) -> None:
@@ -112,11 +114,6 @@ def _fields_of(row: PromptRow) -> str:
     usual = [name for name in USUAL_NAMES["data.answer_field"] if name in row.fields]
     meant = f"; `{usual[0]}` may be it" if usual else ""
     return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
-
-
-def _reference_scorer(terms: tuple[RewardTerm, ...]) -> str | None:
-    """Return the term that decides accuracy: the first that compares with the reference answer; None: there is none."""
-    return next((term.name for term in terms if term.name in BUILT_IN), None)
 
 
 def _trial(rewards: Rewards, sources: dict[str, PromptSource]) -> dict[str, tuple[str, ...]]:

@@ -155,17 +155,12 @@ def build_model(
     _correct_experts(model, spec.parallel)
     if facts.scaled_embeddings and model.pre_process:
         model.embedding.register_forward_hook(partial(_scale, facts.hidden**0.5))
-    if spec.freeze_router:
-        _freeze_routers(model)
+    for name, param in model.named_parameters() if spec.freeze_router else ():
+        if ".router." in name:
+            param.requires_grad_(False)
     if spec.lora.rank:
         adapt(model, spec.lora, spec.seed)
     return model.to(spec.device)
-
-
-def _freeze_routers(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if ".router." in name:
-            param.requires_grad_(False)
 
 
 def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:

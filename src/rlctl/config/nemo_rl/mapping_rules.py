@@ -165,7 +165,7 @@ class Found:
 
 
 def misfit(key: str, value: Any) -> str | None:
-    """Return why rlctl's own `key` cannot hold the value; None if it can, or if an engine's class takes the key."""
+    """Return why rlctl's own `key` cannot hold the value; None if it can, or if a class of `TARGETS` takes it."""
     if (holder := _holder(key)) is None:
         return None
     try:

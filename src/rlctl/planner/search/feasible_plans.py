@@ -345,11 +345,7 @@ def _seconds(
         seconds[Phase.GENERATION] = _generation_seconds(request, generation)
     if training is None:
         return seconds
-    seconds |= {
-        Phase.TRAINING: training.seconds,
-        Phase.LOGPROBS: training.logprobs,
-        Phase.CRITIC: training.critic,
-    }
+    seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs, Phase.CRITIC: training.critic}
     seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
     if generation is not None:
         if request.workload.staleness is None:

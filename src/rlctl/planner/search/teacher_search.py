@@ -88,8 +88,11 @@ def _of_policy(request: Request, training: TrainingCandidate) -> float:
 
 def _teachers(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> list[TeacherPlan]:
     """Return all valid layouts of the teacher with rows of that many tokens."""
-    choices = _choices(request, facts, devices, row_tokens)
-    return [_costed(request, facts, choice) for choice in choices if _valid(facts, choice)]
+    return [
+        _costed(request, facts, choice)
+        for choice in _choices(request, facts, devices, row_tokens)
+        if not _problems(facts, choice) and (choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp))
+    ]
 
 
 def _why_none(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> str:
@@ -99,11 +102,6 @@ def _why_none(request: Request, facts: ModelFacts, devices: int, row_tokens: int
             return f"the teacher as {choice.parallel.name()}: {problems[0].message}"
     count = "one device does" if devices == 1 else f"{devices} devices do"
     return f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
-
-
-def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:
-    cp = choice.parallel.cp
-    return not _problems(facts, choice) and (cp == 1 or not choice.micro_batch_tokens % (2 * cp))
 
 
 def _problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
