@@ -175,10 +175,11 @@ class Display:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Show the line of a finished step."""
-        self.note(step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without))
+        plain = step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without)
+        self.note(plain)
         self._now = self._now.finished(metrics["seconds"]["total"])
         if not self.in_terminal:
-            self._print(step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without))
+            self._print(plain)
             return
         width = self.console.width
         if self._lines % HEADING_EVERY == 0:
