@@ -80,12 +80,7 @@ def train(
 
 
 def generate(
-    config: Resolved,
-    prompts: Sequence[str],
-    *,
-    n: int = 1,
-    run_dir: str | Path | None = None,
-    step: int | None = None,
+    config: Resolved, prompts: Sequence[str], *, n: int = 1, run_dir: str | Path | None = None, step: int | None = None
 ) -> list[dict[str, Any]]:
     """Return a record for each prompt: `prompt`, and `completions` with text, token_ids, logprobs and finish_reason.
 

@@ -22,8 +22,8 @@ from rlctl.commands import output
 from rlctl.commands.parsing import App, Command, CommandLineError, Group, explained
 from rlctl.config.installed import installed_versions
 from rlctl.errors import EXIT_INTERRUPTED, InputError, RlctlError, missing_package
-from rlctl.telemetry import verbosity
-from rlctl.telemetry.streams import Unbreakable, open_closed_ones
+from rlctl.telemetry import terminal
+from rlctl.telemetry.terminal import Unbreakable, open_closed_ones
 
 REFUSALS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR,
@@ -39,10 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
     "convert": ("rlctl.commands.convert", "Convert checkpoints between Hugging Face and Megatron."),
-    "refit-test": (
-        "rlctl.commands.refit_test",
-        "Transfer weights into the engines and verify every tensor.",
-    ),
+    "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and verify every tensor."),
     "report": ("rlctl.commands.report", "Write the report of a run, or compare several on one page."),
     "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
     "presets": ("rlctl.commands.presets_", "List, show and copy presets."),
@@ -135,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code; unexpected exceptions keep their traceback."""
-    verbosity.reset()
+    terminal.reset()
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing

@@ -1,4 +1,5 @@
-"""The errors that rlctl raises on purpose. Each class carries the exit code of the process.
+"""The errors that rlctl raises on purpose, and parts of their messages. Each class carries the exit code of the
+process.
 
 Raise them where the cause is known, name the user's own word for the thing (the flag, the file, the tensor) in
 `message`, and say what to do next in `hint`. The command line prints both without a traceback.
@@ -6,8 +7,10 @@ Raise them where the cause is known, name the user's own word for the thing (the
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 EXIT_INTERRUPTED = 130
 
@@ -103,3 +106,23 @@ def missing_package(error: ModuleNotFoundError) -> RlctlError:
         "Install the engines: `make venv` in a checkout, or the extra rlctl[cpu] or rlctl[cuda]; then `rlctl doctor`."
     )
     return MachineError(f"the Python package `{package}` is not installed.", hint)
+
+
+def suggest(word: str, known: Iterable[str]) -> str | None:
+    """Return `Did you mean ...?` for the nearest of `known`, or None when none is near."""
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=0.55)
+    return f"Did you mean {' or '.join(near)}?" if near else None
+
+
+def suggest_file(path: Path, suffixes: Iterable[str]) -> str | None:
+    """Return `Did you mean ...?` for files next to `path` with a like name; the suffix counts for nothing."""
+    if not path.parent.is_dir():
+        return None
+    siblings = {entry.stem: entry.name for entry in sorted(path.parent.iterdir()) if entry.suffix.lower() in suffixes}
+    near = difflib.get_close_matches(path.stem, siblings, n=3, cutoff=0.55)
+    return f"Did you mean {' or '.join(siblings[stem] for stem in near)}?" if near else None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.apps.engine_arguments import EngineArguments
+from rlctl.apps.backend_arguments import BackendArguments
 from rlctl.apps.planned_crew import planned_crew
 from rlctl.backends import lookup
 from rlctl.backends.base import PolicySpec
@@ -86,7 +86,7 @@ def test_a_backend_from_outside_is_looked_up_planned_and_shown(toy: PolicyBacken
     assert policy_backend("toy") is toy
     crew = planned()
     assert crew.backend is toy
-    shown = EngineArguments.of(crew).to_json()
+    shown = BackendArguments.of(crew).to_json()
     assert list(shown) == ["optimizer", "vllm"]
     assert shown["optimizer"] == {"lr": crew.policy.optimizer.lr}
 

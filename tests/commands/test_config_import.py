@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlctl import cli
-from rlctl.commands.output import JsonMode
 from rlctl.config.nemo_rl.recipe import import_recipe
+from support.commands import rlctl
 
 RECIPES = Path(__file__).parents[1] / "config" / "nemo_rl"
 FORM = str(RECIPES / "megatron_form.yaml")
-
-
-def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    JsonMode.wanted = JsonMode.printed = False
-    code = cli.run(list(arguments))
-    captured = capsys.readouterr()
-    JsonMode.wanted = JsonMode.printed = False
-    return code, captured.out, captured.err
 
 
 def test_a_report_has_counts_first_and_then_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from rlctl import cli
-from rlctl.commands.output import JsonMode, message
+from rlctl.commands.output import message
 from rlctl.commands.parsing import ALIASES, SIMILAR
 from rlctl.config.keys import field
-from rlctl.telemetry import verbosity
+from rlctl.telemetry import terminal
+from support.commands import rlctl
 
 Asked = Callable[..., tuple[int, str, str]]
 
@@ -22,15 +23,8 @@ Asked = Callable[..., tuple[int, str, str]]
 def asked(capsys: pytest.CaptureFixture[str]) -> Iterator[Asked]:
     """Runs a command line in this process; returns its exit code, stdout and stderr."""
 
-    def ask(*arguments: str) -> tuple[int, str, str]:
-        JsonMode.wanted = JsonMode.printed = False
-        capsys.readouterr()
-        code = cli.run(list(arguments))
-        return code, *capsys.readouterr()
-
-    yield ask
-    JsonMode.wanted = JsonMode.printed = False
-    verbosity.reset()
+    yield lambda *arguments: rlctl(capsys, *arguments)
+    terminal.reset()
 
 
 @pytest.mark.parametrize("path", [(), ("train",), ("train", "grpo"), ("doctor",), ("config", "show")])
@@ -126,12 +120,12 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv("NO_COLOR", "")  # put back afterwards
     monkeypatch.setenv("TERM", "xterm")
-    terminal: Any = Terminal()
-    assert verbosity.coloured("ok", "ok", terminal) == "\x1b[32mok\x1b[0m"
+    stream: Any = Terminal()
+    assert terminal.coloured("ok", "ok", stream) == "\x1b[32mok\x1b[0m"
     with open(os.devnull, "w") as file:
-        assert verbosity.coloured("ok", "ok", file) == "ok"
-    verbosity.without_colour(True)
-    assert verbosity.coloured("ok", "ok", terminal) == "ok"
+        assert terminal.coloured("ok", "ok", file) == "ok"
+    terminal.without_colour(True)
+    assert terminal.coloured("ok", "ok", stream) == "ok"
 
 
 def test_train_without_a_model_names_presets_and_models_that_fit(asked: Asked) -> None:

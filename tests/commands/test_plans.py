@@ -10,21 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rlctl import cli
 from rlctl.apps.open_model import open_model
-from rlctl.commands.output import JsonMode
 from rlctl.config.schema import ModelConfig
+from support.commands import rlctl
 
 NODE = ["--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--gpus-per-node", "8", "--dry-run"]
 GENERATE, REFIT_TEST = ["generate", "--prompt", "Name a colour.", *NODE], ["refit-test", *NODE]
-
-
-def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    JsonMode.wanted = JsonMode.printed = False
-    code = cli.run(list(arguments))
-    captured = capsys.readouterr()
-    JsonMode.wanted = JsonMode.printed = False
-    return code, captured.out, captured.err
 
 
 def test_a_dry_generate_shows_the_engines_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlctl.doctor import communication, directories, examine, gpus, host, network, software
+from rlctl.doctor import examine, gpus, host, network, software
 from rlctl.doctor.finding import GIB, Check
 from rlctl.doctor.gpus import Gpu
 from rlctl.doctor.network import NodeFacts
@@ -152,28 +152,28 @@ def test_limits_that_end_a_run_are_found_before_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_run_directory(tmp_path: Path) -> None:
-    expect(directories.check_run_directory(directory=tmp_path / "a" / "b", free=10 * GIB), "ok", "will be made")
-    expect(directories.check_run_directory(directory=tmp_path, free=GIB), "fail", "--run-dir")
-    expect(directories.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "238.4 GiB needed")
+    expect(host.check_run_directory(directory=tmp_path / "a" / "b", free=10 * GIB), "ok", "will be made")
+    expect(host.check_run_directory(directory=tmp_path, free=GIB), "fail", "--run-dir")
+    expect(host.check_run_directory(8_000_000_000, tmp_path, 100 * GIB), "fail", "238.4 GiB needed")
 
 
 def test_converted_models_and_cache(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    expect(directories.check_converted_models(directory=tmp_path, free=10 * GIB), "ok")
+    expect(host.check_converted_models(directory=tmp_path, free=10 * GIB), "ok")
     expect(
-        directories.check_converted_models(directory=file / "x"),
+        host.check_converted_models(directory=file / "x"),
         "fail",
         "not a directory",
         "RLCTL_MEGATRON_CHECKPOINT_DIR",
     )
-    expect(directories.check_cache(tmp_path, free=10 * GIB), "ok")
-    expect(directories.check_cache(tmp_path, free=0), "fail", "RLCTL_CACHE_DIR")
+    expect(host.check_cache(tmp_path, free=10 * GIB), "ok")
+    expect(host.check_cache(tmp_path, free=0), "fail", "RLCTL_CACHE_DIR")
 
 
 def test_place_where_nothing_can_be_written() -> None:
     """/proc takes no files, whoever asks."""
-    expect(directories.check_cache(Path("/proc/rlctl")), "fail", "no file can be written in /proc")
+    expect(host.check_cache(Path("/proc/rlctl")), "fail", "no file can be written in /proc")
 
 
 def answers(**by_query: str) -> gpus.Ask:
@@ -278,7 +278,7 @@ def test_fix_repairs_and_says_what_it_did(
 ) -> None:
     from rlctl.commands.doctor import repaired
 
-    check = directories.check_ray_directory(Path("/tmp") / f"rlctl-{os.getpid()}")
+    check = host.check_ray_directory(Path("/tmp") / f"rlctl-{os.getpid()}")
     expect(check, "fail", "mkdir -p")
     made = repaired(check)
     expect(made, "ok", "fixed: made /tmp/rlctl-")
@@ -291,7 +291,7 @@ def test_fix_repairs_and_says_what_it_did(
 
 
 def test_ranks_sum_a_tensor() -> None:
-    expect(communication.check_ranks(0), "ok", "gloo")
+    expect(network.check_ranks(0), "ok", "gloo")
 
 
 @pytest.mark.parametrize(
@@ -303,13 +303,13 @@ def test_ranks_sum_a_tensor() -> None:
     ],
 )
 def test_ranks_that_do_not_answer(code: str, words: str) -> None:
-    expect(communication.check_ranks(0, code=code, limit_s=1.0 if "sleep" in code else 30.0), "fail", words)
+    expect(network.check_ranks(0, code=code, limit_s=1.0 if "sleep" in code else 30.0), "fail", words)
 
 
 def test_ray_directory(tmp_path: Path) -> None:
-    expect(directories.check_ray_directory(Path("/tmp")), "ok")
-    expect(directories.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
-    expect(directories.check_ray_directory(Path("/proc/x")), "fail", "no file can be written")
+    expect(host.check_ray_directory(Path("/tmp")), "ok")
+    expect(host.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
+    expect(host.check_ray_directory(Path("/proc/x")), "fail", "no file can be written")
 
 
 def test_ray() -> None:

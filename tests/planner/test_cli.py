@@ -8,18 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlctl import cli
-from rlctl.commands.output import JsonMode
+from support.commands import rlctl
 
 NODE = ["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpu", "h100", "--gpus-per-node", "8", "--max-length", "4096"]
-
-
-def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    JsonMode.wanted = JsonMode.printed = False
-    code = cli.run(list(arguments))
-    captured = capsys.readouterr()
-    JsonMode.wanted = JsonMode.printed = False
-    return code, captured.out, captured.err
 
 
 def test_a_plan_is_printed_with_memory_seconds_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ import pytest
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
-from rlctl.models.catalog import lookup
-from rlctl.models.facts import ListedTensor, ModelFacts
+from rlctl.models.facts import ListedTensor
 from rlctl.planner.choice import Adapters, TrainingChoice
 from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
@@ -27,14 +26,9 @@ from rlctl.planner.search.rules import training_problems
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import compare_text, plan_json, plan_text
 from rlctl.telemetry.phases import Phase
+from support.catalog import model
 
 CPU = ClusterFacts(cpu_device(2, 24 * GIB), 1, 0)
-
-
-def model(name: str) -> ModelFacts:
-    facts = lookup(name)
-    assert facts is not None
-    return facts
 
 
 def plan(name: str, gpu: str = "h100", nodes: int = 1, per_node: int | None = None, **workload: object) -> Plan:

@@ -11,12 +11,7 @@ import torch
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import LossConfig
 from rlctl.rl.corrections import Correction, correction
-from support.token_batches import token_batch
-
-
-def f64(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
+from support.token_batches import f64, token_batch
 
 OLD = [-1.0, -1.0, -1.0, -1.0, -300.0, -1.0]
 ENGINE = [-1.0, -1.5, -3.0, -0.2, -1.0, -3.5]

@@ -8,21 +8,9 @@ import pytest
 import torch
 
 from rlctl.rl.losses import binary_divergence, clipped_surrogate, is_clipped, sums_to_go
+from support.token_batches import f64, ppo_loss
 
 RATIOS = [0.2, 0.75, 0.8, 0.9, 1.0, 1.1, 1.2, 1.25, 1.29, 2.9, 3.1, 8.0]
-
-
-def f64(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def ppo_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
-    """PPO (1707.06347) equation 7 with DAPO's (2503.14476) two bounds, and dual-clip PPO (1912.09729) equation 5."""
-    clipped = min(max(ratio, 1 - low), 1 + high)
-    objective = min(ratio * advantage, clipped * advantage)
-    if dual is not None and advantage < 0:
-        objective = max(objective, dual * advantage)
-    return -objective
 
 
 @pytest.mark.parametrize("advantage", [1.7, -0.6, 0.0])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rlctl import cli
-from rlctl.commands.output import JsonMode
 from rlctl.runs.directory import RunDirectory
 from rlctl.runs.samples import chosen, one_line, read_samples, sample_text
+from support.commands import rlctl
 from support.groups import group
 
 
@@ -54,10 +54,9 @@ def run_directory(tmp_path: Path) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[tuple[int, float]]:
-    JsonMode.wanted = JsonMode.printed = False
-    assert cli.run(["rollouts", *arguments, "--json"]) == 0
-    JsonMode.wanted = JsonMode.printed = False
-    return [(one["step"], one["reward"]) for one in json.loads(capsys.readouterr().out)["rollouts"]]
+    code, out, _ = rlctl(capsys, "rollouts", *arguments, "--json")
+    assert code == 0
+    return [(one["step"], one["reward"]) for one in json.loads(out)["rollouts"]]
 
 
 def test_rollouts_shows_the_last_step_or_the_one_asked_for(run_directory: Path, capsys: Any) -> None:

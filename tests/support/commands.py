@@ -12,20 +12,24 @@ from typing import Any
 
 import pytest
 
+from rlctl import cli
+from rlctl.commands.output import JsonMode
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def rlctl(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run `rlctl` in this process; return the exit code and what was printed to stdout and stderr."""
+    JsonMode.wanted = JsonMode.printed = False
+    capsys.readouterr()
+    code = cli.run(list(arguments))
+    captured = capsys.readouterr()
+    JsonMode.wanted = JsonMode.printed = False
+    return code, captured.out, captured.err
 
 
 @pytest.fixture
 def run_here(placement: Any, capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs `rlctl` with the given arguments; returns the exit code and what was printed."""
-    from rlctl.cli import run
-    from rlctl.commands.output import JsonMode
 
-    def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        JsonMode.wanted = JsonMode.printed = False
-        capfd.readouterr()
-        code = run(list(arguments))
-        printed = capfd.readouterr()
-        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
-
-    return run_command
+    return lambda *arguments: subprocess.CompletedProcess(arguments, *rlctl(capfd, *arguments))

@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 from rlctl.models.facts import MlaFacts, ModelFacts, MoeFacts
 from rlctl.models.families import weights_of
 from rlctl.weights import hf
-from rlctl.weights.layout import ParamSpec, View, view_of
+from rlctl.weights.layout import Box, Layout, View, coverage, view_of
 from rlctl.weights.transfer_plan import SingleWorld, World, receive_plan
 from rlctl.weights.transforms import Add, Cast
 
@@ -88,4 +88,9 @@ def view(memory: np.ndarray, place: View) -> np.ndarray:
     return as_strided(flat, place.shape, tuple(step * memory.itemsize for step in place.strides))
 
 
-__all__ = ["FAMILIES", "Memory", "ParamSpec", "gather", "numbered", "run", "scatter", "view"]
+def problems(layout: Layout) -> list[str]:
+    """Which params pieces and fills do not cover exactly once."""
+    boxes: dict[str, list[Box]] = {name: [] for name in layout.params}
+    for name, box in (*((p.param, p.param_box) for p in layout.pieces), *((f.param, f.box) for f in layout.fills)):
+        boxes.setdefault(name, []).append(box)
+    return [line for name, own in boxes.items() for line in coverage(name, layout.params.get(name), own)]

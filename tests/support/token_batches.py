@@ -1,4 +1,4 @@
-"""Micro-batches of random columns for tests of losses."""
+"""Micro-batches of random columns, and plain Python, for tests of losses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from dataclasses import replace
 import torch
 
 from rlctl.backends.batch import TokenBatch
+
+
+def f64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ppo_loss(ratio: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
+    """PPO (1707.06347) equation 7 with DAPO's (2503.14476) two bounds, and dual-clip PPO (1912.09729) equation 5."""
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    objective = min(ratio * advantage, clipped * advantage)
+    if dual is not None and advantage < 0:
+        objective = max(objective, dual * advantage)
+    return -objective
 
 
 def token_batch(tokens: int = 9, seed: int = 0, **columns: torch.Tensor | None) -> TokenBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from rlctl.errors import InputError
 from rlctl.telemetry import display as shown
-from rlctl.telemetry.display import Display, clock, heading_line, step_line
+from rlctl.telemetry.display import Display, WorkProgress, clock, heading_line, step_line
 from rlctl.telemetry.metrics import Metric
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -183,3 +184,30 @@ def test_a_terminal_is_drawn_in_and_left_clean(tmp_path: Path) -> None:
     assert "1/3" in text
     assert text.rpartition("\x1b[?25h")[1]  # the cursor is shown again
     assert "\x1b[2K" in text.rpartition("step 1/3")[2]  # the last line is taken away
+
+
+def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 10.0, 40.0, 50.0])
+    monkeypatch.setattr(shown.time, "monotonic", lambda: next(now))
+    with WorkProgress("samples", 100, done=20) as work:
+        for count in (10, 50, 20):
+            work.advance("model, task", count)
+    assert capsys.readouterr().err.splitlines() == [
+        "model, task: 80 of 100 samples, 1.5 a second, 13 s left",
+        "model, task: 100 of 100 samples, 1.6 a second",
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", out)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    with WorkProgress("samples", 10) as work:
+        work.advance("model, task", 4)
+    assert "4/10" in out.getvalue()
+    assert "samples/s" in out.getvalue()
+    assert "left" in out.getvalue()

@@ -19,7 +19,7 @@ from rlctl.weights.dtensor import DTensorWorld, module_layout
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.transfer_plan import SingleWorld, World
 from rlctl.weights.vllm import VllmParallel, VllmWorld, below_one_another, qkv_rows
-from support.layout_families import FAMILIES, SIZES, gather, numbered, published, run, scatter
+from support.layout_families import FAMILIES, SIZES, gather, numbered, problems, published, run, scatter
 
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LAYOUTS = ("megatron", "vllm", "dtensor", "modules", "torch_dist", "chunks")
@@ -131,7 +131,7 @@ def test_layers_of_a_stage_are_those_that_vllm_gives_it() -> None:
 def test_every_rank_of_every_engine_is_covered_exactly_once(name: str) -> None:
     for world in every_world(FAMILIES[name]):
         for rank in range(world.size):
-            assert world.layout(rank).problems() == []
+            assert problems(world.layout(rank)) == []
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama-tied"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.apps.engine_arguments import EngineArguments, differences
+from rlctl.apps.backend_arguments import BackendArguments, differences
 from rlctl.apps.generate import CompletionJob
 from rlctl.apps.open_model import NamedModel, find_model, published_facts
 from rlctl.apps.planned_crew import planned_crew, planned_teacher
@@ -39,13 +39,13 @@ class DryRun:
 
     resolved: Resolved
     plan: Plan
-    arguments: EngineArguments
+    arguments: BackendArguments
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
         """The dry run of a prepared job; `told` is what was said while it was prepared."""
-        return cls(job.resolved, job.plan, EngineArguments.of(job.crew_spec()), (*about(job), *told))
+        return cls(job.resolved, job.plan, BackendArguments.of(job.crew_spec()), (*about(job), *told))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,7 +117,7 @@ def dry_train(resolved: Resolved) -> DryRun:
         crew = planned_crew(resolved.config, facts, plan, Path(model.name or ""), None)
         if teacher is not None:
             crew = replace(crew, teacher=planned_teacher(resolved.config, facts, teacher, plan))
-        return DryRun(resolved, plan, EngineArguments.of(crew), (*notes, *_assumed(resolved, plan)))
+        return DryRun(resolved, plan, BackendArguments.of(crew), (*notes, *_assumed(resolved, plan)))
     return DryRun.of(job, told)
 
 
@@ -126,7 +126,7 @@ def dry_refit_test(resolved: Resolved) -> DryRun:
     facts = published_facts(resolved.config.model)
     planned, plan = runnable_plan(resolved, facts, ASSUMED_GPU)
     job = RefitTestJob(planned.config, _unopened(resolved), facts, plan)
-    return DryRun(planned, plan, EngineArguments.of(job.crew()), tuple(_assumed(resolved, plan)))
+    return DryRun(planned, plan, BackendArguments.of(job.crew()), tuple(_assumed(resolved, plan)))
 
 
 def dry_generate(resolved: Resolved, samples: int, checkpoint: Checkpoint | None, prompts: int) -> DryRun:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.generate import CompletionJob, completion_job, of_run, require_room, started_engines
-from rlctl.backends.clients import EngineClient
+from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.model_source import Tell
@@ -36,12 +36,11 @@ from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.statistics import Estimate, Sampled, metrics_of
 from rlctl.errors import InputError, listed
-from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.prompt_order import PromptOrder
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint
 from rlctl.runs.sample_file import SampleFile
-from rlctl.telemetry.work_progress import WorkProgress
+from rlctl.telemetry.display import WorkProgress
 
 GYM_PROMPTS = 200
 """Questions of a reasoning-gym task, which has as many as one likes, where --limit is not given."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.apps.backend_arguments import BackendArguments
 from rlctl.apps.crew import CrewSpec, EnginesSpec, start_crew, start_engines
-from rlctl.apps.engine_arguments import EngineArguments
 from rlctl.apps.open_model import NamedModel, open_model
 from rlctl.apps.planned_crew import device_of, planned_crew, planned_engines
 from rlctl.apps.prepare import require_devices
-from rlctl.backends.clients import EngineClient
+from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
 from rlctl.checkpoints.model_source import Tell
@@ -34,7 +34,6 @@ from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_
 from rlctl.planner.make_plan import refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.rl.agreement import error_limit
-from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.source import sample_seed
 from rlctl.runs.directory import Checkpoint, RunDirectory
 
@@ -98,9 +97,9 @@ class CompletionJob:
             self.config, self.facts, plan, directory, None, max_length=length, dummy_weights=True, trains=False
         )
 
-    def arguments(self, plan: Plan) -> EngineArguments:
-        """The arguments of the engines' classes."""
-        return EngineArguments.of(self.crew(plan)) if plan.training else EngineArguments.of_engines(self.engines(plan))
+    def arguments(self, plan: Plan) -> BackendArguments:
+        """The arguments of the classes that are built for a plan."""
+        return BackendArguments.of(self.crew(plan) if plan.training else self.engines(plan))
 
 
 def completion_job(
@@ -219,15 +218,15 @@ def require_room(job: CompletionJob, prompt_tokens: list[int], rows: Sequence[Pr
 def _completions(result: GroupResult) -> list[dict[str, Any]]:
     columns, texts = fetch(result.columns), fetch(result.texts)
     found = []
-    for row, text in enumerate(texts):
-        chosen = columns.slice(row)
+    for sample, text in enumerate(texts):
+        chosen = columns.slice(sample)
         mask = columns.loss_mask_T[chosen]
         found.append(
             {
                 "text": text,
                 "token_ids": columns.tokens_T[chosen][mask].tolist(),
                 "logprobs": columns.logprobs_T[chosen][mask].tolist(),
-                "finish_reason": result.finish_reasons[row],
+                "finish_reason": result.finish_reasons[sample],
             }
         )
     return found

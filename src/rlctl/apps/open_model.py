@@ -1,4 +1,4 @@
-"""Finding and opening the models that a configuration names, and what is known of them."""
+"""Finding and opening the models that a configuration names, what is known of them, and which there are to name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ from rlctl.models.facts import ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from rlctl.config.presets import preset_names, read_preset
+from rlctl.errors import RlctlError
+from rlctl.models.catalog import CatalogEntry, entries
+from rlctl.models.families import FAMILIES
+from rlctl.planner.costs.parameters import count
+from rlctl.planner.from_config import plan_from_config
 
 find_model = partial(resolve_model, otherwise=supply)
 """`resolve_model` of `checkpoints/model_source.py`, with the laptop preset's model as the last resort."""
+SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -77,9 +84,7 @@ def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: b
     if not config.teacher.model:
         return None
     wanted = ModelConfig(
-        name=config.teacher.model,
-        revision=config.teacher.revision,
-        trust_remote_code=config.model.trust_remote_code,
+        name=config.teacher.model, revision=config.teacher.revision, trust_remote_code=config.model.trust_remote_code
     )
     try:
         found = open_model(wanted, tell, weights=weights)
@@ -108,3 +113,35 @@ def require_same_tokens(config: RlctlConfig, tokenizer: PreTrainedTokenizerBase,
             f"The teacher {config.teacher.model} does not read the tokens of {config.model.name}: {what}.",
             "A teacher needs the policy's tokenizer: choose one of the same family.",
         )
+
+
+def what_there_is(config: RlctlConfig) -> str:
+    """Return lines with an example, the presets, and the largest models that `config` can train on this machine."""
+    width = max(map(len, preset_names()))
+    presets = [f"    {name:<{width}}  {read_preset(name).description}" for name in preset_names()]
+    lines = ["Begin with `rlctl train grpo --preset laptop`, or name a --model and a --preset. Presets:", *presets]
+    if fitting := models_that_fit(config):
+        names = ", ".join(entry.names[0] for entry in fitting)
+        lines += ["  The largest models of the catalog that train on this machine:", f"    {names}"]
+    else:
+        lines.append("  No model of the catalog trains on this machine with these settings.")
+    return "\n".join([*lines, "  `rlctl plan --model NAME` shows how a model would train, here or with --gpu TYPE."])
+
+
+def models_that_fit(config: RlctlConfig, most: int = SHOWN) -> list[CatalogEntry]:
+    """Return the `most` largest models of the catalog that `config` has a plan for which can be run. A search by
+    halves finds the largest: what fits for one size is taken to fit for smaller ones."""
+    known = [entry for entry in entries() if entry.facts.family in FAMILIES]
+    known.sort(key=lambda entry: count(entry.facts).total)
+    low, high = 0, len(known)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if _fits(config, known[middle]) else (low, middle)
+    return [entry for entry in known[max(0, low - 2 * most) : low] if _fits(config, entry)][::-1][:most]
+
+
+def _fits(config: RlctlConfig, entry: CatalogEntry) -> bool:
+    try:
+        return plan_from_config(config, entry.facts).runnable
+    except RlctlError:
+        return False

@@ -13,16 +13,15 @@ from typing import Any
 
 from rlctl import __version__
 from rlctl.apps.crew import CrewSpec
-from rlctl.apps.first_choice import what_there_is
-from rlctl.apps.open_model import NamedModel, open_model, open_teacher, published_facts, require_same_tokens
-from rlctl.apps.planned_crew import (
-    converts,
-    device_of,
-    planned_crew,
-    planned_policy,
-    planned_teacher,
-    refusal_of,
+from rlctl.apps.open_model import (
+    NamedModel,
+    open_model,
+    open_teacher,
+    published_facts,
+    require_same_tokens,
+    what_there_is,
 )
+from rlctl.apps.planned_crew import converts, device_of, planned_crew, planned_policy, planned_teacher, refusal_of
 from rlctl.backends.base import Device, Dtype, resolve_dtype
 from rlctl.backends.lookup import engine_backend, require_backend
 from rlctl.checkpoints.identity import model_fingerprint

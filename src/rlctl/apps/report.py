@@ -184,18 +184,18 @@ def _samples(directory: Path, steps: Sequence[int]) -> list[tuple[int, list[dict
     for step in chosen:
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             lines = written_text(directory / f"step_{step}.jsonl").split("\n")  # others may be in a completion
-            rows = [row for row in map(json.loads, filter(None, lines)) if isinstance(row, dict)]
-            if rows:
-                found.append((step, _telling(rows)))
+            samples = [sample for sample in map(json.loads, filter(None, lines)) if isinstance(sample, dict)]
+            if samples:
+                found.append((step, _telling(samples)))
     return found
 
 
-def _telling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return some rows: those with the highest and the lowest reward among them, in their own order."""
-    by_reward = sorted(range(len(rows)), key=lambda index: -float(rows[index].get("reward") or 0.0))
+def _telling(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return some samples: those with the highest and the lowest reward among them, in their own order."""
+    by_reward = sorted(range(len(samples)), key=lambda index: -float(samples[index].get("reward") or 0.0))
     half = MOST_SAMPLES // 2
     kept = {*by_reward[:half], *by_reward[-half:]}
-    return [row for index, row in enumerate(rows) if index in kept]
+    return [sample for index, sample in enumerate(samples) if index in kept]
 
 
 def _messages(log: Path) -> list[str]:

@@ -40,7 +40,7 @@ from rlctl.telemetry.display import Display
 from rlctl.telemetry.loggers import LoggedRun, LoggerThread, start_loggers
 from rlctl.telemetry.metrics import MetricsFile
 from rlctl.telemetry.phases import Phase, StepTimer
-from rlctl.telemetry.verbosity import coloured
+from rlctl.telemetry.terminal import coloured
 
 SHOWN_METRICS = ("reward_mean", "accuracy")
 """Metrics of validation that a line of the terminal has."""
@@ -305,24 +305,23 @@ class RunJournal:
     def keep_rollouts(self, step: int, batch: RolloutBatch) -> None:
         """Write some rollouts to rollouts/; the best and the worst are shown with every so many steps."""
         shows = self._show_every > 0 and (step - 1) % self._show_every == 0
-        rows = [
-            self._as_row(step, group, rollout) for group, rollout in chosen(batch.groups, max(self._kept, 2 * shows))
-        ]
-        self._examples = rows[:2] if shows else []
+        pairs = chosen(batch.groups, max(self._kept, 2 * shows))
+        samples = [self._sample(step, group, rollout) for group, rollout in pairs]
+        self._examples = samples[:2] if shows else []
         if self._kept:
-            self._run.write_rollouts(step, rows[: self._kept])
+            self._run.write_rollouts(step, samples[: self._kept])
 
     def validated(self, step: int, found: Validated) -> None:
         metrics = ", ".join(f"{name} {found.metrics[name]:.4g}" for name in SHOWN_METRICS if name in found.metrics)
         when = f"after step {step}" if step else "before step 1"
         self.say(f"validation {when}: {metrics} ({len(found.groups)} prompts)")
         pairs = chosen(found.groups, max(self._kept, 2))
-        rows = [self._as_row(step, group, rollout, trained=False) for group, rollout in pairs]
-        self._run.write_rollouts(step, rows[: self._kept], "validation")
-        for name, example in zip(("best", "worst"), rows, strict=False):
+        samples = [self._sample(step, group, rollout, trained=False) for group, rollout in pairs]
+        self._run.write_rollouts(step, samples[: self._kept], "validation")
+        for name, example in zip(("best", "worst"), samples, strict=False):
             self.say(one_line(example, name, self._display.width))
 
-    def _as_row(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
+    def _sample(self, step: int, group: RolloutGroup, rollout: Rollout, *, trained: bool = True) -> Sample:
         return {
             "step": step,
             "prompt": group.prompt.prompt,

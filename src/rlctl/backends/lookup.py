@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from rlctl.backends.base import Device, EngineSpec, PolicySpec
 from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.schema import RlctlConfig
-from rlctl.data.names import suggest
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, suggest
 from rlctl.models.facts import ModelFacts
 from rlctl.weights.transfer_plan import World
 
@@ -38,7 +37,7 @@ class SectionArguments:
 
 @dataclass(frozen=True)
 class PolicyBackend:
-    """A training engine."""
+    """A backend that trains policies: Megatron-Core, or FSDP2 around transformers' modules."""
 
     name: str
     """The value of `training.backend` that selects it."""
@@ -104,7 +103,7 @@ def register_backend(backend: PolicyBackend | EngineBackend) -> None:
 
 
 def policy_backend(name: str) -> PolicyBackend:
-    """The training engine called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
+    """The backend called `name`, or for `auto` the usual one. Raises ConfigError where there is none."""
     return _found(POLICIES, POLICY if name == "auto" else name, "training.backend")
 
 

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685), as far as it is the same whatever engine trains: where adapters are, how they begin, merged
+"""LoRA (arXiv 2106.09685), as far as it is the same whatever backend trains: where adapters are, how they begin, merged
 weights for refits, and the model without them.
 
 W' = W + alpha / rank * B A. Parts of a layer that Megatron fuses (q, k and v; gate and up) share one A in every

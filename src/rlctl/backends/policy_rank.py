@@ -1,4 +1,4 @@
-"""One rank of a policy, as far as it is the same whatever engine trains: meeting the other ranks, the rows of a batch,
+"""One rank of a policy, as far as it is the same whatever backend trains: meeting the other ranks, the rows of a batch,
 passes over them, saves in the background, and the way back to the device."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlctl.backends.batch import (
     MinibatchResult,
 )
 from rlctl.backends.host_memory import HostMemory, Offloaded
-from rlctl.backends.results import StepOutcome, logprob_stats, micro_batch_loss, minibatch_result, token_batch
+from rlctl.backends.results import StepOutcome, logprob_stats, micro_batch_loss, minibatch_result
 from rlctl.backends.rows import PackedRow, add_taught, fetch_rows, taught_by_group
 from rlctl.checkpoints.identity import damaged_files
 from rlctl.cluster.progress import report
@@ -190,7 +190,7 @@ class PolicyRank(ABC):
     def train_minibatch(
         self, index: int, loss: MicroBatchLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
-        return self.train_on(index, loss, token_batch, lr, weight_decay)
+        return self.train_on(index, loss, PackedRow.token_batch, lr, weight_decay)
 
     def train_on(
         self,

@@ -1,4 +1,4 @@
-"""A policy's rank with room for a critic next to it, and the critic's own rank, whatever engine trains.
+"""A policy's rank with room for a critic next to it, and the critic's own rank, whatever backend trains.
 
 The critic is a second model in the policy's process and process groups. Its rows are the policy's, so that each sees
 the columns that the other adds.
@@ -15,7 +15,8 @@ from pathlib import Path
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import AdvantageEstimate, BatchShard, Fetch, MinibatchResult, ValueLoss
 from rlctl.backends.policy_rank import PolicyRank
-from rlctl.backends.results import add_advantages, value_batch
+from rlctl.backends.results import add_advantages
+from rlctl.backends.rows import PackedRow
 from rlctl.errors import WorkerError
 
 CRITIC = "critic"
@@ -172,4 +173,4 @@ class ValueRank(RankWithCritic):
     def train_critic(
         self, index: int, loss: ValueLoss, lr: float, weight_decay: float | None = None
     ) -> MinibatchResult | None:
-        return self.train_on(index, loss, value_batch, lr, weight_decay)
+        return self.train_on(index, loss, PackedRow.value_batch, lr, weight_decay)

@@ -1,4 +1,4 @@
-"""From the model's output to losses and metrics, and their sums over micro-batches and ranks."""
+"""Losses and metrics of micro-batches, and their sums over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.backends.batch import (
-    AdvantageEstimate,
-    LogprobColumn,
-    LogprobStats,
-    LossOutput,
-    MinibatchResult,
-    TokenBatch,
-    ValueBatch,
-)
+from rlctl.backends.batch import AdvantageEstimate, LogprobColumn, LogprobStats, LossOutput, MinibatchResult
 from rlctl.backends.rows import PackedRow
 
 
@@ -49,8 +41,8 @@ WHITENING_EPSILON = 1e-6
 def micro_batch_loss(
     loss: Callable[[Any], LossOutput], batch_of: Callable[[PackedRow, Tensor], Any], row: PackedRow, out: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss of one row, and its detached loss, sums and maxima. `batch_of`: `token_batch` or `value_batch`,
-    for the output of a policy (`chunked_logprobs`) or of a critic [1, R]."""
+    """Return the loss of one row, and its detached loss, sums and maxima. `batch_of`: `PackedRow.token_batch` or
+    `PackedRow.value_batch`, for the output of a policy or of a critic."""
     if out.shape[1] == 0:  # takes part in the collectives of the backward pass with a gradient of 0
         return out.sum() * 0.0, {"loss": out.detach().sum(), "sums": {}, "maxima": {}}
     found = loss(batch_of(row, out))
@@ -60,47 +52,12 @@ def micro_batch_loss(
     return found.loss, detached
 
 
-def token_batch(row: PackedRow, out: Tensor) -> TokenBatch:
-    """Return what a policy's loss is computed from."""
-    columns = row.columns_R
-    return TokenBatch(
-        logprobs_R=out[0],
-        entropy_R=out[1],
-        rollout_logprobs_R=columns["rollout_logprobs"],
-        advantages_R=columns["advantages"],
-        token_weights_R=columns["token_weights"],
-        counted_R=columns["token_weights"] != 0,
-        rollout_R=columns["rollout"],
-        old_logprobs_R=columns.get("old_logprobs"),
-        reference_logprobs_R=columns.get("reference_logprobs"),
-        teacher_logprobs_R=columns.get("teacher_logprobs"),
-        teacher_top_RK=columns.get("teacher_top"),
-        top_logprobs_RK=None if row.further_RK is None else out[2:].T,
-    )
-
-
-def value_batch(row: PackedRow, out_1R: Tensor) -> ValueBatch:
-    """Return what advantages and a critic's loss are computed from."""
-    columns = row.columns_R
-    return ValueBatch(
-        values_R=out_1R[0],
-        rewards_R=columns.get("rewards", columns["advantages"]),
-        token_weights_R=columns["token_weights"],
-        counted_R=columns["token_weights"] != 0,
-        rollout_R=columns["rollout"],
-        old_values_R=columns.get("values"),
-        returns_R=columns.get("returns"),
-        old_logprobs_R=columns.get("old_logprobs"),
-        reference_logprobs_R=columns.get("reference_logprobs"),
-    )
-
-
 def add_advantages(rows: list[PackedRow], estimate: AdvantageEstimate, group: Any) -> None:
     """Add the returns to rows that have values, and put the advantages of tokens where the rewards of rollouts were;
     these become a column of their own. Collective over the data-parallel ranks (`group`)."""
     for row in rows:
         columns = row.columns_R
-        found = value_batch(row, columns["values"][None])
+        found = row.value_batch(columns["values"][None])
         columns["rewards"] = found.rewards_R
         columns["returns"], columns["advantages"] = estimate(found)
     if estimate.whitens:

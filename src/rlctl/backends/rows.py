@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rlctl.backends.batch import BatchShard, Fetch, GroupLogprobs, MicroBatch, RolloutLogprobs, WeightedRollout
+from rlctl.backends.batch import (
+    BatchShard,
+    Fetch,
+    GroupLogprobs,
+    MicroBatch,
+    RolloutLogprobs,
+    TokenBatch,
+    ValueBatch,
+    WeightedRollout,
+)
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import InputError
 
@@ -55,6 +64,39 @@ class PackedRow:
     further_RK: torch.Tensor | None = None
     """int64: further tokens at each position whose log-probs the loss needs, next to that of the chosen one."""
 
+    def token_batch(self, out: torch.Tensor) -> TokenBatch:
+        """Return what a policy's loss is computed from; `out` is what `chunked_logprobs` returns."""
+        columns = self.columns_R
+        return TokenBatch(
+            logprobs_R=out[0],
+            entropy_R=out[1],
+            rollout_logprobs_R=columns["rollout_logprobs"],
+            advantages_R=columns["advantages"],
+            token_weights_R=columns["token_weights"],
+            counted_R=columns["token_weights"] != 0,
+            rollout_R=columns["rollout"],
+            old_logprobs_R=columns.get("old_logprobs"),
+            reference_logprobs_R=columns.get("reference_logprobs"),
+            teacher_logprobs_R=columns.get("teacher_logprobs"),
+            teacher_top_RK=columns.get("teacher_top"),
+            top_logprobs_RK=None if self.further_RK is None else out[2:].T,
+        )
+
+    def value_batch(self, out_1R: torch.Tensor) -> ValueBatch:
+        """Return what advantages and a critic's loss are computed from; `out_1R` are a critic's values."""
+        columns = self.columns_R
+        return ValueBatch(
+            values_R=out_1R[0],
+            rewards_R=columns.get("rewards", columns["advantages"]),
+            token_weights_R=columns["token_weights"],
+            counted_R=columns["token_weights"] != 0,
+            rollout_R=columns["rollout"],
+            old_values_R=columns.get("values"),
+            returns_R=columns.get("returns"),
+            old_logprobs_R=columns.get("old_logprobs"),
+            reference_logprobs_R=columns.get("reference_logprobs"),
+        )
+
 
 def fetch_rows(
     shard: BatchShard, fetch: Fetch, multiple: int, device: torch.device, *, routing: bool
@@ -90,11 +132,11 @@ def build_row(
         name: [] for name in ("targets", "rollout", "logprobs", "advantages", "weights")
     }
     start = padding = 0
-    width = max((row.tokens for row in micro_batch), default=0) if rectangular else 0
-    for index, rows in unit_rows(micro_batch, share):
-        prompt, parts = _unit_parts(rows, columns[rows[0].position], share)
+    width = max((rollout.tokens for rollout in micro_batch), default=0) if rectangular else 0
+    for index, rollouts in units_of(micro_batch, share):
+        prompt, parts = _unit_parts(rollouts, columns[rollouts[0].position], share)
         offset = start + len(prompt)
-        for number, (row, (completion, mask, logprobs)) in enumerate(zip(rows, parts, strict=True)):
+        for number, (rollout, (completion, mask, logprobs)) in enumerate(zip(rollouts, parts, strict=True)):
             where = np.flatnonzero(mask)
             before = offset + where - 1
             before[where == 0] = start + len(prompt) - 1
@@ -103,8 +145,8 @@ def build_row(
             chosen["logprobs"].append(logprobs[where])
             for name, value in (
                 ("rollout", index + number),
-                ("advantages", row.advantage),
-                ("weights", row.token_weight),
+                ("advantages", rollout.advantage),
+                ("weights", rollout.token_weight),
             ):
                 chosen[name].append(np.full(len(where), value, np.int64 if name == "rollout" else np.float32))
             offset += len(completion)
@@ -159,14 +201,14 @@ def _joined(row: PackedRow, parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts)).to(row.tokens_T.device)
 
 
-def unit_rows(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[WeightedRollout]]]:
+def units_of(micro_batch: MicroBatch, share: bool) -> list[tuple[int, list[WeightedRollout]]]:
     """(index of the first rollout, rollouts) of each unit."""
     units: list[tuple[int, list[WeightedRollout]]] = []
-    for index, row in enumerate(micro_batch):
-        if share and units and units[-1][1][0].position == row.position:
-            units[-1][1].append(row)
+    for index, rollout in enumerate(micro_batch):
+        if share and units and units[-1][1][0].position == rollout.position:
+            units[-1][1].append(rollout)
         else:
-            units.append((index, [row]))
+            units.append((index, [rollout]))
     return units
 
 
@@ -176,7 +218,7 @@ def row_routing(
     """int16 [T, L, K]: the recorded experts where `row` has the tokens, -1 elsewhere; None of a row without rollouts.
     Raises InputError where the rollouts have no such record."""
     routing_TLK: np.ndarray | None = None
-    for unit, (_, rollouts) in zip(row.units, unit_rows(micro_batch, share), strict=False):  # the last may be padding
+    for unit, (_, rollouts) in zip(row.units, units_of(micro_batch, share), strict=False):  # the last may be padding
         at = unit.start
         for number, rollout in enumerate(rollouts):
             group = columns[rollout.position]
@@ -195,22 +237,22 @@ def row_routing(
 
 
 def _unit_parts(
-    rows: Sequence[WeightedRollout], columns: RolloutColumns, share: bool
+    rollouts: Sequence[WeightedRollout], columns: RolloutColumns, share: bool
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Prompt tokens, and (tokens, loss mask, engine log-probs) of each completion."""
     prompt: np.ndarray | None = None
     parts = []
-    for row in rows:
-        span, split = columns.slice(row.sample), row.prompt_tokens
+    for rollout in rollouts:
+        span, split = columns.slice(rollout.sample), rollout.prompt_tokens
         tokens, mask = columns.tokens_T[span], columns.loss_mask_T[span]
-        if len(tokens) != row.tokens or mask[:split].any():
+        if len(tokens) != rollout.tokens or mask[:split].any():
             raise InputError(
-                f"rollout {row.sample} of group {row.position} has {len(tokens)} tokens, the first chosen one at "
-                f"{int(np.argmax(mask))}; the driver counts {row.tokens} and {split}."
+                f"rollout {rollout.sample} of group {rollout.position} has {len(tokens)} tokens, the first chosen one "
+                f"at {int(np.argmax(mask))}; the driver counts {rollout.tokens} and {split}."
             )
         if prompt is not None and not np.array_equal(prompt, tokens[:split]):
             raise InputError(
-                f"the rollouts of group {row.position} have different prompts and cannot share one.",
+                f"the rollouts of group {rollout.position} have different prompts and cannot share one.",
                 "Set training.share_prompts to false.",
             )
         prompt = tokens[:split]

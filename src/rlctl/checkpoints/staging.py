@@ -180,11 +180,16 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 def flush(directory: Path) -> None:
     """Make sure that files and directory entries are on the disk."""
     for path in [*directory.rglob("*"), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush_one(path)
+
+
+def flush_one(path: Path) -> None:
+    """Make sure that one file, or the entries of one directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace(aside: Path, destination: Path) -> None:

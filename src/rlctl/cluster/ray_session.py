@@ -129,12 +129,7 @@ def _joined(address: str, tell: Callable[[str], None] | None) -> Iterator[None]:
         _require_answer(address)
         _require_membership(address)
         with _protected_token(), _own_signals():
-            ray.init(
-                address=address,
-                job_config=_job(),
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            ray.init(address=address, job_config=_job(), log_to_driver=False, logging_level=logging.ERROR)
     except MachineError:
         raise
     except (*RAY_FAILURES, RayError) as error:

@@ -12,7 +12,7 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
-from rlctl.telemetry.verbosity import Severity, coloured
+from rlctl.telemetry.terminal import Severity, coloured
 
 if TYPE_CHECKING:
     from rlctl.config.nemo_rl.mapping_rules import Import, Status

@@ -16,7 +16,7 @@ from rlctl.commands.output import command_app, examples, message, print_json, sh
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
 from rlctl.runs.interrupt import StopRequest
-from rlctl.telemetry.verbosity import coloured
+from rlctl.telemetry.terminal import coloured
 
 if TYPE_CHECKING:
     from rlctl.checkpoints.conversion.hf_megatron import Options, Report

@@ -12,7 +12,7 @@ from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 from rlctl.errors import MachineError
-from rlctl.telemetry.verbosity import coloured
+from rlctl.telemetry.terminal import coloured
 
 if TYPE_CHECKING:
     from rlctl.config.schema import RlctlConfig

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.commands.parsing import App
 from rlctl.errors import RlctlError
 from rlctl.telemetry.metrics import finite
-from rlctl.telemetry.streams import discard
-from rlctl.telemetry.verbosity import Verbosity, coloured
+from rlctl.telemetry.terminal import Verbosity, coloured, discard
 
 if TYPE_CHECKING:
     from rlctl.apps.dry_run import DryRun

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlctl.errors import InputError
-from rlctl.telemetry.verbosity import be_quiet, be_verbose, without_colour
+from rlctl.telemetry.terminal import be_quiet, be_verbose, without_colour
 
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -98,12 +98,10 @@ Quiet = Annotated[
     typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print errors and the result alone."),
 ]
 Verbose = Annotated[
-    bool,
-    typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started."),
+    bool, typer.Option("-v", callback=be_verbose, expose_value=False, help="Say also what is read, chosen and started.")
 ]
 NoColor = Annotated[
-    bool,
-    typer.Option("--no-color", callback=without_colour, expose_value=False, help="Print without colours."),
+    bool, typer.Option("--no-color", callback=without_colour, expose_value=False, help="Print without colours.")
 ]
 
 

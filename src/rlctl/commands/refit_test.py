@@ -10,7 +10,7 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json, show_dry_run
 from rlctl.errors import InputError
-from rlctl.telemetry.verbosity import coloured
+from rlctl.telemetry.terminal import coloured
 
 if TYPE_CHECKING:
     from rlctl.apps.refit_report import RefitTestReport

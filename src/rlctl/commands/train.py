@@ -18,8 +18,7 @@ AllowChanges = Annotated[
     bool, typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed.")
 ]
 AllowDifferences = Annotated[
-    bool,
-    typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet."),
+    bool, typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet.")
 ]
 
 
@@ -27,7 +26,7 @@ AllowDifferences = Annotated[
 def train(context: typer.Context) -> None:
     """Train a model with reinforcement learning."""
     if context.invoked_subcommand is None:
-        from rlctl.apps.first_choice import what_there_is
+        from rlctl.apps.open_model import what_there_is
 
         raise InputError(
             "`rlctl train` needs an algorithm and a model.", what_there_is(options.resolve_config().config)

@@ -66,20 +66,18 @@ def version(package: str) -> str | None:
     return metadata.version(names[0]) if names else "unknown"
 
 
-def fields_of(module: str, name: str, *, arguments: bool = False) -> dict[str, InstalledField] | None:
-    """Return the fields of dataclass `name` of `module`, those of its base classes first; with `arguments` the
-    parameters of its `__init__` instead. None if the package is not installed or has no such class."""
+def fields_of(module: str, name: str) -> dict[str, InstalledField] | None:
+    """Return the fields of dataclass `name` of `module`, those of its base classes first. None if the package is not
+    installed or has no such class."""
     installed = version(module.partition(".")[0])
-    return None if installed is None else _fields(module, name, arguments, installed)
+    return None if installed is None else _fields(module, name, installed)
 
 
 @functools.cache
-def _fields(module: str, name: str, arguments: bool, installed: str) -> dict[str, InstalledField] | None:
+def _fields(module: str, name: str, installed: str) -> dict[str, InstalledField] | None:
     source = find_module(module)
     found = _class(source, name) if source is not None else None
-    if found is None:
-        return None
-    return dict(_parameters(*found)) if arguments else dict(_class_fields(*found))
+    return None if found is None else dict(_class_fields(*found))
 
 
 @functools.cache
@@ -114,15 +112,6 @@ def _class_fields(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, Ins
         default = _default(default, module)
         text = None if default is None else " ".join(ast.unparse(default).split())
         yield name, InstalledField(name, type_text(statement.annotation, module), text, _docstring(following))
-
-
-def _parameters(module: Module, node: ast.ClassDef) -> Iterator[tuple[str, InstalledField]]:
-    init = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
-    given = [*init.args.args[1:], *init.args.kwonlyargs]
-    defaults = [None] * (len(init.args.args) - 1 - len(init.args.defaults)) + [*init.args.defaults]
-    for argument, default in zip(given, [*defaults, *init.args.kw_defaults], strict=True):
-        kind = type_text(argument.annotation, module) if argument.annotation is not None else "Any"
-        yield argument.arg, InstalledField(argument.arg, kind, None if default is None else ast.unparse(default))
 
 
 def _default(node: ast.expr | None, module: Module) -> ast.expr | None:

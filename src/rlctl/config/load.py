@@ -149,7 +149,7 @@ def merged(sources: Sequence[Source]) -> dict[str, Value]:
 
 
 def mixed_values(sources: Sequence[Source]) -> list[str]:
-    """Say where a field of an engine is given a plain value by one source and keys of its own by another."""
+    """Say where a field that is passed through is given a plain value by one source and keys of its own by another."""
     values = {value.key: value for source in sources for value in source.values}
     return [
         f"`{key}` = {value.value!r} ({value.origin}): `{whole(key)}` is set to a value, which has no keys."

@@ -1,8 +1,8 @@
 """Sections that pass fields through to Megatron-Core and vLLM: the fields that exist, and those that rlctl sets itself.
 
 A field is one of three kinds. Some are other names of rlctl's own keys (`megatron.tensor_model_parallel_size` is
-`training.tp`) and are read as those. Some are set by rlctl, and are refused with the reason. All others are handed to
-the engine as they are and replace the value that rlctl would give.
+`training.tp`) and are read as those. Some are set by rlctl, and are refused with the reason. All others are handed on
+as they are and replace the value that rlctl would give.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMESPACE = {
 
 @dataclass(frozen=True)
 class Target:
-    """A class of an engine that takes a section's fields."""
+    """A class of Megatron-Core or vLLM that takes a section's fields."""
 
     label: str
     module: str
@@ -99,7 +99,7 @@ ALIASES = {
     "vllm.max_num_seqs": "generation.max_concurrent",
     "vllm.max_num_batched_tokens": "generation.max_batched_tokens",
 }
-"""Names of engines for keys of rlctl."""
+"""Names that Megatron-Core and vLLM have for keys of rlctl."""
 
 OF_THE_MODEL = (
     "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
@@ -224,7 +224,7 @@ def section_class(name: str) -> type[Section]:
 
 
 def canonical(key: str, value: Any) -> tuple[str, Any]:
-    """Return rlctl's own key and value where `key` is an engine's name for it, else both as they are."""
+    """Return rlctl's own key and value where `key` is one of `ALIASES`, else both as they are."""
     if key not in ALIASES:
         return key, value
     if key == "megatron.recompute_granularity" and value is None:

@@ -574,7 +574,7 @@ class GenerationConfig(Section):
     threads: Threads | None = None
     """Number of CPU threads of each engine."""
     plain_parameters: bool = False
-    """On a CPU, keep matrices in their published layout: refits are faster, decoding is slower."""
+    """On a CPU, keep matrices in their published form: refits are faster, decoding is slower."""
 
 
 class RefitConfig(Section):

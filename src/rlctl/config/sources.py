@@ -327,7 +327,7 @@ def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
 
 
 def canonical_value(value: Value) -> Value:
-    """Return the value under rlctl's own key, where it was given under the engine's name for it."""
+    """Return the value under rlctl's own key, where it was given under a name of `ALIASES`."""
     key, taken = canonical(value.key, value.value)
     return value if key == value.key else Value(key, taken, f"{value.origin}, as {value.key}", value.optional)
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm
-from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import PromptRow, PromptSource
 from rlctl.data.prompts import open_prompts
-from rlctl.errors import InputError
+from rlctl.errors import InputError, suggest
 
 MATH = "{prompt}\n\nReason step by step, and put your final answer within \\boxed{}."
 CHOICE = (

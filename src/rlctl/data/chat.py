@@ -13,10 +13,9 @@ from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
 from rlctl.config.schema import DataConfig, ModelConfig
-from rlctl.data.names import first_line
 from rlctl.data.prompt_rows import Messages, PromptRow
 from rlctl.data.templates import PROMPT, PromptTemplate, template_of
-from rlctl.errors import InputError
+from rlctl.errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

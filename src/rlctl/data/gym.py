@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import DataConfig
 from rlctl.config.yaml_values import parse_value
-from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import GYM_PREFIX, GymTask, PromptRow, instructions
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError, MachineError, suggest
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset

@@ -13,9 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.names import suggest
 from rlctl.data.templates import ANSWER, PROMPT, missing_column, template_of
-from rlctl.errors import InputError
+from rlctl.errors import InputError, suggest
 
 GYM_PREFIX = "reasoning-gym:"
 MOST_CHARACTERS = 1_000_000

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.files import problem_with
 from rlctl.config.schema import DataConfig
 from rlctl.data.gym import open_gym
-from rlctl.data.names import first_line, suggest, suggest_file
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource, instructions, require_fields, row_from_record
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError, MachineError, first_line, suggest, suggest_file
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlctl.config.schema import DataConfig
-from rlctl.data.names import first_line, suggest
-from rlctl.errors import InputError, MachineError
+from rlctl.errors import InputError, MachineError, first_line, suggest
 
 PROMPT = "prompt"
 """Name under which a template has the prompt itself, whatever the field with it is called."""

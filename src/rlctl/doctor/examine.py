@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlctl.backends.vllm.interfaces import installed_package
 from rlctl.checkpoints.locations import converted_directory
-from rlctl.doctor import communication, directories, gpus, host, network, software
+from rlctl.doctor import gpus, host, network, software
 from rlctl.doctor.finding import Check
 
 
@@ -49,12 +49,12 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield network.check_open_ports()
     yield network.check_ray_files()
     if wanted.ray_address:
-        needed = wanted.parameters * directories.CONVERTED_BYTES_PER_PARAMETER
+        needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
         yield from network.check_nodes(wanted.ray_address, converted_directory(), needed, wanted.gpus_per_node)
     yield network.check_hub()
     yield network.check_token(wanted.model)
     if not quick:
-        yield communication.check_ranks(len(found))
+        yield network.check_ranks(len(found))
 
 
 def examine_host(wanted: Wanted, gpus_found: int) -> Iterator[Check]:
@@ -68,7 +68,7 @@ def examine_host(wanted: Wanted, gpus_found: int) -> Iterator[Check]:
     yield host.check_locked_memory(gpus_found)
     yield host.check_ports()
     yield host.check_clock()
-    yield directories.check_run_directory(wanted.parameters, wanted.run_directory)
-    yield directories.check_converted_models(wanted.parameters)
-    yield directories.check_cache()
-    yield directories.check_ray_directory()
+    yield host.check_run_directory(wanted.parameters, wanted.run_directory)
+    yield host.check_converted_models(wanted.parameters)
+    yield host.check_cache()
+    yield host.check_ray_directory()

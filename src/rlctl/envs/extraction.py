@@ -69,10 +69,10 @@ def _last_boxed(text: str) -> str | None:
     while start >= 0:
         begin = start + len(r"\boxed{")
         depth = 1
-        for position in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
+        for end in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
-                return text[begin:position].strip()
+                return text[begin:end].strip()
         start = text.rfind(r"\boxed{", 0, start)
     return None
 

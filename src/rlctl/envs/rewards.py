@@ -9,13 +9,12 @@ from itertools import islice
 
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
-from rlctl.data.names import suggest
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.envs.user_function import is_reference, split_reference
-from rlctl.errors import InputError
+from rlctl.errors import InputError, suggest
 
 
 def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
@@ -45,7 +44,9 @@ def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> boo
 def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     terms = _checked_terms(reward, source)
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
-    return RewardPlan(terms, extraction, reason, source.task, _reference_scorer(terms), reward.timeout_s)
+    # What decides accuracy: the first term that compares with the reference answer, if there is one.
+    accuracy = next((term.name for term in terms if term.name in BUILT_IN), None)
+    return RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s)
 
 
 def require_known(reward: SourceReward) -> None:
@@ -113,11 +114,6 @@ def _fields_of(row: PromptRow) -> str:
     usual = [name for name in USUAL_NAMES["data.answer_field"] if name in row.fields]
     meant = f"; `{usual[0]}` may be it" if usual else ""
     return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
-
-
-def _reference_scorer(terms: tuple[RewardTerm, ...]) -> str | None:
-    """Return the term that decides accuracy: the first that compares with the reference answer; None: there is none."""
-    return next((term.name for term in terms if term.name in BUILT_IN), None)
 
 
 def _trial(rewards: Rewards, sources: dict[str, PromptSource]) -> dict[str, tuple[str, ...]]:

@@ -22,9 +22,8 @@ from typing import Any
 from rlctl.config.files import problem_with, read_text
 from rlctl.config.paths import user_path
 from rlctl.config.plugins import find_plugin, load_plugin
-from rlctl.data.names import suggest, suggest_file
 from rlctl.data.prompt_rows import PromptRow
-from rlctl.errors import InputError
+from rlctl.errors import InputError, suggest, suggest_file
 
 LARGEST_REWARD = 1e30
 """Sums of squares of rewards up to this fit into a float64. Nobody means a larger one."""

@@ -105,10 +105,6 @@ class GenerationChoice:
     def gpus(self) -> int:
         return self.engines * self.engine_gpus
 
-    @property
-    def replicas(self) -> int:
-        return self.engines * self.dp
-
     def name(self) -> str:
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp), ("EP", self.ep))
         engines = f"{self.engines} engine" + "s" * (self.engines > 1)

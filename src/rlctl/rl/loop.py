@@ -241,14 +241,14 @@ def make_batch(groups: Sequence[RolloutGroup], algorithm: Algorithm, optimizer_s
     parts = np.array_split(np.arange(len(pairs)), optimizer_steps)
     minibatches = [_minibatch([pairs[i] for i in part], algorithm) for part in parts if len(part)]
 
-    def skips(row: WeightedRollout) -> bool:
-        without = row.advantage == 0 and not algorithm.learns_without_advantage
-        return algorithm.config.filter.skip and (without or row.token_weight == 0)
+    def skips(rollout: WeightedRollout) -> bool:
+        without = rollout.advantage == 0 and not algorithm.learns_without_advantage
+        return algorithm.config.filter.skip and (without or rollout.token_weight == 0)
 
     return TrainBatch(
-        tuple(tuple(row for row in rows if not skips(row)) for rows in minibatches),
+        tuple(tuple(rollout for rollout in one if not skips(rollout)) for one in minibatches),
         {group.position: group.columns for group in kept},
-        tuple(row for rows in minibatches for row in rows if skips(row)),
+        tuple(rollout for one in minibatches for rollout in one if skips(rollout)),
     )
 
 
@@ -269,8 +269,8 @@ def filtered(options: FilterConfig) -> tuple[Metric, ...]:
 
 def selection_metrics(batch: RolloutBatch, trained: TrainBatch) -> dict[str, Any]:
     """Return the groups that are not trained on, and the rollouts that are not computed for want of a gradient."""
-    computed = sum(row.tokens for rows in trained.minibatches for row in rows)
-    skipped = sum(row.tokens for row in trained.skipped)
+    computed = sum(rollout.tokens for one in trained.minibatches for rollout in one)
+    skipped = sum(rollout.tokens for rollout in trained.skipped)
     return {
         "dropped_groups": len(batch.groups) - len(trained.columns),
         "skipped_rollouts": len(trained.skipped),

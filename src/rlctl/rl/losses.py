@@ -38,11 +38,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clipped_surrogate(
-    ratio_R: torch.Tensor,
-    advantages_R: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    ratio_R: torch.Tensor, advantages_R: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> torch.Tensor:
     """Return the loss of each token [R]: the negative clipped surrogate objective of PPO.
 
@@ -59,11 +55,7 @@ def clipped_surrogate(
 
 
 def is_clipped(
-    ratio_R: torch.Tensor,
-    advantages_R: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    ratio_R: torch.Tensor, advantages_R: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> torch.Tensor:
     """Return which tokens a bound keeps from moving the policy, bool [R]: their surrogate has no gradient."""
     above_R = (advantages_R > 0) & (ratio_R > 1 + clip_high)

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlctl.backends.clients import EngineClient
+from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.envs.reward_worker import RewardWorker
 from rlctl.errors import InputError
 from rlctl.refit.sync import WeightSync
-from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
 from rlctl.rollouts.scored_groups import GroupMaker, restored_ledger

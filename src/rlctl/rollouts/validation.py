@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.backends.clients import EngineClient
+from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.messages import GroupRequest, Sampling
 from rlctl.cluster.workers import WorkerGroup
 from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
@@ -28,7 +28,6 @@ from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.statistics import Estimate
 from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
-from rlctl.rollouts.generator import generate_groups
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
 from rlctl.rollouts.scored_groups import scored
 from rlctl.rollouts.source import sample_seed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.checkpoints.staging import is_full
+from rlctl.checkpoints.staging import flush, flush_one, is_full
 from rlctl.config.files import written_text
 from rlctl.errors import InputError, RlctlError, listed
 from rlctl.telemetry.metrics import MetricsFile, finite, flatten
@@ -420,13 +420,11 @@ class NewCheckpoint:
 
     def put_in_place(self) -> Checkpoint:
         """Flush what is written to the disk, and rename it."""
-        for directory, _, files in os.walk(self._aside):
-            for name in (*files, "."):
-                _flush(Path(directory, name))
+        flush(self._aside)
         if self._final.exists():
             shutil.rmtree(self._final)
         self._aside.rename(self._final)
-        _flush(self._final.parent)
+        flush_one(self._final.parent)
         return Checkpoint(self.step, self._final)
 
     def discard(self) -> None:
@@ -444,14 +442,6 @@ def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON: a reader sees the old or the new file, never a part."""
     aside = path.with_name(f".{path.name}.partial")
     aside.write_bytes(json_line(value, indent=2))
-    _flush(aside)
+    flush_one(aside)
     aside.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_one(path.parent)

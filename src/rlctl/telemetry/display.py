@@ -1,4 +1,4 @@
-"""The terminal of a run: its phases as they begin, a clock, and a line a step.
+"""The terminal of a run (its phases as they begin, a clock, and a line a step) and of other long work.
 
 In a terminal the last line says what goes on now, and steps are a table that grows. Where stderr is a log file every
 line has its time, and a phase that takes long says so now and then.
@@ -17,12 +17,14 @@ from typing import NamedTuple, Self, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 from rich.spinner import Spinner
 from rich.text import Text
 
 from rlctl.telemetry.metrics import Metric, Metrics, flatten
 from rlctl.telemetry.phases import Phase
-from rlctl.telemetry.streams import Unbreakable
+from rlctl.telemetry.terminal import Unbreakable
 
 LOOK_S = 0.5
 """Time between two looks at how far a phase has come."""
@@ -32,6 +34,8 @@ RECENT = 10
 """Steps whose mean duration foretells the rest."""
 HEADING_EVERY = 20
 LOG_WIDTH = 160
+LINE_EVERY_S = 30.0
+"""Between two lines in a log."""
 
 
 class Column(NamedTuple):
@@ -171,10 +175,11 @@ class Display:
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Show the line of a finished step."""
-        self.note(step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without))
+        plain = step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without)
+        self.note(plain)
         self._now = self._now.finished(metrics["seconds"]["total"])
         if not self.in_terminal:
-            self._print(step_line(step, self.steps, metrics, self.metrics, plain=True, without=self.without))
+            self._print(plain)
             return
         width = self.console.width
         if self._lines % HEADING_EVERY == 0:
@@ -361,3 +366,46 @@ def _shown(column: Column, found: Metrics, step: int, steps: int) -> str:
         return f"{step}/{steps}"
     value = found.get(column.name)
     return "-" if value is None else f"{value:{column.form}}" + "s" * (column.heading == "total")
+
+
+class WorkProgress:
+    """Counts pieces of work of one kind, with their rate and the time that is left, on stderr. Use it in a `with`
+    block."""
+
+    def __init__(self, unit: str, total: int, done: int = 0) -> None:
+        """`done`: pieces that were there before this process began, and say nothing about its rate."""
+        self._unit, self._total, self._done, self._before = unit, total, done, done
+        self._begun = self._said = time.monotonic()
+        self._console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        self._bar = ProgressBar(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=self._console, transient=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=total, completed=done, rate="")
+
+    def advance(self, what: str, count: int) -> None:
+        """Count `count` more pieces, of `what`."""
+        self._done += count
+        now = time.monotonic()
+        rate = (self._done - self._before) / max(now - self._begun, 1e-6)
+        if self._console.is_terminal:
+            shown = f"{rate:.1f} {self._unit}/s"
+            self._bar.update(self._task, description=what, completed=self._done, rate=shown)
+        elif now - self._said >= LINE_EVERY_S or self._done == self._total:
+            self._said = now
+            left = (self._total - self._done) / rate
+            self._console.print(self.line(what, rate, left), markup=False)
+
+    def line(self, what: str, rate: float, left_s: float) -> str:
+        """Return the line of a log."""
+        left = f", {left_s:.0f} s left" if self._done < self._total else ""
+        return f"{what}: {self._done} of {self._total} {self._unit}, {rate:.1f} a second{left}"
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()

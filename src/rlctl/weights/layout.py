@@ -202,13 +202,6 @@ class Layout:
     def bytes(self) -> int:
         return sum(spec.bytes for spec in self.params.values())
 
-    def problems(self) -> list[str]:
-        """Return which params pieces and fills do not cover exactly once; empty: none."""
-        boxes: dict[str, list[Box]] = {name: [] for name in self.params}
-        for name, box in [(p.param, p.param_box) for p in self.pieces] + [(f.param, f.box) for f in self.fills]:
-            boxes.setdefault(name, []).append(box)
-        return [line for name, own in boxes.items() for line in coverage(name, self.params.get(name), own)]
-
 
 def _unpickled(rank: int, specs: dict[str, int], rows: list[tuple], kinds: tuple, fills: tuple[Fill, ...]) -> Layout:
     """Rebuild what `Layout.__reduce__` took apart; equal boxes are one object."""

@@ -21,11 +21,6 @@ class Transform:
         return ()
 
     @property
-    def block(self) -> tuple[int, ...]:
-        """Elements per axis that share one further value; () where elements are independent."""
-        return ()
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Names of the params that reading the tensor back takes in addition to the data."""
         back = self.inverse()
@@ -76,10 +71,6 @@ class Dequantize(Transform):
     @property
     def inputs(self) -> tuple[str, ...]:
         return (self.scale,)
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        return self.block_size
 
 
 @dataclass(frozen=True, slots=True)

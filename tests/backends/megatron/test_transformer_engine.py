@@ -10,8 +10,7 @@ import pytest
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.megatron import args
-from rlctl.backends.megatron.backend import policy_world
-from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.backends.megatron.backend import policy_world, refuse_wrong_numbers
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig
 from rlctl.errors import ConfigError

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import Adapters, GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import generation_time, overhead_bytes, plan_kv, weight_bytes
@@ -25,13 +24,7 @@ from rlctl.planner.inputs.cluster import GIB, make_cluster
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
 from rlctl.weights.vllm import VllmParallel, VllmWorld
-
-
-def model(name: str) -> ModelFacts:
-    facts = lookup(name)
-    assert facts is not None
-    return facts
-
+from support.catalog import model
 
 LLAMA_8B, MOE_30B, DEEPSEEK = model("Llama-3.1-8B"), model("Qwen3-30B-A3B"), model("DeepSeek-V3")
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rlctl.config.parallel import ParallelSpec
-from rlctl.models.catalog import lookup
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
 from rlctl.planner.costs.time import logprobs_time, remote_share, training_time
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
 from rlctl.planner.inputs.workload import Workload
-
-
-def model(name: str) -> ModelFacts:
-    facts = lookup(name)
-    assert facts is not None
-    return facts
+from support.catalog import model
 
 
 def choice(fsdp: bool, rows: int = 4096, **sizes: int) -> TrainingChoice:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlctl.models.catalog import lookup
-from rlctl.models.facts import ModelFacts
 from rlctl.planner.inputs.cluster import make_cluster
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.make_plan import make_plan
 from rlctl.planner.search import feasible_plans
 from rlctl.planner.search.feasible_plans import score
+from support.catalog import model
 
 LARGE = Workload(256, 16, 8192)
-
-
-def model(name: str) -> ModelFacts:
-    facts = lookup(name)
-    assert facts is not None
-    return facts
 
 
 @pytest.mark.parametrize(

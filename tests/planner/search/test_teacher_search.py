@@ -8,8 +8,6 @@ import pytest
 
 from rlctl.cli import run
 from rlctl.errors import NoPlanError
-from rlctl.models.catalog import lookup
-from rlctl.models.facts import ModelFacts
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, make_cluster
 from rlctl.planner.inputs.workload import Workload
@@ -18,14 +16,9 @@ from rlctl.planner.result import Plan
 from rlctl.planner.views.explain import explain
 from rlctl.planner.views.render import plan_json, plan_text
 from rlctl.telemetry.phases import Phase
+from support.catalog import model
 
 WORK = {"prompts": 64, "generations": 16, "old_logprobs": False}
-
-
-def model(name: str) -> ModelFacts:
-    facts = lookup(name)
-    assert facts is not None
-    return facts
 
 
 def taught(teacher: str | None, student: str = "Qwen3-1.7B", nodes: int = 1, **pins: object) -> Plan:

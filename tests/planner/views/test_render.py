@@ -8,16 +8,15 @@ import re
 import pytest
 
 from rlctl import cli
-from rlctl.commands.output import JsonMode
+from support.commands import rlctl
 
 BIG = ("--model", "meta-llama/Llama-3.1-70B", "--preset", "8nodes", "--gpu", "a100")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    JsonMode.wanted = JsonMode.printed = False
-    capsys.readouterr()
-    assert cli.run(list(arguments)) == 0
-    return capsys.readouterr().out
+    code, out, _ = rlctl(capsys, *arguments)
+    assert code == 0
+    return out
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -225,8 +225,8 @@ def test_loss_and_gradient_are_those_of_the_paper(name: str, scale: float) -> No
 @pytest.mark.parametrize(
     "name", [*CASES, "kl in the reward", "kl and its score term", "entropy", "sequence corrections"]
 )
-def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient(name: str) -> None:
-    """Gradients are summed over micro-batches and ranks, and nothing divides by their number."""
+def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient_and_sums(name: str) -> None:
+    """Gradients and metrics are summed over micro-batches and ranks, and nothing divides by their number."""
     further = {
         "kl in the reward": ("loss.kl_coefficient=0.1", "loss.kl_in=reward"),
         "kl and its score term": ("loss.kl_coefficient=0.1", "loss.kl_score_term=true"),
@@ -242,7 +242,7 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient(name: st
     expected.loss.backward()
     for split in ([[0, 1, 2, 3], [4, 5]], [[5], [0, 2], [1, 3, 4]], [[0], [1], [2], [3], [4], [5]]):
         gradients = {"logprobs_R": torch.zeros_like(whole.logprobs_R), "entropy_R": torch.zeros_like(whole.logprobs_R)}
-        total = 0.0
+        total, sums = 0.0, dict.fromkeys(expected.sums, 0.0)
         for part in split:
             places = torch.cat([torch.nonzero(whole.rollout_R == number)[:, 0] for number in part])
             own = {column: value.detach()[places] for column, value in vars(whole).items() if value is not None}
@@ -250,13 +250,15 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient(name: st
             own["rollout_R"] = torch.tensor([numbers[number] for number in own["rollout_R"].tolist()])
             for column in gradients:
                 own[column].requires_grad_()
-            loss = RunLoss(algorithm)(TokenBatch(**own)).loss
-            loss.backward()
-            total += loss.item()
+            output = RunLoss(algorithm)(TokenBatch(**own))
+            output.loss.backward()
+            total += output.loss.item()
+            sums = {kind: value + output.sums[kind].item() for kind, value in sums.items()}
             for column, gradient in gradients.items():
                 found = own[column].grad
                 gradient[places] += torch.zeros_like(gradient[places]) if found is None else found
         assert math.isclose(total, expected.loss.item(), rel_tol=1e-10)
+        assert sums == pytest.approx({kind: value.item() for kind, value in expected.sums.items()}, rel=1e-10)
         for column, gradient in gradients.items():
             wanted = getattr(whole, column).grad
             torch.testing.assert_close(gradient, torch.zeros_like(gradient) if wanted is None else wanted)
@@ -282,7 +284,7 @@ def test_a_penalty_or_a_bonus_is_learned_from_without_an_advantage(key: str) -> 
 
 
 def test_an_own_loss_is_never_taken_for_one_without_a_gradient() -> None:
-    from rlctl.rl.algorithms.grpo import Grpo
+    from rlctl.rl.algorithms.policy_gradient import Grpo
 
     class Own(Grpo):
         def token_loss(self, batch: TokenBatch) -> torch.Tensor:

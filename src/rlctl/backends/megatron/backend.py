@@ -1,7 +1,14 @@
-"""The record of the Megatron-Core backend, and the layouts of its ranks."""
+"""The record of the Megatron-Core backend, the layouts of its ranks, and what it refuses. Torch-free.
+
+It refuses combinations that Megatron-Core takes and computes wrongly, without an error, before anything starts. Each
+was seen with megatron-core 0.16.1 against one process, or follows from how this backend uses it. Errors that this
+backend avoids by itself are not listed: it replicates the down-projections of MLA (their gradients are wrong when
+split), handles tied embeddings, and waits for the last all-gather of parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +21,7 @@ from rlctl.backends.megatron.args import (
     optimizer_values,
     transformer_values,
 )
-from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.errors import ConfigError
 from rlctl.models.families import weights_of
 from rlctl.weights.megatron import MegatronWorld
 from rlctl.weights.megatron_names import Experts, Spec
@@ -40,6 +47,98 @@ def arguments(spec: PolicySpec) -> list[SectionArguments]:
         SectionArguments("ddp", "DistributedDataParallelConfig", ddp_values(spec), spec.ddp),
         SectionArguments("optimizer", "OptimizerConfig", optimizer_values(spec), spec.optimizer.passed),
     ]
+
+
+def refuse_wrong_numbers(spec: PolicySpec) -> None:
+    """Raises ConfigError for the first field of the `megatron` section that makes gradients wrong."""
+    if spec.router_replay:
+        _refuse_replay(spec)
+    if spec.optimizer_offload:
+        _refuse_other_states(spec)
+    for key, reason in _wrong(spec):
+        raise ConfigError(f"megatron.{key} = {spec.megatron[key]} is refused: {reason}.", "Remove it.")
+
+
+def _refuse_replay(spec: PolicySpec) -> None:
+    if spec.facts.moe is None:
+        raise ConfigError("training.router_replay is on, but the model has no experts.", "Turn it off.")
+    for key, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")):
+        if spec.megatron.get(key) == value:
+            raise ConfigError(
+                f"megatron.{key} = {value} chooses experts without regard to the engine's choice "
+                "(training.router_replay).",
+                "Remove one of the two.",
+            )
+
+
+def _refuse_other_states(spec: PolicySpec) -> None:
+    for key, why in (
+        ("use_precision_aware_optimizer", "packs its states"),
+        ("optimizer_cuda_graph", "replays a step with the addresses that states had"),
+    ):
+        if spec.optimizer.passed.get(key):
+            raise ConfigError(
+                f"optimizer.{key} = True {why}, and training.optimizer_offload moves them.", "Remove one of the two."
+            )
+
+
+def _wrong(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    given = spec.megatron
+    yield from _not_there(spec)
+    if given.get("cross_entropy_loss_fusion"):
+        yield "cross_entropy_loss_fusion", "it changes gradients by 2e-4"
+    for key in ("hidden_dropout", "attention_dropout"):
+        if given.get(key):
+            yield key, "log-probs under dropout are not those of the policy that sampled"
+    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if _largest(given.get(key)) > 0:
+            yield (
+                key,
+                (
+                    "Megatron multiplies this loss by the tokens of a micro-batch, to divide all by the tokens of the "
+                    "batch later; here the policy's loss carries its own weights and nothing is divided"
+                ),
+            )
+    if spec.device == "cpu":
+        yield from _wrong_over_gloo(spec)
+
+
+def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    """Options that need TransformerEngine where it is not used, and those of it that rlctl does not support."""
+    given, layers = spec.megatron, spec.megatron.get("transformer_impl")
+    why = "rlctl uses TransformerEngine only on GPUs where it is installed"
+    if spec.device == "cuda" and spec.lora.rank:
+        why = "adapters (training.lora) need Megatron's own layers"
+    if layers not in (None, "local") and not (layers == "transformer_engine" and has_transformer_engine(spec)):
+        yield "transformer_impl", why
+    for key in ("fp8", "moe_grouped_gemm"):
+        if given.get(key) and not has_transformer_engine(spec):
+            yield key, f"it needs TransformerEngine, and {why}"
+    if given.get("moe_grouped_gemm") and not groups_experts(spec, te=True):
+        yield "moe_grouped_gemm", "the model has no experts, or experts with biases"
+    if given.get("fp8") and spec.dtype != "bfloat16":
+        yield "fp8", f"float8 products need model.dtype bfloat16, and it is {spec.dtype}"
+    for key in (key for key in given if key.startswith("fp8_") and given[key] and not given.get("fp8")):
+        yield key, "it does nothing without megatron.fp8"
+    if given.get("fp8_param"):
+        yield "fp8_param", "refits and checkpoints read weights in model.dtype"
+    if given.get("fp4"):
+        yield "fp4", "products are in float32, bfloat16 or float8"
+
+
+def _wrong_over_gloo(spec: PolicySpec) -> Iterator[tuple[str, str]]:
+    given, freed = spec.megatron, "gloo still reads what a stage has sent when it is freed or overwritten"
+    if spec.parallel.pp > 1 and given.get("deallocate_pipeline_outputs"):
+        yield "deallocate_pipeline_outputs", freed
+    if spec.parallel.vpp > 1 and given.get("overlap_p2p_comm") is False:
+        yield "overlap_p2p_comm", f"with virtual stages, {freed}"
+    if spec.parallel.vpp > 1 and given.get("batch_p2p_comm"):
+        yield "batch_p2p_comm", f"with virtual stages, {freed}"
+
+
+def _largest(value: object) -> float:
+    values = value if isinstance(value, list | tuple) else [value]
+    return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
 
 
 BACKEND = PolicyBackend("megatron", "rlctl.backends.megatron.worker:MegatronWorker", layouts, arguments,

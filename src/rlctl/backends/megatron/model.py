@@ -22,6 +22,7 @@ from rlctl.backends.base import PolicySpec
 from rlctl.backends.context_parallel import JoinContext, context_part, zigzag
 from rlctl.backends.logprobs import Top, VocabPart, chunked_logprobs
 from rlctl.backends.megatron.args import has_transformer_engine, transformer_values
+from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.backends.megatron.compat import call_known, make_config, mlp_submodules, require_transformer_engine
 from rlctl.backends.megatron.lora import adapt
 from rlctl.backends.megatron.modules import (
@@ -33,7 +34,6 @@ from rlctl.backends.megatron.modules import (
     normed_output,
     own_angles,
 )
-from rlctl.backends.megatron.refusals import refuse_wrong_numbers
 from rlctl.backends.megatron.routing import Replay, hand_out
 from rlctl.backends.policy_rank import LossOf
 from rlctl.backends.rows import PackedRow
@@ -155,17 +155,12 @@ def build_model(
     _correct_experts(model, spec.parallel)
     if facts.scaled_embeddings and model.pre_process:
         model.embedding.register_forward_hook(partial(_scale, facts.hidden**0.5))
-    if spec.freeze_router:
-        _freeze_routers(model)
+    for name, param in model.named_parameters() if spec.freeze_router else ():
+        if ".router." in name:
+            param.requires_grad_(False)
     if spec.lora.rank:
         adapt(model, spec.lora, spec.seed)
     return model.to(spec.device)
-
-
-def _freeze_routers(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if ".router." in name:
-            param.requires_grad_(False)
 
 
 def _correct_experts(model: GPTModel, parallel: ParallelSpec) -> None:

@@ -67,7 +67,7 @@ NUMPY = frozenset({"ndarray", "dtype", "_reconstruct", "scalar", "_frombuffer"})
 
 
 class Opaque:
-    """Stands for an object of an engine whose class is not imported; it keeps what it was made from, no more."""
+    """Stands for an object whose class is not imported; it keeps what it was made from, no more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args, self.kwargs = args, kwargs

@@ -165,7 +165,7 @@ class Found:
 
 
 def misfit(key: str, value: Any) -> str | None:
-    """Return why rlctl's own `key` cannot hold the value; None if it can, or if an engine's class takes the key."""
+    """Return why rlctl's own `key` cannot hold the value; None if it can, or if a class of `TARGETS` takes it."""
     if (holder := _holder(key)) is None:
         return None
     try:
@@ -315,6 +315,10 @@ def step_number(found: Found, key: str, otherwise: int = 1) -> int:
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
+def step_rollouts(found: Found) -> int:
+    return step_number(found, "num_prompts_per_step") * step_number(found, "num_generations_per_prompt")
+
+
 def distilled(rule: Rule) -> Rule:
     """Return the rule of a key of distillation, for recipes of it."""
     on = when(lambda found: found.get("teacher.model_name") is not None, rule, "the recipe has no teacher")
@@ -371,11 +375,11 @@ def sequence_ratios(found: Found) -> None:
     found.map("run.algorithm", "gspo")
 
 
-def sampling_rounds(found: Found) -> None:
-    if found.get("grpo.use_dynamic_sampling") is not True:
-        found.skip("there is no dynamic sampling")
-    else:
-        found.map("filter.max_rounds", found.value)
+sampling_rounds = when(
+    lambda found: found.get("grpo.use_dynamic_sampling") is True,
+    to("filter.max_rounds"),
+    "there is no dynamic sampling",
+)
 
 
 def sampled_more(found: Found) -> None:
@@ -399,8 +403,8 @@ def estimator(found: Found) -> None:
 
 def of_groups(rule: Rule) -> Rule:
     """Return the rule of a key of GRPO's own advantages, which another estimator does not read."""
-    on = lambda found: found.get("grpo.adv_estimator.name") in (None, "grpo")  # noqa: E731
-    return when(on, rule, "grpo.adv_estimator does not use it")
+    grpo = (None, "grpo")
+    return when(lambda found: found.get("grpo.adv_estimator.name") in grpo, rule, "grpo.adv_estimator does not use it")
 
 
 def reward_scale(leaves: Mapping[str, Any]) -> float:
@@ -639,10 +643,7 @@ def batches(found: Found) -> None:
     if found.result.foreign is not None:
         found.skip("the batch of another algorithm")
         return
-    prompts, generations = (
-        step_number(found, f"num_{name}") for name in ("prompts_per_step", "generations_per_prompt")
-    )
-    rollouts, size = prompts * generations, found.value
+    rollouts, size = step_rollouts(found), found.value
     if not isinstance(size, int) or size < 1 or rollouts % size:
         found.say("not yet", f"it does not divide the {rollouts} rollouts of a step", "batch.optimizer_steps")
         return
@@ -674,8 +675,7 @@ def correction(found: Found) -> None:
 
 def on_policy_ratio(found: Found) -> None:
     """A ratio of 1 is what a batch of one optimizer step has by itself."""
-    rollouts = step_number(found, "num_prompts_per_step") * step_number(found, "num_generations_per_prompt")
-    if found.value and found.get("policy.train_global_batch_size") != rollouts:
+    if found.value and found.get("policy.train_global_batch_size") != step_rollouts(found):
         found.say("not yet", "the ratio is 1 in the first optimizer step of a batch, and there are several")
     else:
         found.skip("what rlctl does")
@@ -687,11 +687,11 @@ def penalised(rule: Rule) -> Rule:
     return when(lambda found: bool(found.get(on)), rule, "there is no KL penalty")
 
 
-def sequence_parallel(found: Found) -> None:
-    if found.number(f"{MEGATRON}.tensor_model_parallel_size") == 1:
-        found.skip("there is no tensor parallelism")
-    else:
-        found.map("training.sequence_parallel", found.value)
+sequence_parallel = when(
+    lambda found: found.number(f"{MEGATRON}.tensor_model_parallel_size") > 1,
+    to("training.sequence_parallel"),
+    "there is no tensor parallelism",
+)
 
 
 def decay_steps(found: Found) -> None:
@@ -712,11 +712,11 @@ def weight_decay_ends(found: Found) -> None:
         found.map(f"scheduler.{found.name.rpartition('.')[2]}", found.value)
 
 
-def weight_decay_style(found: Found) -> None:
-    if found.value in (None, "constant"):
-        found.skip("weight decay is constant")
-    else:
-        to("scheduler.weight_decay_style", same("linear", "cosine"))(found)
+weight_decay_style = when(
+    lambda found: found.value not in (None, "constant"),
+    to("scheduler.weight_decay_style", same("linear", "cosine")),
+    "weight decay is constant",
+)
 
 
 def betas(found: Found) -> None:
@@ -756,11 +756,9 @@ def torch_schedulers(found: Found) -> None:
         found.say("mapped", f"scheduler: {(warmup or {}).get('total_iters', 0)} steps of warm-up, then {kind}")
 
 
-def tokenizer(found: Found) -> None:
-    if found.value in (None, found.get("policy.model_name")):
-        found.skip("the model's own")
-    else:
-        found.map("model.tokenizer", found.value)
+tokenizer = when(
+    lambda found: found.value not in (None, found.get("policy.model_name")), to("model.tokenizer"), "the model's own"
+)
 
 
 def engine_copies(found: Found) -> int:
@@ -800,10 +798,8 @@ def validation_set(found: Found) -> tuple[str, str, str, str | None] | None:
 
 def validated(rule: Rule) -> Rule:
     """Return the rule of a key of validation, for recipes whose validation prompts can be read."""
-    why = (
-        "the recipe names no prompts of validation that rlctl can read: set validation.every with validation.data.name "
-    )
-    why += "or validation.holdout"
+    why = "the recipe names no prompts of validation that rlctl can read: set validation.every with "
+    why += "validation.data.name or validation.holdout"
     return lambda found: rule(found) if validation_set(found) else found.say("logging", why)
 
 

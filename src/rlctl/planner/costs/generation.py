@@ -85,10 +85,7 @@ def generation_memory(
 ) -> PhaseMemory:
     """The generation phase on one device; `policy_asleep`: what the offloaded policy's process keeps there."""
     if cluster.is_cpu:
-        parts = {
-            "weights": weight_bytes(facts, choice),
-            "KV": choice.kv_cache_bytes / choice.engine_gpus,
-        }
+        parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes / choice.engine_gpus}
         return PhaseMemory(parts | {"engine": CPU_ENGINE_BYTES + constants.cpu_process_bytes})
     parts = {"weights": weight_bytes(facts, choice), "KV": choice.kv_cache_bytes}
     return PhaseMemory(parts | overhead_bytes(facts, choice, constants) | {"policy asleep": policy_asleep})

@@ -274,12 +274,7 @@ def training_time(
 
 
 def _data_seconds(
-    facts: ModelFacts,
-    choice: TrainingChoice,
-    cluster: ClusterFacts,
-    micro: float,
-    number: int,
-    constants: Constants,
+    facts: ModelFacts, choice: TrainingChoice, cluster: ClusterFacts, micro: float, number: int, constants: Constants
 ) -> tuple[float, float]:
     """(exposed gradient and parameter communication, optimizer update) of one optimizer step of `number` micro-batches
     that take `micro` seconds each."""

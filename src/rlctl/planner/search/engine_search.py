@@ -34,7 +34,7 @@ class GenerationCandidate:
         return self.seconds * (1 + SIMPLICITY * kinds)
 
 
-def generation_layouts(request: Request, devices: int) -> Iterator[GenerationChoice]:
+def generation_choices(request: Request, devices: int) -> Iterator[GenerationChoice]:
     """Engines over `devices` devices, before rules and memory."""
     facts, cluster, workload = request.facts, request.cluster, request.workload
     batched = request.pin("generation.max_batched_tokens", 8192)
@@ -65,9 +65,9 @@ def generation_layouts(request: Request, devices: int) -> Iterator[GenerationCho
 def ruled_engines(request: Request, devices: int) -> Iterator[tuple[GenerationChoice, list[Problem]]]:
     """Yield layouts and the rules that they break; on a CPU engines share cores, but where these are their own."""
     shares = request.cluster.is_cpu and request.pin("generation.devices") is None
-    for layout in generation_layouts(request, devices):
-        there = max(devices, layout.gpus) if shares else devices
-        yield layout, generation_problems(request.facts, layout, request.workload, there)
+    for choice in generation_choices(request, devices):
+        there = max(devices, choice.gpus) if shares else devices
+        yield choice, generation_problems(request.facts, choice, request.workload, there)
 
 
 def _cpu_engines(request: Request, base: dict[str, Any], cores: int) -> Iterator[GenerationChoice]:
@@ -83,7 +83,7 @@ def _cpu_engines(request: Request, base: dict[str, Any], cores: int) -> Iterator
         )
 
 
-def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool, asleep: float) -> float:
+def memory_fraction(request: Request, choice: GenerationChoice, colocated: bool, asleep: float) -> float:
     """Share of a device for vLLM: enough for all rollouts at full length, at most what the sleeping policy leaves."""
     pinned = request.pin("generation.memory_fraction")
     if pinned is not None:
@@ -92,14 +92,14 @@ def memory_fraction(request: Request, layout: GenerationChoice, colocated: bool,
     ceiling = 0.92 if request.workload.goal != "safe" else 0.85
     if colocated:
         ceiling = min(ceiling, 1 - asleep / memory - 0.04)
-    cache = layout.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, layout)
-    wanted = (_fixed_bytes(request, layout) + cache) / memory + 0.02
+    cache = choice.max_concurrent * request.workload.max_length * kv_bytes_per_token_on_device(request.facts, choice)
+    wanted = (_fixed_bytes(request, choice) + cache) / memory + 0.02
     return max(0.2, int(min(ceiling, wanted) * 100) / 100)
 
 
-def _fixed_bytes(request: Request, layout: GenerationChoice) -> float:
+def _fixed_bytes(request: Request, choice: GenerationChoice) -> float:
     """Bytes of an engine on one GPU without its KV cache."""
-    return weight_bytes(request.facts, layout) + sum(overhead_bytes(request.facts, layout, request.constants).values())
+    return weight_bytes(request.facts, choice) + sum(overhead_bytes(request.facts, choice, request.constants).values())
 
 
 def generation_candidates(
@@ -107,13 +107,13 @@ def generation_candidates(
 ) -> list[GenerationCandidate]:
     """All engine layouts that are valid and fit, the best first. `asleep`: what the offloaded policy keeps."""
     found = []
-    for layout, problems in ruled_engines(request, devices):
+    for choice, problems in ruled_engines(request, devices):
         if problems:
-            rejected(layout, problems[0].message)
+            rejected(choice, problems[0].message)
             continue
-        sized = _with_cache(request, layout, colocated, asleep, budget)
+        sized = _with_cache(request, choice, colocated, asleep, budget)
         if isinstance(sized, Problem):
-            rejected(layout, sized.message, sized.over)
+            rejected(choice, sized.message, sized.over)
             continue
         seconds = generation_time(request.facts, sized, request.workload, request.cluster, request.constants).total
         found.append(GenerationCandidate(sized, seconds, weight_bytes(request.facts, sized)))
@@ -121,35 +121,35 @@ def generation_candidates(
 
 
 def _with_cache(
-    request: Request, layout: GenerationChoice, colocated: bool, asleep: float, budget: float
+    request: Request, choice: GenerationChoice, colocated: bool, asleep: float, budget: float
 ) -> GenerationChoice | Problem:
-    """The layout with its memory fraction and KV cache, or why it does not fit."""
+    """The choice with its memory fraction and KV cache, or why it does not fit."""
     facts, workload = request.facts, request.workload
     if request.cluster.is_cpu:
-        return _cpu_cache(request, layout, budget)
+        return _cpu_cache(request, choice, budget)
     pinned = request.pin("generation.kv_cache_bytes")
     if pinned is not None:
-        return _pinned_cache(request, layout, pinned, asleep if colocated else 0.0)
-    fraction = memory_fraction(request, layout, colocated, asleep)
-    layout = replace(layout, memory_fraction=fraction)
-    free, tokens = plan_kv(facts, layout, workload, request.cluster, request.constants)
+        return _pinned_cache(request, choice, pinned, asleep if colocated else 0.0)
+    fraction = memory_fraction(request, choice, colocated, asleep)
+    choice = replace(choice, memory_fraction=fraction)
+    free, tokens = plan_kv(facts, choice, workload, request.cluster, request.constants)
     if tokens < workload.max_length:
-        need = _fixed_bytes(request, layout) + workload.max_length * kv_bytes_per_token_on_device(facts, layout)
+        need = _fixed_bytes(request, choice) + workload.max_length * kv_bytes_per_token_on_device(facts, choice)
         have = fraction * request.cluster.device.memory
         why = f"one sequence of {workload.max_length:,} tokens needs {need / GIB:.0f} GiB, and vLLM may use "
         return Problem("generation.tp", f"{why}{have / GIB:.0f}", need / have)
     if colocated and fraction * request.cluster.device.memory + asleep > request.cluster.device.memory:
         why = f"{fraction} leaves less than the {asleep / GIB:.1f} GiB of the sleeping policy"
         return Problem("generation.memory_fraction", why)
-    return replace(layout, kv_cache_bytes=free, kv_cache_tokens=tokens)
+    return replace(choice, kv_cache_bytes=free, kv_cache_tokens=tokens)
 
 
 def _pinned_cache(
-    request: Request, layout: GenerationChoice, pinned: float, asleep: float
+    request: Request, choice: GenerationChoice, pinned: float, asleep: float
 ) -> GenerationChoice | Problem:
     """A KV cache of given size on each GPU; the memory fraction follows from it."""
     have = request.cluster.device.memory
-    need = pinned + _fixed_bytes(request, layout)
+    need = pinned + _fixed_bytes(request, choice)
     if need + asleep > have:
         return Problem(
             "generation.kv_cache_bytes",
@@ -157,25 +157,25 @@ def _pinned_cache(
             f"policy {asleep / GIB:.0f}; there are {have / GIB:.0f}",
             (need + asleep) / have,
         )
-    per_token, longest = kv_bytes_per_token_on_device(request.facts, layout), request.workload.max_length
+    per_token, longest = kv_bytes_per_token_on_device(request.facts, choice), request.workload.max_length
     tokens = int(pinned / per_token)
     if tokens < longest:
         needs = f"one sequence needs {longest:,}: {int(longest * per_token):,} bytes"
         why = f"{pinned:,.0f} bytes hold {tokens:,} tokens, and {needs}"
         return Problem("generation.kv_cache_bytes", why)
     fraction = min(0.99, math.ceil(100 * need / have) / 100)
-    return replace(layout, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)
+    return replace(choice, memory_fraction=fraction, kv_cache_bytes=pinned, kv_cache_tokens=tokens)
 
 
-def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> GenerationChoice | Problem:
+def _cpu_cache(request: Request, choice: GenerationChoice, budget: float) -> GenerationChoice | Problem:
     """A KV cache for all sequences that run at once at full length, within the memory that training leaves."""
-    ranks = layout.engine_gpus
-    per_token = kv_bytes_per_token_on_device(request.facts, layout) * ranks
-    wanted = layout.max_concurrent * request.workload.max_length * per_token * 1.1
+    ranks = choice.engine_gpus
+    per_token = kv_bytes_per_token_on_device(request.facts, choice) * ranks
+    wanted = choice.max_concurrent * request.workload.max_length * per_token * 1.1
     least = request.workload.max_length * per_token * 1.1
-    engines = max(1, layout.engines // request.cluster.nodes)
+    engines = max(1, choice.engines // request.cluster.nodes)
     process = CPU_ENGINE_BYTES + request.constants.cpu_process_bytes
-    fixed = ranks * (process + weight_bytes(request.facts, layout))
+    fixed = ranks * (process + weight_bytes(request.facts, choice))
     free = budget / engines - fixed
     size = request.pin("generation.kv_cache_bytes", min(max(wanted, 256 * 1024**2), free))
     if size < least or size > free:
@@ -185,4 +185,4 @@ def _cpu_cache(request: Request, layout: GenerationChoice, budget: float) -> Gen
             f"{max(0.0, budget) / GIB:.1f} are left",
         )
     size = int(size) // 2**20 * 2**20 if size > 2**20 else int(size)
-    return replace(layout, kv_cache_bytes=size, kv_cache_tokens=int(size / per_token))
+    return replace(choice, kv_cache_bytes=size, kv_cache_tokens=int(size / per_token))

@@ -207,8 +207,8 @@ def _engines_alone(request: Request, log: _RejectionLog) -> list[Plan]:
 
 def _least_cpu_engine(request: Request) -> float:
     """Bytes of a node that the smallest engine needs on a CPU."""
-    layouts = engine_search.generation_layouts(request, request.cluster.devices)
-    needs = (generation_memory(request.facts, g, request.cluster, 0.0, request.constants) for g in layouts)
+    choices = engine_search.generation_choices(request, request.cluster.devices)
+    needs = (generation_memory(request.facts, one, request.cluster, 0.0, request.constants) for one in choices)
     return min((memory.total for memory in needs), default=0.0) + 256 * 1024**2
 
 
@@ -345,11 +345,7 @@ def _seconds(
         seconds[Phase.GENERATION] = _generation_seconds(request, generation)
     if training is None:
         return seconds
-    seconds |= {
-        Phase.TRAINING: training.seconds,
-        Phase.LOGPROBS: training.logprobs,
-        Phase.CRITIC: training.critic,
-    }
+    seconds |= {Phase.TRAINING: training.seconds, Phase.LOGPROBS: training.logprobs, Phase.CRITIC: training.critic}
     seconds[Phase.OTHER] = 0.1 if cluster.is_cpu else constants.other_s
     if generation is not None:
         if request.workload.staleness is None:

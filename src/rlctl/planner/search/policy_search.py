@@ -105,10 +105,10 @@ def values_to_try(request: Request, key: str, options: list[int]) -> list[int]:
     return options if value is None else [value]
 
 
-def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
+def training_choices(request: Request, devices: int) -> Iterator[TrainingChoice]:
     """Sizes over `devices` ranks (on a CPU over any number of ranks on so many cores), before rules and memory."""
     if request.cluster.is_cpu:
-        yield from _cpu_layouts(request, devices)
+        yield from _cpu_trainings(request, devices)
         return
     facts, cluster = request.facts, request.cluster
     joined = max(cluster.link_domain, cluster.gpus_per_node)
@@ -127,7 +127,7 @@ def training_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]
                     etp = _expert_tp(request, tp)
                     if (tp * cp * dp) % (ep * etp) or (facts.moe and facts.moe.experts % ep):
                         continue
-                    yield _layout(request, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
+                    yield _training(request, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
 
 
 def _expert_tp(request: Request, tp: int) -> int:
@@ -135,7 +135,7 @@ def _expert_tp(request: Request, tp: int) -> int:
     return request.pin("training.etp", tp if request.fsdp and request.facts.moe else 1)
 
 
-def _layout(request: Request, **sizes: int) -> TrainingChoice:
+def _training(request: Request, **sizes: int) -> TrainingChoice:
     parallel = ParallelSpec(
         **sizes,
         sequence_parallel=request.pin("training.sequence_parallel"),
@@ -155,7 +155,7 @@ def _layout(request: Request, **sizes: int) -> TrainingChoice:
     )
 
 
-def _cpu_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
+def _cpu_trainings(request: Request, devices: int) -> Iterator[TrainingChoice]:
     nodes = request.cluster.nodes
     cores = max(1, devices // nodes)
     for tp in values_to_try(request, "training.tp", powers(min(cores, request.facts.heads))):
@@ -169,7 +169,7 @@ def _cpu_layouts(request: Request, devices: int) -> Iterator[TrainingChoice]:
         for dp in values_to_try(request, "training.dp", options):
             per_node = max(1, model * dp // nodes)
             threads = request.pin("training.threads", max(1, cores // per_node))
-            yield replace(_layout(request, tp=tp, dp=dp, **sizes), threads=threads)
+            yield replace(_training(request, tp=tp, dp=dp, **sizes), threads=threads)
 
 
 def row_sizes(request: Request, cp: int) -> list[int]:
@@ -208,12 +208,12 @@ def asleep_bytes(request: Request, colocated: bool) -> float:
     return request.constants.engine_asleep_bytes if shared else 0.0
 
 
-def ruled_layouts(request: Request, devices: int) -> Iterator[tuple[TrainingChoice, list[Problem]]]:
+def ruled_trainings(request: Request, devices: int) -> Iterator[tuple[TrainingChoice, list[Problem]]]:
     """Yield layouts with their micro-batches and virtual stages, and the rules that they break."""
-    for layout in training_layouts(request, devices):
-        for rows in row_sizes(request, layout.parallel.cp):
-            for vpp in virtual_stages(request, layout):
-                choice = replace(layout, micro_batch_tokens=rows, parallel=replace(layout.parallel, vpp=vpp))
+    for sizes in training_choices(request, devices):
+        for tokens in row_sizes(request, sizes.parallel.cp):
+            for vpp in virtual_stages(request, sizes):
+                choice = replace(sizes, micro_batch_tokens=tokens, parallel=replace(sizes.parallel, vpp=vpp))
                 world = choice.parallel.world_size if request.cluster.is_cpu else devices
                 yield choice, training_problems(request.facts, choice, request.workload, request.cluster, world)
 
@@ -226,7 +226,7 @@ def training_candidates(
     States in host memory are a last resort, whatever their predicted speed, which was never measured.
     """
     found: list[TrainingCandidate] = []
-    for choice, problems in ruled_layouts(request, devices):
+    for choice, problems in ruled_trainings(request, devices):
         if problems:
             rejected(choice, problems[0].message)
         elif candidate := _least_saving(request, choice, colocated, budget, rejected):

@@ -58,10 +58,10 @@ def with_teacher(
         return trainings
     found, known = [], {}
     for training in trainings:
-        rows = training.choice.micro_batch_tokens
-        if rows not in known:
-            known[rows] = _teachers(request, request.teacher, devices, rows)
-        options = known[rows]
+        tokens = training.choice.micro_batch_tokens
+        if tokens not in known:
+            known[tokens] = _teachers(request, request.teacher, devices, tokens)
+        options = known[tokens]
         beside = 0.0 if request.cluster.is_cpu else _of_policy(request, training)
         able = [one for one in options if one.memory.total + beside <= budget]
         room = [one for one in able if training.peak.total + one.asleep <= budget]
@@ -72,7 +72,7 @@ def with_teacher(
             why = f"next to it the teacher needs {least / GIB:.0f} GiB, and {(budget - beside) / GIB:.0f} are left"
             rejected(training.choice, why, (least + beside) / max(budget, 1.0))
         else:
-            rejected(training.choice, _why_none(request, request.teacher, devices, rows))
+            rejected(training.choice, _why_none(request, request.teacher, devices, tokens))
     return sorted(found, key=lambda one: one.score)
 
 
@@ -86,24 +86,22 @@ def _of_policy(request: Request, training: TrainingCandidate) -> float:
     return fullest + mem.runtime_bytes(request.cluster, training.choice, request.constants) + asleep
 
 
-def _teachers(request: Request, facts: ModelFacts, devices: int, rows: int) -> list[TeacherPlan]:
+def _teachers(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> list[TeacherPlan]:
     """Return all valid layouts of the teacher with rows of that many tokens."""
-    layouts = _layouts(request, facts, devices, rows)
-    return [_costed(request, facts, choice) for choice in layouts if _valid(facts, choice)]
+    return [
+        _costed(request, facts, choice)
+        for choice in _choices(request, facts, devices, row_tokens)
+        if not _problems(facts, choice) and (choice.parallel.cp == 1 or not row_tokens % (2 * choice.parallel.cp))
+    ]
 
 
-def _why_none(request: Request, facts: ModelFacts, devices: int, rows: int) -> str:
+def _why_none(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> str:
     """Return the rule that the teacher's first layout breaks, or that its sizes fit no devices."""
-    for choice in _layouts(request, facts, devices, rows):
+    for choice in _choices(request, facts, devices, row_tokens):
         if problems := _problems(facts, choice):
             return f"the teacher as {choice.parallel.name()}: {problems[0].message}"
     count = "one device does" if devices == 1 else f"{devices} devices do"
     return f"the teacher's sizes (teacher.tp, teacher.pp, ...) make ranks that {count} not divide into"
-
-
-def _valid(facts: ModelFacts, choice: TrainingChoice) -> bool:
-    cp = choice.parallel.cp
-    return not _problems(facts, choice) and (cp == 1 or not choice.micro_batch_tokens % (2 * cp))
 
 
 def _problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
@@ -111,7 +109,7 @@ def _problems(facts: ModelFacts, choice: TrainingChoice) -> list[Problem]:
     return (fsdp_problems if choice.sharding == "full" else policy_problems)(facts, choice.parallel)
 
 
-def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> Iterator[TrainingChoice]:
+def _choices(request: Request, facts: ModelFacts, devices: int, row_tokens: int) -> Iterator[TrainingChoice]:
     cluster, on_cpu, fsdp = request.cluster, request.cluster.is_cpu, request.fsdp
     joined = max(cluster.link_domain, cluster.gpus_per_node)
     precision = "bf16" if request.precision in ("fp8", "fp4") else request.precision
@@ -129,7 +127,9 @@ def _layouts(request: Request, facts: ModelFacts, devices: int, rows: int) -> It
         threads = max(1, cluster.device.cores // max(1, world // cluster.nodes)) if on_cpu else None
         parallel = ParallelSpec(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, dp=dp)
         sharding = "full" if fsdp else "optimizer"
-        yield TrainingChoice(parallel, micro_batch_tokens=rows, precision=precision, threads=threads, sharding=sharding)
+        yield TrainingChoice(
+            parallel, micro_batch_tokens=row_tokens, precision=precision, threads=threads, sharding=sharding
+        )
 
 
 def _costed(request: Request, facts: ModelFacts, choice: TrainingChoice) -> TeacherPlan:

@@ -88,7 +88,7 @@ def _alone(request: Request, key: str, value: int | None = None) -> Problem | No
     if engines:
         devices = tried.pin("generation.devices", devices)
     problem: Problem | None = None
-    for _, found in (engine_search.ruled_engines if engines else search.ruled_layouts)(tried, devices):
+    for _, found in (engine_search.ruled_engines if engines else search.ruled_trainings)(tried, devices):
         if not found:
             return None
         problem = problem or (None if engines else next((p for p in found if p.key == key), None)) or found[0]

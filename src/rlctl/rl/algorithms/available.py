@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.schema import RlctlConfig
-from rlctl.data.names import suggest
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.user_function import UserCode, is_reference
-from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError, suggest
 from rlctl.rl.algorithms.algorithm import Algorithm
 from rlctl.telemetry.metrics import Metric
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 Factory = Callable[[RlctlConfig], Algorithm]
 
-GRPO = "rlctl.rl.algorithms.grpo:Grpo"
+GRPO = "rlctl.rl.algorithms.policy_gradient:Grpo"
 BUILT_IN = {
     "grpo": GRPO,
     "dr-grpo": GRPO,
@@ -43,10 +42,10 @@ BUILT_IN = {
     "reinforce++": GRPO,
     "reinforce++-baseline": GRPO,
     "ppo": GRPO,
-    "gspo": "rlctl.rl.algorithms.gspo:Gspo",
-    "cispo": "rlctl.rl.algorithms.cispo:Cispo",
-    "dppo": "rlctl.rl.algorithms.dppo:Dppo",
-    "sapo": "rlctl.rl.algorithms.sapo:Sapo",
+    "gspo": "rlctl.rl.algorithms.policy_gradient:Gspo",
+    "cispo": "rlctl.rl.algorithms.policy_gradient:Cispo",
+    "dppo": "rlctl.rl.algorithms.policy_gradient:Dppo",
+    "sapo": "rlctl.rl.algorithms.policy_gradient:Sapo",
     "distillation": "rlctl.rl.algorithms.distillation:Distillation",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""

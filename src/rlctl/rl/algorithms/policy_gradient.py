@@ -1,4 +1,4 @@
-"""The loss that the built-in algorithms share; each of them gives a surrogate of its own.
+"""The loss that the built-in algorithms share, and the surrogate that each of them gives.
 
     loss = w * surrogate(ratio, A) + kl_coefficient * KL(policy || reference) - entropy_coefficient * H(policy)
 
@@ -144,6 +144,128 @@ class PolicyGradient(Algorithm):
         penalty_R = kl_penalty(old_logprobs(batch), _reference(batch), o.kl_estimator, o.kl_cap)
         to_go_R = sums_to_go(torch.where(batch.counted_R, penalty_R, 0.0), batch.rollout_R)
         return replace(batch, advantages_R=batch.advantages_R - o.kl_coefficient * to_go_R)
+
+
+class Grpo(PolicyGradient):
+    """Group relative policy optimization, DeepSeekMath (arXiv 2402.03300), and what differs from it by settings alone:
+    the clipped surrogate of PPO (arXiv 1707.06347) with the ratio of each token.
+
+        A = (r - mean(r)) / std(r)                                    over the group of a prompt
+        surrogate = -min(q A, clip(q, 1 - clip_low, 1 + clip_high) A)     q = pi / pi_old of the token
+
+    | name | differs from that by |
+    |---|---|
+    | dr-grpo (arXiv 2503.20783) | A = r - mean(r); sums of tokens divided by one constant, not by their number |
+    | dapo (arXiv 2503.14476) | clip_high 0.28; average over tokens; groups without signal replaced; overlong penalty |
+    | rloo (arXiv 2402.14740) | A = r - mean of the others' r; sums of tokens |
+    | reinforce++ (arXiv 2501.03262) | A = r, whitened over the batch; any KL penalty is in the reward, by k1 |
+    | reinforce++-baseline (the same) | A = r - mean(r), whitened over the batch; any KL penalty is in the loss, by k2 |
+
+    `config/algorithm_settings.py` has the settings of each name.
+    """
+
+    def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import clipped_surrogate
+
+        o = self.config.loss
+        return clipped_surrogate(ratio_R, batch.advantages_R, o.clip_low, o.clip_high, o.dual_clip)
+
+    def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import is_clipped
+
+        o = self.config.loss
+        return is_clipped(ratio_R, batch.advantages_R, o.clip_low, o.clip_high, o.dual_clip)
+
+
+class Gspo(Grpo):
+    """Group sequence policy optimization, arXiv 2507.18071: GRPO's surrogate with the ratio of the sequence.
+
+        s = (pi(y) / pi_old(y)) ** (1 / |y|)              of a whole rollout: exp(mean of the log-ratios of its tokens)
+        surrogate = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
+
+    It is written per token as sg[s] * pi / sg[pi] (equation 14): the same value and gradient, since the tokens of a
+    rollout share their advantage and `loss.level=sequence` takes their mean. The mean is over the tokens that the
+    policy chose, and a rollout is in one micro-batch as a whole, also under context parallelism, so that nothing is
+    missing from it.
+    """
+
+    def ratio(self, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import old_logprobs, sequence_ratio
+
+        return sequence_ratio(batch.logprobs_R, old_logprobs(batch), batch.rollout_R)
+
+
+class Cispo(PolicyGradient):
+    """Clipped importance-sampling policy optimization, MiniMax-M1 (arXiv 2506.13585, equations 4 and 5): REINFORCE with
+    a bounded weight of each token.
+
+        surrogate = -sg[clip(q, 1 - clip_low, 1 + clip_high)] A log pi          q = pi / pi_old of the token
+
+    The bound limits the weight of a token and does not end its gradient, so that the policy goes on learning from rare
+    tokens that become likely. The paper tunes the upper bound alone and gives no number. The settings have no lower
+    bound (clip_low 1) and the upper bound q <= 5, which arXiv 2510.13786 ("The art of scaling reinforcement learning
+    compute for LLMs") found good.
+    """
+
+    def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        o = self.config.loss
+        return -ratio_R.detach().clamp(1 - o.clip_low, 1 + o.clip_high) * batch.advantages_R * batch.logprobs_R
+
+    def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        o = self.config.loss
+        return (ratio_R < 1 - o.clip_low) | (ratio_R > 1 + o.clip_high)
+
+
+class Dppo(PolicyGradient):
+    """Divergence proximal policy optimization, arXiv 2602.04879: a surrogate without clipping, on the tokens whose
+    distribution is close to the one that sampled.
+
+        D = divergence of the policy from mu, the engine's distribution, of (the chosen token, all others)
+        surrogate = -M q A        M = 0 where the policy has left mu in the direction of A by D > bound, else 1
+
+    `loss.divergence` is the total variation |pi - mu|, or KL(mu || pi). The bound is `loss.clip_high` for tokens with
+    A > 0 that have become more likely, and `loss.clip_low` for those with A < 0 that have become less likely; 0.15 for
+    the total variation, and 0.05 for KL. The surrogate's ratio to mu is q = pi / pi_old times the importance weight
+    pi_old / mu, which the settings leave untruncated.
+    """
+
+    def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        import torch
+
+        loss_R = -ratio_R * batch.advantages_R
+        return torch.where(self.is_bounded(ratio_R, batch), 0.0, loss_R)
+
+    def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import binary_divergence
+
+        o, advantages_R = self.config.loss, batch.advantages_R
+        divergence_R = binary_divergence(batch.logprobs_R, batch.rollout_logprobs_R, o.divergence)
+        more_likely_R = batch.logprobs_R.detach() > batch.rollout_logprobs_R
+        above_R = (advantages_R > 0) & more_likely_R & (divergence_R > o.clip_high)
+        below_R = (advantages_R < 0) & ~more_likely_R & (divergence_R > o.clip_low)
+        return above_R | below_R
+
+
+class Sapo(PolicyGradient):
+    """Soft adaptive policy optimization, arXiv 2511.20347: a surrogate with a soft gate in place of the clip.
+
+        surrogate = -4 / t * sigmoid(t (q - 1)) A        q = pi / pi_old of the token
+
+    t is `loss.sapo_temperature_positive` where A > 0, else `loss.sapo_temperature_negative`. No token is clipped: near
+    q = 1 the gradient is that of q A, and it fades as q leaves 1, the faster the larger t is.
+    """
+
+    def surrogate(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import soft_gate
+
+        o = self.config.loss
+        gate_R = soft_gate(ratio_R, batch.advantages_R, o.sapo_temperature_positive, o.sapo_temperature_negative)
+        return -gate_R * batch.advantages_R
+
+    def is_bounded(self, ratio_R: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        import torch
+
+        return torch.zeros_like(batch.counted_R)
 
 
 def _reference(batch: TokenBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The exact arguments that the engines' classes would be given, without starting or importing an engine."""
+"""The exact arguments that the classes of Megatron-Core, transformers and vLLM would be given; none is imported."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ OWN_CHOICE = "the engine's own choice"
 
 
 @dataclass(frozen=True)
-class EngineArguments:
+class BackendArguments:
     """The values that each class is built from: rlctl's own, with those that the user passes through over them."""
 
     classes: tuple[SectionArguments, ...]
 
     @classmethod
-    def of_engines(cls, spec: EnginesSpec) -> EngineArguments:
-        """The arguments of engines without a policy."""
-        return cls(tuple(spec.backend.arguments(spec.engine)))
-
-    @classmethod
-    def of(cls, spec: CrewSpec) -> EngineArguments:
-        """The arguments of a policy and its engines."""
-        return cls((*spec.backend.arguments(spec.policy), *cls.of_engines(spec.engines).classes))
+    def of(cls, spec: CrewSpec | EnginesSpec) -> BackendArguments:
+        """The arguments of a policy and its engines, or of engines alone."""
+        if isinstance(spec, EnginesSpec):
+            return cls(tuple(spec.backend.arguments(spec.engine)))
+        return cls((*spec.backend.arguments(spec.policy), *cls.of(spec.engines).classes))
 
     def pinned(self, resolved: Resolved) -> list[str]:
         """A line for each value that the user passes through, with the value that it would have otherwise."""
@@ -68,7 +65,7 @@ def _usual(one: SectionArguments, key: str) -> Any:
 
 
 def _given(one: SectionArguments) -> dict[str, Any]:
-    """The values that the installed version has a field for, as the engines' own code drops the others."""
+    """The values that the installed version has a field for, as the backends drop the others."""
     values = one.ours | one.passed
     fields = fields_of(TARGETS[one.section].module, one.class_name)
     return values if fields is None else {key: value for key, value in values.items() if key in fields}

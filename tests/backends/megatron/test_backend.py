@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlctl.backends.base import PolicySpec
-from rlctl.backends.megatron.refusals import refuse_wrong_numbers
+from rlctl.backends.megatron.backend import refuse_wrong_numbers
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import OptimizerConfig
 from rlctl.errors import ConfigError

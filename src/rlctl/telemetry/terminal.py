@@ -1,0 +1,127 @@
+"""The terminal: how much a command says there, in which colours, and streams that may be lost.
+
+A command says results and errors alone (-q), the usual messages, or also what it reads and starts (-v): code that reads
+a file, makes a choice or starts something says so with `logging.getLogger(__name__).info(...)`, and nobody sees that
+without -v. Colour is for terminals, and the environment variable NO_COLOR (or --no-color) takes it away. A terminal
+that was closed, a full disk or a reader that is gone ends no run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from typing import Any, Literal, TextIO
+
+Severity = Literal["ok", "warn", "fail"]
+COLOURS: dict[Severity, str] = {"ok": "\x1b[32m", "warn": "\x1b[33m", "fail": "\x1b[31m"}
+PLAIN = "\x1b[0m"
+
+
+class Unbreakable:
+    """A stream that drops what it cannot write; `lost` then says why. All else is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost: str | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except RuntimeError:  # a signal came in the midst of another write
+            return 0
+        except (OSError, ValueError) as error:
+            self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except RuntimeError:
+            return
+        except (OSError, ValueError) as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        if isinstance(error, UnicodeError):
+            raise error
+        self.lost = self.lost or (getattr(error, "strerror", None) or str(error))
+        discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard(stream: TextIO) -> None:
+    """Send what the stream still holds, and all that follows, to nowhere: Python would fail to flush it at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+
+
+def open_closed_ones() -> None:
+    """Open the standard streams that this process was started without (`2>&-`), to nowhere: a file that is opened later
+    would get their number, and what libraries print."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+class Verbosity:
+    """The wish of the command line that this process runs."""
+
+    quiet = False
+
+
+class _Teller(logging.Handler):
+    """Writes to the stderr of the moment, which a progress display may have replaced."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+_teller = _Teller()
+
+
+def reset() -> None:
+    """Forget what an earlier command line of this process asked for."""
+    Verbosity.quiet = False
+    logger = logging.getLogger("rlctl")
+    logger.removeHandler(_teller)
+    logger.setLevel(logging.NOTSET)
+
+
+def be_quiet(value: bool) -> None:
+    """Callback of -q."""
+    Verbosity.quiet = Verbosity.quiet or value
+
+
+def be_verbose(value: bool) -> None:
+    """Callback of -v."""
+    if value:
+        logger = logging.getLogger("rlctl")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(_teller)
+
+
+def without_colour(value: bool) -> None:
+    """Callback of --no-color."""
+    if value:
+        os.environ["NO_COLOR"] = "1"
+
+
+def coloured(text: str, status: Severity, stream: TextIO | None) -> str:
+    """Return `text` in the colour of a status where `stream` is a terminal that may show colours."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or stream is None or not stream.isatty():
+        return text
+    return f"{COLOURS[status]}{text}{PLAIN}"
