@@ -18,7 +18,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, RlctlConfig
 from rlctl.errors import InputError
 from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.policy_gradient import Gspo
+from rlctl.rl.algorithms.gspo import Gspo
 from support.parallel_cases import (
     Case,
     plan_of,

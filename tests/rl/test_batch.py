@@ -13,7 +13,7 @@ from rlctl.backends.batch import TrainBatch
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
 from rlctl.rl.advantages import group_advantages, whitened
-from rlctl.rl.algorithms.policy_gradient import Grpo
+from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.rl.loop import make_batch
 from support.groups import group
 

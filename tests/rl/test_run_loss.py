@@ -79,7 +79,7 @@ def test_the_driver_does_without_torch_and_vllm() -> None:
     """What launches runs, and what workers answer with."""
     code = (
         "import sys, rlctl.apps.train, rlctl.backends.messages, rlctl.refit.records, rlctl.backends.base\n"
-        "import rlctl.rl.loop, rlctl.rl.algorithms.policy_gradient, rlctl.rollouts.synchronous\n"
+        "import rlctl.rl.loop, rlctl.rl.algorithms.grpo, rlctl.rollouts.synchronous\n"
         "sys.exit(' '.join({'torch', 'vllm', 'transformers', 'ray', 'megatron'} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

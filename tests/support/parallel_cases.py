@@ -30,7 +30,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig, RlctlConfig
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.policy_gradient import Grpo
+from rlctl.rl.algorithms.grpo import Grpo
 from support.reference import Optim, advantage, facts, prompt_tokens, token_loss
 
 WEIGHT = 0.01

@@ -21,7 +21,8 @@ from rlctl.errors import ConfigError, InputError
 from rlctl.rl.algorithms import available
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.algorithms.available import BUILT_IN, algorithm_from_config, register, require_algorithm
-from rlctl.rl.algorithms.policy_gradient import Grpo, PolicyGradient
+from rlctl.rl.algorithms.grpo import Grpo
+from rlctl.rl.algorithms.policy_gradient import PolicyGradient
 from support.token_batches import token_batch
 
 LOSS = """

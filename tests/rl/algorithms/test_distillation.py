@@ -15,7 +15,7 @@ from rlctl.envs.user_function import UserCode
 from rlctl.errors import ConfigError
 from rlctl.rl.algorithms.algorithm import Algorithm, RunLoss
 from rlctl.rl.algorithms.available import UserLoss, algorithm_from_config, trial
-from rlctl.rl.algorithms.policy_gradient import Grpo
+from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.rl.loop import make_batch
 from support.groups import group
 from support.token_batches import token_batch

@@ -12,7 +12,7 @@ import torch
 from rlctl.backends.batch import LossOutput, MinibatchResult, TokenBatch
 from rlctl.config.schema import LossConfig, RlctlConfig
 from rlctl.rl.algorithms.algorithm import RunLoss
-from rlctl.rl.algorithms.policy_gradient import Grpo
+from rlctl.rl.algorithms.grpo import Grpo
 from support.token_batches import f64, ppo_loss, token_batch
 
 

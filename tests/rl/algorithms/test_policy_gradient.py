@@ -284,7 +284,7 @@ def test_a_penalty_or_a_bonus_is_learned_from_without_an_advantage(key: str) -> 
 
 
 def test_an_own_loss_is_never_taken_for_one_without_a_gradient() -> None:
-    from rlctl.rl.algorithms.policy_gradient import Grpo
+    from rlctl.rl.algorithms.grpo import Grpo
 
     class Own(Grpo):
         def token_loss(self, batch: TokenBatch) -> torch.Tensor:

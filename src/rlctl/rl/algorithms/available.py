@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Factory = Callable[[RlctlConfig], Algorithm]
 
-GRPO = "rlctl.rl.algorithms.policy_gradient:Grpo"
+GRPO = "rlctl.rl.algorithms.grpo:Grpo"
 BUILT_IN = {
     "grpo": GRPO,
     "dr-grpo": GRPO,
@@ -42,10 +42,10 @@ BUILT_IN = {
     "reinforce++": GRPO,
     "reinforce++-baseline": GRPO,
     "ppo": GRPO,
-    "gspo": "rlctl.rl.algorithms.policy_gradient:Gspo",
-    "cispo": "rlctl.rl.algorithms.policy_gradient:Cispo",
-    "dppo": "rlctl.rl.algorithms.policy_gradient:Dppo",
-    "sapo": "rlctl.rl.algorithms.policy_gradient:Sapo",
+    "gspo": "rlctl.rl.algorithms.gspo:Gspo",
+    "cispo": "rlctl.rl.algorithms.cispo:Cispo",
+    "dppo": "rlctl.rl.algorithms.dppo:Dppo",
+    "sapo": "rlctl.rl.algorithms.sapo:Sapo",
     "distillation": "rlctl.rl.algorithms.distillation:Distillation",
 }
 """Classes by name; those that share one differ by what `config/algorithm_settings.py` sets for them."""

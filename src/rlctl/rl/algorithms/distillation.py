@@ -24,7 +24,7 @@ import numpy as np
 from rlctl.backends.batch import TokenBatch
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import RolloutGroup
-from rlctl.rl.algorithms.policy_gradient import Grpo
+from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:

@@ -1,0 +1,28 @@
+"""Group sequence policy optimization, arXiv 2507.18071.
+
+    s = (pi(y) / pi_old(y)) ** (1 / |y|)              of a whole rollout: exp(mean of the log-ratios of its tokens)
+    surrogate = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
+
+It is written per token as sg[s] * pi / sg[pi] (equation 14): the same value and gradient, since the tokens of a rollout
+share their advantage and `loss.level=sequence` takes their mean. The mean is over the tokens that the policy chose, and
+a rollout is in one micro-batch as a whole, also under context parallelism, so that nothing is missing from it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlctl.backends.batch import TokenBatch
+from rlctl.rl.algorithms.grpo import Grpo
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Gspo(Grpo):
+    """GRPO's surrogate with the ratio of the sequence."""
+
+    def ratio(self, batch: TokenBatch) -> torch.Tensor:
+        from rlctl.rl.losses import old_logprobs, sequence_ratio
+
+        return sequence_ratio(batch.logprobs_R, old_logprobs(batch), batch.rollout_R)
