@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlctl.backends import row_attention
-from rlctl.backends.row_attention import RowAttention, _for_each_query_head, attend
+from rlctl.backends.row_attention import RowAttention, _for_each_query_head, _with_sinks, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 
 UNITS = (RowUnit(0, 5, (3, 4)), RowUnit(12, 2, (6,)), RowUnit(20, 4))
@@ -57,6 +57,20 @@ def test_a_row_attends_as_a_masked_softmax(
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
     weights = scores.softmax(-1)[..., :length]
     torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", weights, values).reshape(length, -1))
+
+
+@pytest.mark.parametrize("width", [8, 10, 64, 80])
+def test_heads_with_a_sink_are_of_a_width_that_fused_kernels_take(width: int) -> None:
+    query, key, value = torch.randn(1, 4, 5, width), torch.randn(1, 2, 5, width), torch.randn(1, 2, 5, width)
+    q, k, v, _ = _with_sinks(query, key, value, None, torch.randn(4))
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+
+
+def test_a_window_that_holds_all_tokens_takes_no_mask() -> None:
+    (block,) = RowAttention.of(row_of((RowUnit(0, 9),)), 1, 0).blocks
+    assert block.mask(9) is None
+    assert block.mask(8) is not None
 
 
 def test_keys_repeated_for_each_query_head_attend_as_grouped_ones_do() -> None:

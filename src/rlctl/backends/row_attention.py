@@ -25,6 +25,9 @@ TREE_TOKENS = 512
 time."""
 BATCH_WASTE = 1.5
 """Units are batched while the padded squares are at most this much larger than their own."""
+KERNEL_WIDTH = 8
+"""With a mask, torch's fused kernels on GPUs take heads in bfloat16 whose width is a multiple of this. Others are
+computed with all scores in memory (`check_head_dim_size_mem_efficient` of ATen's transformers/cuda/sdp_utils.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class AttentionBlock:
     _windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal."""
-        if window is None:
+        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal, for
+        which kernels on GPUs are faster than with a mask."""
+        if window is None or window >= self.keys_BK.shape[1]:
             return self.mask_B1QK
         if window not in self._windows:
             near_BQK = self.positions_BQ[:, :, None] - self.positions_BK[:, None] < window
@@ -242,12 +246,14 @@ def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores_h: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Put one more token in front, whose score with every query is the head's sink and whose value is zero. It takes a
-    further dimension of queries and keys, so that any kernel can be used and causal stays causal."""
+    further dimension of queries and keys, so that any kernel can be used and causal stays causal; more of zeros make
+    the width one that kernels take."""
+    further = KERNEL_WIDTH - q.shape[-1] % KERNEL_WIDTH
     scores = scores_h.to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
-    q = F.pad(torch.cat([q, scores], -1), (0, 0, 1, 0))
-    sink = F.pad(k.new_ones(1), (k.shape[-1], 0)).expand(*k.shape[:2], 1, -1)
-    k = torch.cat([sink, F.pad(k, (0, 1))], 2)
-    return q, k, F.pad(v, (0, 1, 1, 0)), None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+    q = F.pad(torch.cat([q, scores], -1), (0, further - 1, 1, 0))
+    sink = F.pad(k.new_ones(1), (k.shape[-1], further - 1)).expand(*k.shape[:2], 1, -1)
+    k = torch.cat([sink, F.pad(k, (0, further))], 2)
+    return q, k, F.pad(v, (0, further, 1, 0)), None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
 
 
 def _for_each_query_head(x_BhKd: Tensor, heads: int) -> Tensor:
