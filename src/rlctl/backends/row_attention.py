@@ -98,6 +98,8 @@ class _Problem:
     queries: np.ndarray
     keys: np.ndarray
     mask_QK: np.ndarray | None
+    unread: int = 0
+    """Queries at the beginning whose output nobody reads."""
 
     @property
     def area(self) -> int:
@@ -105,7 +107,10 @@ class _Problem:
 
 
 def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
-    problems = sorted((p for unit in units for p in _problems(unit)), key=lambda p: (p.mask_QK is None, -p.area))
+    squares = takes_squares(positions_T.device)
+    problems = sorted(
+        (p for unit in units for p in _problems(unit, squares)), key=lambda p: (p.mask_QK is None, -p.area)
+    )
     blocks = [_block(batch, positions_T) for batch in _batches(problems)]
     order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
     used = np.concatenate([_used(batch) for batch in _batches(problems)])
@@ -115,8 +120,15 @@ def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[A
     return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(positions_T.device)
 
 
-def _problems(unit: RowUnit) -> list[_Problem]:
-    """The attention of a unit: one square, or the prompt's and one rectangle for each completion."""
+def takes_squares(device: torch.device) -> bool:
+    """Whether a causal square without a mask costs less than the rectangle below its first rows. On GPUs the fastest
+    kernels take no mask, and others compute the whole rectangle, with a mask in memory that grows as it does."""
+    return device.type == "cuda"
+
+
+def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
+    """The attention of a unit: one square, or the prompt's and one rectangle for each completion. With `squares` a
+    completion that is as long as its prompt or longer has a square of both, of which the prompt's part is not read."""
     tokens = unit.start + np.arange(unit.tokens)
     if len(unit.completions) <= 1:
         return [_Problem(tokens, tokens, None)]
@@ -127,9 +139,12 @@ def _problems(unit: RowUnit) -> list[_Problem]:
     start = unit.prompt
     for length in unit.completions:
         own = tokens[start : start + length]
-        mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
-        if length:
-            problems.append(_Problem(own, np.concatenate([prompt, own]), mask))
+        both = np.concatenate([prompt, own])
+        if squares and length >= unit.prompt:
+            problems.append(_Problem(both, both, None, unit.prompt))
+        elif length:
+            mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
+            problems.append(_Problem(own, both, mask))
         start += length
     return problems
 
@@ -179,9 +194,9 @@ def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
 
 
 def _used(batch: list[_Problem]) -> np.ndarray:
-    """bool [batch * queries]: the entries of a block that are no padding."""
-    width = max(len(p.queries) for p in batch)
-    return np.concatenate([np.arange(width) < len(p.queries) for p in batch])
+    """bool [batch * queries]: the entries of a block that are read; padding is not."""
+    places = np.arange(max(len(p.queries) for p in batch))
+    return np.concatenate([(p.unread <= places) & (places < len(p.queries)) for p in batch])
 
 
 def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> AttentionBlock:
