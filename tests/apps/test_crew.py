@@ -44,6 +44,8 @@ def test_variables_of_the_user_reach_training_processes_and_win() -> None:
     training = TrainingConfig(env={"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"})
     env = policy_environment(1, "cpu", training)
     assert env == {"OMP_NUM_THREADS": "2", "THP_MEM_ALLOC_ENABLE": "1", "NCCL_ALGO": "Ring"}
+    on_gpus = policy_environment(None, "cuda", training)
+    assert on_gpus == {"OMP_NUM_THREADS": "2", "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1", "NCCL_ALGO": "Ring"}
 
 
 def crew_of(**generation: object) -> CrewSpec:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlctl.backends import row_attention
-from rlctl.backends.row_attention import RowAttention, _for_each_query_head, attend
+from rlctl.backends.row_attention import RowAttention, _for_each_query_head, _with_sinks, attend
 from rlctl.backends.rows import PackedRow, RowUnit
 
 UNITS = (RowUnit(0, 5, (3, 4)), RowUnit(12, 2, (6,)), RowUnit(20, 4))
@@ -37,17 +37,21 @@ def visible(row: PackedRow, window: int | None) -> Tensor:
     return seen
 
 
-@pytest.mark.parametrize("tree_tokens", [512, 1])
+@pytest.mark.parametrize(("tree_tokens", "squares"), [(512, False), (1, False), (1, True)])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_a_row_attends_as_a_masked_softmax(
-    tree_tokens: int, window: int | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    tree_tokens: int, squares: bool, window: int | None, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_attention, "TREE_TOKENS", tree_tokens)
+    monkeypatch.setattr(row_attention, "takes_squares", lambda device: squares)
     torch.manual_seed(0)
     row = row_of(UNITS)
     length = len(row.tokens_T)
-    q, k, v = (torch.randn(length, heads, width, dtype=torch.float64) for heads, width in ((4, 8), (2, 8), (2, 6)))
+    q, k, v = (
+        torch.randn(length, heads, width, dtype=torch.float64, requires_grad=True)
+        for heads, width in ((4, 8), (2, 8), (2, 6))
+    )
     sinks = torch.randn(4, dtype=torch.float64) if with_sinks else None
     out = attend(q, k, v, RowAttention.of(row, 1, 0), window=window, sinks=sinks)
     keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
@@ -56,7 +60,35 @@ def test_a_row_attends_as_a_masked_softmax(
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
     weights = scores.softmax(-1)[..., :length]
-    torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", weights, values).reshape(length, -1))
+    expected = torch.einsum("hqk,khd->qhd", weights, values).reshape(length, -1)
+    torch.testing.assert_close(out, expected)
+    gradients = (torch.autograd.grad(one.square().sum(), (q, k, v)) for one in (out, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("width", [8, 10, 64, 80])
+def test_heads_with_a_sink_are_of_a_width_that_fused_kernels_take(width: int) -> None:
+    query, key, value = torch.randn(1, 4, 5, width), torch.randn(1, 2, 5, width), torch.randn(1, 2, 5, width)
+    q, k, v, _ = _with_sinks(query, key, value, None, torch.randn(4))
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert q.shape[-1] % 8 == 0
+
+
+def test_on_a_gpu_no_completion_longer_than_its_prompt_takes_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert row_attention.takes_squares(torch.device("cuda"))
+    assert not row_attention.takes_squares(torch.device("cpu"))
+    row = row_of((RowUnit(0, 200, (300, 200, 400)), RowUnit(1100, 300, (200, 300))))
+    masked = [block for block in RowAttention.of(row, 1, 0).blocks if block.mask_B1QK is not None]
+    assert sum(block.queries_BQ.shape[0] for block in masked) == 5
+    monkeypatch.setattr(row_attention, "takes_squares", lambda device: True)
+    masked = [block for block in RowAttention.of(row, 1, 0).blocks if block.mask_B1QK is not None]
+    assert [tuple(block.mask_B1QK.shape) for block in masked] == [(1, 1, 200, 500)]
+
+
+def test_a_window_that_holds_all_tokens_takes_no_mask() -> None:
+    (block,) = RowAttention.of(row_of((RowUnit(0, 9),)), 1, 0).blocks
+    assert block.mask(9) is None
+    assert block.mask(8) is not None
 
 
 def test_keys_repeated_for_each_query_head_attend_as_grouped_ones_do() -> None:

@@ -83,6 +83,19 @@ def test_transformer_engine() -> None:
     expect(software.check_transformer_engine(8, {}), "warn", "FP8")
 
 
+def test_triton_has_what_it_builds_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def only(*names: str) -> Any:
+        return {name: f"/usr/bin/{name}" for name in names}.get
+
+    monkeypatch.delenv("CC", raising=False)
+    expect(gpus.check_compiler(only(), tmp_path), "fail", "C compiler", "gcc")
+    expect(gpus.check_compiler(only("clang"), tmp_path), "fail", "no Python.h", "-dev")
+    (tmp_path / "Python.h").touch()
+    expect(gpus.check_compiler(only("clang"), tmp_path), "ok", "/usr/bin/clang")
+    monkeypatch.setenv("CC", "/opt/cc")
+    expect(gpus.check_compiler(only(), tmp_path), "ok", "/opt/cc")
+
+
 def test_cpu() -> None:
     expect(host.check_cpu(frozenset({"avx2"}), 2), "ok", "AVX2")
     expect(host.check_cpu(frozenset({"sse4_2"}), 8), "fail", "no AVX2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,18 @@ class SwappingEngine:
         """Tokens that the samples being generated have so far; 0 if nothing is generated."""
         with self.engine._lock.ask():
             return sum(sample.tokens for flight in self.engine._flights for sample in flight.samples.values())
+
+    def thread_and_stream(self) -> tuple[int, int]:
+        """The thread of this call, and the CUDA stream on which it uses the engine."""
+        import torch
+
+        with self.engine._lock.ask():
+            return threading.get_ident(), torch.cuda.current_stream().cuda_stream
+
+    def free_device_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
 
     def share_device(self) -> None:
         """Let the engine give its memory back as on a GPU. vLLM's CPU platform keeps the books and moves nothing."""

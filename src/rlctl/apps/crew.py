@@ -286,6 +286,8 @@ def policy_environment(threads: int | None, device: Device, training: TrainingCo
     env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     if device == "cpu":  # torch asks for huge pages: fresh small ones cost more than what fills them
         env["THP_MEM_ALLOC_ENABLE"] = "1"
+    else:  # on Hopper torch prefers cuDNN's attention, which builds and keeps a plan for each shape of a row
+        env["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     return env | training.env
 
 

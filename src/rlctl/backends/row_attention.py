@@ -25,6 +25,9 @@ TREE_TOKENS = 512
 time."""
 BATCH_WASTE = 1.5
 """Units are batched while the padded squares are at most this much larger than their own."""
+KERNEL_WIDTH = 8
+"""With a mask, torch's fused kernels on GPUs take heads in bfloat16 whose width is a multiple of this. Others are
+computed with all scores in memory (`check_head_dim_size_mem_efficient` of ATen's transformers/cuda/sdp_utils.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class AttentionBlock:
     _windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def mask(self, window: int | None) -> Tensor | None:
-        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal."""
-        if window is None:
+        """bool [B, 1, Q, K] of a layer that attends to `window` positions, the token's own included; None: causal, for
+        which kernels on GPUs are faster than with a mask."""
+        if window is None or window >= self.keys_BK.shape[1]:
             return self.mask_B1QK
         if window not in self._windows:
             near_BQK = self.positions_BQ[:, :, None] - self.positions_BK[:, None] < window
@@ -94,6 +98,8 @@ class _Problem:
     queries: np.ndarray
     keys: np.ndarray
     mask_QK: np.ndarray | None
+    unread: int = 0
+    """Queries at the beginning whose output nobody reads."""
 
     @property
     def area(self) -> int:
@@ -101,7 +107,10 @@ class _Problem:
 
 
 def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[AttentionBlock, ...], Tensor | None]:
-    problems = sorted((p for unit in units for p in _problems(unit)), key=lambda p: (p.mask_QK is None, -p.area))
+    squares = takes_squares(positions_T.device)
+    problems = sorted(
+        (p for unit in units for p in _problems(unit, squares)), key=lambda p: (p.mask_QK is None, -p.area)
+    )
     blocks = [_block(batch, positions_T) for batch in _batches(problems)]
     order = np.concatenate([block.queries_BQ.flatten().cpu().numpy() for block in blocks])
     used = np.concatenate([_used(batch) for batch in _batches(problems)])
@@ -111,8 +120,15 @@ def _unit_blocks(units: Iterable[RowUnit], positions_T: Tensor) -> tuple[tuple[A
     return tuple(blocks), None if in_order else torch.from_numpy(outputs).to(positions_T.device)
 
 
-def _problems(unit: RowUnit) -> list[_Problem]:
-    """The attention of a unit: one square, or the prompt's and one rectangle for each completion."""
+def takes_squares(device: torch.device) -> bool:
+    """Whether a causal square without a mask costs less than the rectangle below its first rows. On GPUs the fastest
+    kernels take no mask, and others compute the whole rectangle, with a mask in memory that grows as it does."""
+    return device.type == "cuda"
+
+
+def _problems(unit: RowUnit, squares: bool) -> list[_Problem]:
+    """The attention of a unit: one square, or the prompt's and one rectangle for each completion. With `squares` a
+    completion that is as long as its prompt or longer has a square of both, of which the prompt's part is not read."""
     tokens = unit.start + np.arange(unit.tokens)
     if len(unit.completions) <= 1:
         return [_Problem(tokens, tokens, None)]
@@ -123,9 +139,12 @@ def _problems(unit: RowUnit) -> list[_Problem]:
     start = unit.prompt
     for length in unit.completions:
         own = tokens[start : start + length]
-        mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
-        if length:
-            problems.append(_Problem(own, np.concatenate([prompt, own]), mask))
+        both = np.concatenate([prompt, own])
+        if squares and length >= unit.prompt:
+            problems.append(_Problem(both, both, None, unit.prompt))
+        elif length:
+            mask = np.arange(unit.prompt + length)[None] <= unit.prompt + np.arange(length)[:, None]
+            problems.append(_Problem(own, both, mask))
         start += length
     return problems
 
@@ -175,9 +194,9 @@ def _block(batch: list[_Problem], positions_T: Tensor) -> AttentionBlock:
 
 
 def _used(batch: list[_Problem]) -> np.ndarray:
-    """bool [batch * queries]: the entries of a block that are no padding."""
-    width = max(len(p.queries) for p in batch)
-    return np.concatenate([np.arange(width) < len(p.queries) for p in batch])
+    """bool [batch * queries]: the entries of a block that are read; padding is not."""
+    places = np.arange(max(len(p.queries) for p in batch))
+    return np.concatenate([(p.unread <= places) & (places < len(p.queries)) for p in batch])
 
 
 def _context_parallel_block(row: PackedRow, cp_size: int, cp_rank: int) -> AttentionBlock:
@@ -242,12 +261,14 @@ def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores_h: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Put one more token in front, whose score with every query is the head's sink and whose value is zero. It takes a
-    further dimension of queries and keys, so that any kernel can be used and causal stays causal."""
+    further dimension of queries and keys, so that any kernel can be used and causal stays causal; more of zeros make
+    the width one that kernels take."""
+    further = KERNEL_WIDTH - q.shape[-1] % KERNEL_WIDTH
     scores = scores_h.to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
-    q = F.pad(torch.cat([q, scores], -1), (0, 0, 1, 0))
-    sink = F.pad(k.new_ones(1), (k.shape[-1], 0)).expand(*k.shape[:2], 1, -1)
-    k = torch.cat([sink, F.pad(k, (0, 1))], 2)
-    return q, k, F.pad(v, (0, 1, 1, 0)), None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+    q = F.pad(torch.cat([q, scores], -1), (0, further - 1, 1, 0))
+    sink = F.pad(k.new_ones(1), (k.shape[-1], further - 1)).expand(*k.shape[:2], 1, -1)
+    k = torch.cat([sink, F.pad(k, (0, further))], 2)
+    return q, k, F.pad(v, (0, further, 1, 0)), None if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
 
 
 def _for_each_query_head(x_BhKd: Tensor, heads: int) -> Tensor:

@@ -41,6 +41,7 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield gpus.check_gpus(wanted.gpus_per_node, wanted.gpu, found)
     if found:
         yield gpus.check_driver(found, versions)
+        yield gpus.check_compiler()
         yield gpus.check_ecc()
         yield gpus.check_other_programs()
         yield gpus.check_links(found)

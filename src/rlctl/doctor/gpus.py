@@ -6,8 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlctl.doctor.finding import Check
 
@@ -165,6 +168,20 @@ def built_with_cuda(torch: str, versions: Mapping[str, str]) -> tuple[int, int] 
     runtime = next((v for name, v in versions.items() if name.startswith("nvidia-cuda-runtime")), None)
     parts = (runtime or "").split(".")
     return (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+
+
+def check_compiler(which: Callable[[str], str | None] = shutil.which, headers: Path | None = None) -> Check:
+    """Check for what Triton builds each kernel's launcher with (`_build` of triton/runtime/build.py): a C compiler and
+    Python's headers. Without them neither engine starts."""
+    compiler = os.environ.get("CC") or which("gcc") or which("clang")
+    if compiler is None:
+        return Check("kernel-compiler", "fail", "Triton needs a C compiler", "Install gcc, or name one in CC.")
+    headers = headers or Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's own scheme names another place
+    if not (headers / "Python.h").exists():
+        version = ".".join(map(str, sys.version_info[:2]))
+        fix = f"Install them (`apt-get install python{version}-dev`), or use a Python that has them, such as uv's."
+        return Check("kernel-compiler", "fail", f"Triton needs Python's headers, and {headers} has no Python.h", fix)
+    return Check("kernel-compiler", "ok", f"{compiler}, with Python's headers in {headers}")
 
 
 def check_vllm_platform(gpus: tuple[Gpu, ...], versions: Mapping[str, str]) -> Check:

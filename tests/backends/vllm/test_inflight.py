@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -145,6 +146,58 @@ def test_weights_change_between_two_decode_steps_and_never_during_one() -> None:
     for thread in threads:
         thread.join(30)
     assert order == ["step", "refit", "step"]
+
+
+def test_every_thread_is_prepared_before_it_uses_the_engine() -> None:
+    lock, prepared, used = EngineLock(), list[int](), list[int]()
+    lock.prepare = lambda: prepared.append(threading.get_ident())
+
+    def use(context: contextlib.AbstractContextManager[None]) -> None:
+        with context:
+            assert prepared[-1] == threading.get_ident()
+            used.append(threading.get_ident())
+
+    for context in (lock.ask(), lock.step()):
+        thread = threading.Thread(target=use, args=(context,))
+        thread.start()
+        thread.join(30)
+        use(context=lock.ask())
+    assert used == prepared
+    assert len(used) == 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_threads_compute_on_one_stream_and_sleep_frees_memory(
+    placement: Any, tiny_llama: Path, tmp_path: Path
+) -> None:
+    from rlctl.backends.vllm.args import engine_spec
+    from rlctl.cluster.workers import WorkerGroup, WorkerSpec
+    from rlctl.config.schema import RlctlConfig
+    from support.engine_host import PYTHONPATH, SwappingEngine
+
+    sections = {"generation": {"max_concurrent": 16, "memory_fraction": 0.1}, "vllm": {"enforce_eager": True}}
+    config = RlctlConfig.model_validate(sections)
+    spec = engine_spec(config, tiny_facts(tied=False), tiny_llama, device="cuda", max_length=256)
+    env = spec.environment | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "0"}
+    worker = WorkerSpec({}, (placement.bundles[0],), env)
+    group = WorkerGroup(
+        "on-gpu", SwappingEngine, [worker], placement, tmp_path,
+        start_timeout_s=START_TIMEOUT_S, call_timeout_s=CALL_TIMEOUT_S, concurrency=3,
+    )  # fmt: skip
+    engine = Direct(group, tiny_llama)
+    group.within(START_TIMEOUT_S).call(SwappingEngine.swap, replace(spec, in_flight="keep"))
+    streams = dict(group.call(SwappingEngine.thread_and_stream)[0] for _ in range(9))
+    assert len(streams) > 1
+    assert len(set(streams.values())) == 1
+    first = engine.call(EngineWorker.generate, requests(), Sampling(8), 60.0)
+    awake = group.call(SwappingEngine.free_device_bytes)[0]
+    engine.call(EngineWorker.sleep)
+    assert group.call(SwappingEngine.free_device_bytes)[0] > awake + (1 << 30)  # the cache is most of a tenth
+    engine.call(EngineWorker.wake)
+    again = engine.call(EngineWorker.generate, requests(), Sampling(8), 60.0)
+    for one, other in zip(first, again, strict=True):
+        assert np.array_equal(one.columns.tokens_T, other.columns.tokens_T)
+    group.stop()
 
 
 def require_tokens_of_their_versions(

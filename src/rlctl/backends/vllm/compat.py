@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -289,6 +290,21 @@ def resume(llm_engine: Any) -> None:
 def asleep(llm_engine: Any) -> frozenset[str]:
     """The parts of the engine's memory that are not on its device, by vLLM's names: `weights`, `kv_cache`."""
     return frozenset(llm_engine.engine_core.engine_core.model_executor.sleeping_tags)
+
+
+def stream_of_engine(llm_engine: Any) -> Callable[[], None]:
+    """Return a function that puts the thread that calls it on this thread's CUDA stream. Left to itself vLLM computes
+    on a stream of each thread's own (`current_stream` of vllm/utils/torch_utils.py), and what runs on one does not wait
+    for what another has begun. The function does nothing without a GPU, or where workers are processes of their own."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or llm_engine.vllm_config.parallel_config.world_size > 1:
+        return lambda: None
+    import torch
+    from vllm.utils.torch_utils import current_stream
+
+    stream = current_stream()
+    return lambda: torch.cuda.set_stream(stream)
 
 
 def shut_down(llm: Any) -> None:

@@ -56,6 +56,7 @@ class VllmEngine:
         self.spec.require_environment()
         compat.check_version(self.spec.device)
         self._engine = started(self.spec, self._places)
+        self._lock.prepare = self._engine.enter
         self._memory = DeviceMemory(self._engine, shared=self.spec.sleeps)
         self._rpc("rlctl_prepare")
         if self._records:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -30,6 +30,8 @@ class EngineLock:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._asked, self._counting = 0, threading.Lock()
+        self.prepare: Callable[[], None] = lambda: None
+        """Called in each thread that has got the engine, before it uses it."""
 
     @contextmanager
     def ask(self) -> Iterator[None]:
@@ -37,6 +39,7 @@ class EngineLock:
         with self._counted():
             self._changed.acquire()
         try:
+            self.prepare()
             yield
         finally:
             self._changed.release()
@@ -57,6 +60,7 @@ class EngineLock:
         while self._asked > 0:
             time.sleep(POLL_S)
         with self._changed:
+            self.prepare()
             yield
 
     def wait(self, deadline: float) -> bool:

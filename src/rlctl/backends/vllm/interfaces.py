@@ -34,7 +34,7 @@ WORKER = "vllm.v1.worker.gpu_worker:Worker"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase"
 EXPERTS = f"{LAYERS}.fused_moe.routed_experts:RoutedExperts|{LAYERS}.fused_moe.layer:FusedMoE"
-CPU = ("cpu",)
+CPU, CUDA = ("cpu",), ("cuda",)
 
 INTERFACES: tuple[Interface, ...] = (
     # Generation (engine.py, compat.py)
@@ -70,6 +70,7 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{CORE}.shutdown"),
     Interface(f"{CORE}.model_executor"),
     Interface("vllm.v1.executor.abstract:Executor.sleeping_tags"),
+    Interface("vllm.utils.torch_utils:current_stream", platforms=CUDA),
     # Pipeline stages and replicas (replicas.py, compat.py)
     Interface("vllm.distributed.parallel_state:get_pp_group"),
     Interface(f"{RUNNER}.intermediate_tensors"),

@@ -70,6 +70,8 @@ class Replica:
         note_shared_memory(self._shared_memory)
         engine = self._llm.llm_engine
         self._engine, self._together = engine, compat.StepTogether(engine) if meeting is not None else None
+        self.enter = compat.stream_of_engine(engine)
+        """To be called in a thread before it uses the engine."""
         self.add_request, self.abort_request = engine.add_request, engine.abort_request
         self.collective_rpc = engine.collective_rpc
         self.sleep, self.wake_up = engine.sleep, engine.wake_up
@@ -196,6 +198,7 @@ class Replicas:
         """Requests for the others that the next step takes along."""
         self._completions: dict[str, Completion] = {}
         self.max_length = first.max_length
+        self.enter = first.enter
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
         """Give the samples of a group to one replica, which computes their prompt once: to that with the fewest."""

@@ -11,8 +11,10 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 from rlctl.config.files import written_text
@@ -201,8 +203,9 @@ def match_device(reported: str) -> str | None:
         return "a100-40gb"
     if "h100-nvl" in text:
         return "h100-nvl"
-    compact = text.replace("-", "")
-    found = [name for name in DEVICES if name.replace("-", "") in compact]
+    words = text.split("-")
+    said = [*words, *("".join(pair) for pair in pairwise(words))]  # RTX 4090 is two words
+    found = [name for name in DEVICES if any(re.match(rf"{name}(?!\d)", one) for one in said)]  # an L40 is no L4
     return max(found, key=len, default=None)
 
 
