@@ -161,12 +161,9 @@ NOT_TRAINED = {
         "rotary frequencies \\(dynamic\\) depend on the longest rollout",
     ),
     "bert": ({"architectures": ["BertLMHeadModel"]}, "its attention is not causal"),
-    "nemotron_h": (
-        {
-            "architectures": ["NemotronHForCausalLM"], "layers_block_type": ["moe", "attention"],
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
-        },
-        "which rlctl does not follow",
+    "deepseek_v2": (
+        {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": None},
+        "how many experts a token has \\(num_experts_per_tok\\)",
     ),
 }  # fmt: skip
 

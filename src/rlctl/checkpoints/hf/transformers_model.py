@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def meta_model(directory: Path, attention: str | None, *, headless: bool = False) -> Any:
+def meta_model(directory: Path, attention: str | None, dtype: Any = None, *, headless: bool = False) -> Any:
     """The transformers model of a directory's configuration, without memory for its tensors, and `headless` without an
-    output layer. `attention` is transformers' name of the one to use; None: the model's own choice."""
+    output layer. `attention` is transformers' name of the one to use; None: the model's own choice. `dtype` is that of
+    its tensors; None: float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = copy.deepcopy(AutoConfig.from_pretrained(directory))
     config.tie_word_embeddings = config.tie_word_embeddings and not headless
     with torch.device("meta"):
-        inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        inner = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, attn_implementation=attention)
     if headless:
         parent, _, name = head_path(inner).rpartition(".")
         delattr(inner.get_submodule(parent), name)
