@@ -136,8 +136,8 @@ OTHERS = {
     },
 }  # fmt: skip
 COMPARED = {"GPTNeoX": 28, "OPT": 36, "GPTJ": 24, "Apertus": 27, "Gemma4": 39}
-"""The number of tensors that are read back: all but the bias of GPT-J's output layer and two numbers a layer of Apertus'
-activation. Stored buffers are."""
+"""The number of tensors that are read back: all but the bias of GPT-J's output layer, and two numbers of the activation
+in each layer of Apertus, whose stored buffers are."""
 APPROXIMATE = {"Bloom": 2e-3, "Apertus": 1e-2}
 """Largest difference of log-probs where vLLM computes otherwise than transformers: another GELU, in BLOOM, and Apertus'
 activation with parameters that are rounded to bfloat16."""

@@ -459,6 +459,17 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert len(plain) == 4 * 3 + 1 + 1
 
 
+def test_rates_of_state_space_layers_are_not_decayed() -> None:
+    model = family_model("mamba")
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = build_optimizer(spec_of(Case()), model).param_groups
+    plain = {names[id(value)] for group in groups if not group["decays"] for value in group["params"]}
+    rates = {name for name in names.values() if name.endswith((".A_log", ".D"))}
+    assert model.backbone.layers[0].mixer.A_log.dim() == 2
+    assert rates <= plain
+    assert not any("proj.weight" in name for name in plain)
+
+
 class Means(torch.nn.Module):
     """A policy whose tokens see those before them, and with `seen` some that they must not see."""
 

@@ -278,7 +278,10 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hrm": (
         "HrmText",
-        {"H_cycles": 1, "L_cycles": 2, "num_hidden_layers": 2, "num_key_value_heads": 4, "pad_token_id": 0},
+        {
+            "H_cycles": 1, "L_cycles": 2, "prefix_lm": False, "num_hidden_layers": 2, "num_key_value_heads": 4,
+            "pad_token_id": 0,
+        },
     ),
 }  # fmt: skip
 """Families without a file in `models/`, each rollout of which is a sequence of its own."""

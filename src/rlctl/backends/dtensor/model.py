@@ -211,13 +211,14 @@ def build_model(
     frozen: frozenset[str],
     kind: type[PolicyModel] = PolicyModel,
 ) -> PolicyModel:
-    """This rank's part of the policy or its critic, with random weights; parameters named in `frozen` are not trained.
+    """This rank's part of the policy or its critic, with random weights; parameters named in `frozen`, and those that
+    transformers itself does not train (HRM's first state), are not trained.
 
     Raises InputError for a model whose buffers transformers cannot compute anew.
     """
     model = kind(_on_meta(spec, headless=kind is ValueModel), groups, spec)
     for name, parameter in model.inner.named_parameters():
-        parameter.requires_grad_(spec.teaches is None and name not in frozen)
+        parameter.requires_grad_(parameter.requires_grad and spec.teaches is None and name not in frozen)
     if spec.lora.rank:
         adapt(model.inner, world, spec.lora)
     if spec.router_replay:

@@ -41,6 +41,9 @@ FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Rotary embeddings whose frequencies do not depend on the length of a row."""
 LONGROPE = "longrope"
 """The rotary embedding with other frequencies beyond its original length."""
+DYNAMIC = "dynamic"
+"""The one with other frequencies beyond the longest length that the configuration names. With `alpha` (HunYuan's) they
+are the same up to there in transformers and vLLM."""
 UNDERSTOOD = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "softcap", "row", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
@@ -57,10 +60,21 @@ def facts_in(directory: Path) -> ModelFacts:
     Raises InputError for an unknown architecture, and for one that cannot be trained from transformers' modules.
     """
     config = read_config(directory)
-    architecture = other_architecture(config)
-    if architecture is None or not _transformers_has(str(config.get("model_type")), architecture):
-        return facts_from_hf_config(config)
-    return _described(directory, json.dumps(config, sort_keys=True))
+    architecture, model_type = other_architecture(config), str(config.get("model_type"))
+    known = architecture and (_transformers_has(model_type, architecture) or _is_built_as(model_type, architecture))
+    return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
+
+
+@cache
+def _is_built_as(model_type: str, architecture: str) -> bool:
+    """Whether the class that transformers builds of a model type has the architecture's name but for capitals: code of
+    a repository's own may spell it otherwise (PhiMoEForCausalLM). The table of classes is read without importing it."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return False
+    table = _text(Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py")
+    named = re.findall(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', table, re.MULTILINE)
+    return any(name.lower() == architecture.lower() for name in named)
 
 
 @cache
@@ -185,12 +199,16 @@ def _problems(inner: Any) -> Iterator[str]:
         yield "its layers have no one size (`hidden_size`)"
     if any(getattr(module, "is_causal", None) is False for module in layers_of(inner).modules()):
         yield "its attention is not causal"
+    if getattr(inner.config, "prefix_lm", False):
+        yield "its attention is not causal in a prompt (prefix_lm)"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
         yield f"{scalars[0]} is a single number, which FSDP2 cannot shard"
     if shared := _shared(inner):
         yield f"{shared} is the same parameter as another layer's"
-    if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE}:
-        yield f"its rotary frequencies ({min(ropes)}) depend on the longest rollout of a row, and vLLM's on no rollout"
+    if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
+        yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
+    if DYNAMIC in _ropes(inner) and not inner.config.rope_parameters.get("alpha"):
+        yield "vLLM computes rotary frequencies (dynamic) for the longest length always, transformers for a rollout's"
     yield from _valueless(inner)
 
 
@@ -220,7 +238,8 @@ def _ropes(inner: Any) -> set[str]:
 
 
 def _max_length(inner: Any) -> int:
-    """Tokens that a rollout may have. Up to the original length, longrope's frequencies are always its short ones."""
+    """Tokens that a rollout may have. Up to the original length, longrope's frequencies are always its short ones, and
+    dynamic ones do not change."""
     limit = int(getattr(inner.config, "max_position_embeddings", None) or 2048)
     if LONGROPE not in _ropes(inner):
         return limit
