@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +175,33 @@ def test_weights_that_a_quantiser_packed_are_refused_before_anything_else(
     assert rlctl(capsys, "generate", *here, "--prompt", "2 + 3?", "--dry-run")[0] == 0
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     assert open_model(ModelConfig(name=str(model))).facts.layers == config["num_hidden_layers"]  # its scales are read
+
+
+JAMBA = {
+    "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 128, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "num_experts": 2,
+    "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "pad_token_id": 0,
+    "max_position_embeddings": 128, "mamba_d_state": 8,
+}  # fmt: skip
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 128, "vocab_size": 64,
+    "layers_block_type": ["moe", "attention"], "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 128, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64,
+    "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        pytest.param(JAMBA, "state-space layers of Mamba's first kind", id="jamba"),
+        pytest.param(NEMOTRON, "experts without a gate", id="nemotron-h", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_a_cpu_engine_has_no_kernels_for_are_named_before_anything_is_opened(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, values: dict[str, Any], what: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    code, _, err = rlctl(capsys, "refit-test", "--model", str(tmp_path), "--gpu", "cpu", "--backend", "dtensor")
+    assert code == 2, err
+    assert f"{tmp_path} has {what}, for which this vLLM has kernels on GPUs alone" in err

@@ -129,11 +129,18 @@ OTHERS = {
         "block_dim": 128, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False, "block_multiple_of": 64,
         "block_ffn_dim_multiplier": 1.0,
     },
+    "Apertus": {"num_key_value_heads": 2, "hidden_act": "xielu"},
+    "Gemma4": {
+        "num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 64, "sliding_window": 64,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
+    },
 }  # fmt: skip
-COMPARED = {"GPTNeoX": 28, "OPT": 36, "GPTJ": 24}
-"""The number of tensors that are read back: all but the bias of GPT-J's output layer."""
-APPROXIMATE = {"Bloom": 2e-3}
-"""Largest difference of log-probs where vLLM computes otherwise than transformers: another GELU, in BLOOM."""
+COMPARED = {"GPTNeoX": 28, "OPT": 36, "GPTJ": 24, "Apertus": 27, "Gemma4": 39}
+"""The number of tensors that are read back: all but the bias of GPT-J's output layer, and two numbers of the activation
+in each layer of Apertus, whose stored buffers are."""
+APPROXIMATE = {"Bloom": 2e-3, "Apertus": 1e-2}
+"""Largest difference of log-probs where vLLM computes otherwise than transformers: another GELU, in BLOOM, and Apertus'
+activation with parameters that are rounded to bfloat16."""
 
 
 @pytest.mark.slow
@@ -144,7 +151,8 @@ def test_a_family_that_transformers_alone_knows_reaches_an_engine(run_here: Run,
     import transformers
 
     torch.manual_seed(0)
-    settings = getattr(transformers, f"{family}Config")(**SIZES, **OTHERS[family])
+    text = "Text" if family == "Gemma4" else ""
+    settings = getattr(transformers, f"{family}{text}Config")(**SIZES, **OTHERS[family])
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(settings)
     with torch.no_grad():

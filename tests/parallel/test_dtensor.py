@@ -3,7 +3,7 @@ against the Megatron backend, in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from rlctl.backends.dtensor.optimizer import build_optimizer
 from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.hf.model_facts import facts_in
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
@@ -88,6 +89,10 @@ def check(pools: Pools, published: Published, case: Case) -> list[Outcome]:
         ours = ranks[0].grads[name] * unclip
         assert close(ours, value, TOLERANCE), (name, (ours - value).abs().max())
     return ranks
+
+
+def slowly(names: Iterable[str], *quick: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def marked(table: dict[str, Any], *quick: str) -> list[Any]:
@@ -282,6 +287,24 @@ def test_bfloat16_is_computed_in_and_float32_is_kept(pools: Pools, published: Pu
         assert (value - expected.module_params[name]).abs().max() < 2e-3, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["minimax", "gemma4", "deepseek-v4"])
+def test_stored_buffers_are_computed_with_in_bfloat16_and_kept(pools: Pools, family: str, tmp_path: Path) -> None:
+    begun = family_model(family, EVEN)
+    begun.save_pretrained(tmp_path)
+    facts = facts_in(tmp_path)
+    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
+    case = Case("llama", ParallelSpec(dp=2), "bfloat16", share_prompts=False, micro_batch_tokens=48, **alone)
+    ranks = pools(2).run(run_case, case, tmp_path, family_batch(), facts)
+    expected = expected_of(family)
+    for key, value in ((key, value) for rank in ranks for key, value in rank.logprobs.items()):
+        assert (value - expected.logprobs[key]).abs().mean() < 0.1, key
+    stored = {name: value for name, value in begun.named_buffers() if name in begun.state_dict()}
+    assert stored
+    for name, value in stored.items():
+        assert torch.equal(ranks[0].params[name].flatten(), value.flatten()), name
+
+
 def test_both_backends_take_the_same_steps(pools: Pools, published: Published) -> None:
     case = Case("qwen3", ParallelSpec(dp=2))
     pool, weights = pools(2), megatron_weights(case.kind, hf_model(case.kind).state_dict())
@@ -336,6 +359,37 @@ def test_a_saved_policy_goes_on(pools: Pools, published: Published, before: Case
     found = inspect(directory)
     assert (found.format, found.optimizer, found.problems) == ("dtensor torch_dist", True, [WITHOUT_CONFIG])
     assert any(not torch.equal(model[name], value) for name, value in kept.items())  # of the step before
+
+
+SAVED_FAMILIES = ("apertus", "gemma4", "minimax", "deepseek-v4", "nemotron-h", "kimi-linear", "hrm")
+"""Families with stored buffers of each kind, and with each way in which several tensors are one."""
+
+
+@pytest.mark.parametrize("family", slowly(SAVED_FAMILIES, "apertus"))
+def test_a_saved_policy_of_a_family_without_a_file_goes_on(pools: Pools, family: str, tmp_path: Path) -> None:
+    """Bitwise, and what is exported is what was trained, under the names and in the shapes that were published."""
+    published, directory = tmp_path / "published", tmp_path / "policy"
+    directory.mkdir()
+    family_model(family, EVEN).save_pretrained(published)
+    facts = facts_in(published)
+    alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
+    case = Case(parallel=ParallelSpec(dp=2), share_prompts=False, micro_batch_tokens=48, **alone)
+    ranks = pools(2).run(run_checkpoint, case, case, published, family_batch(), directory, facts)
+    straight, resumed = (only_result([rank[i] for rank in ranks]) for i in (0, 1))
+    kept, loaded, model = ranks[0][2:]
+    assert straight == resumed
+    assert all(torch.equal(loaded[name], value) for name, value in kept.items())
+    assert megatron_to_hf(directory, tmp_path / "exported", config_from=published).verified
+    files = [SafetensorsDirectory.open(place).tensors for place in (tmp_path / "exported", published)]
+    written, read = ({name: (one.shape, one.dtype) for name, one in own.items()} for own in files)
+    assert written == read
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
+    assert all(torch.equal(exported[name].view(value.shape), value) for name, value in model.items())
+    begun = family_model(family, EVEN)
+    stored = {name for name, _ in begun.named_buffers()} & model.keys()
+    for name in stored:
+        assert torch.equal(kept[name].float().flatten(), begun.get_buffer(name).float().flatten()), name
+    assert bool(stored) == (family != "hrm")
 
 
 CHANGED = {
@@ -403,6 +457,17 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert model.model.layers[0].self_attn.q_norm.weight.dim() == 2
     assert plain == {name for name in names.values() if "norm" in name or name.endswith("bias")}
     assert len(plain) == 4 * 3 + 1 + 1
+
+
+def test_rates_of_state_space_layers_are_not_decayed() -> None:
+    model = family_model("mamba")
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = build_optimizer(spec_of(Case()), model).param_groups
+    plain = {names[id(value)] for group in groups if not group["decays"] for value in group["params"]}
+    rates = {name for name in names.values() if name.endswith((".A_log", ".D"))}
+    assert model.backbone.layers[0].mixer.A_log.dim() == 2
+    assert rates <= plain
+    assert not any("proj.weight" in name for name in plain)
 
 
 class Means(torch.nn.Module):

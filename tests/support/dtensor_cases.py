@@ -108,10 +108,12 @@ def _kilobytes(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def run_checkpoint(rank: int, before: Case, after: Case, directory: Path, batch: Batch, saved: Path) -> tuple:
+def run_checkpoint(
+    rank: int, before: Case, after: Case, directory: Path, batch: Batch, saved: Path, facts: ModelFacts | None = None
+) -> tuple:
     """(result, parameters) of the second step: uninterrupted, and after save, rebuild as `after`, load. And what a
     worker holds that was given the checkpoint for a model."""
-    worker = make_worker(rank, before, directory)
+    worker = make_worker(rank, before, directory, facts=facts)
     worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
     worker.train_minibatch(0, Loss(), Optim().lr)
     worker.save_begin(saved)
@@ -119,7 +121,7 @@ def run_checkpoint(rank: int, before: Case, after: Case, directory: Path, batch:
     digests = worker.save_finish()
     assert worker.damaged_files(saved, digests) == []
     kept = wholes(worker, "data")
-    other = make_worker(rank, after, directory, load=False)
+    other = make_worker(rank, after, directory, load=False, facts=facts)
     other.load_model(saved)
     published = wholes(other, "data")
     other.load_saved(saved)

@@ -137,6 +137,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
+    "apertus": ("Apertus", {"hidden_act": "xielu", "pad_token_id": 0}),
+    "gemma4": (
+        "Gemma4",
+        {
+            "sliding_window": WINDOW, "layer_types": WINDOWED, "global_head_dim": 32, "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB + 1, "hidden_size_per_layer_input": 16, "tie_word_embeddings": True,
+            "final_logit_softcapping": 2.0, "rope_parameters": None,
+        },
+    ),
 }  # fmt: skip
 """Families without a file in `models/`, for which rollouts are packed."""
 SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -222,6 +231,58 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
             "interleave_moe_layer_step": 2,
         },
     ),
+    "minimax": (
+        "MiniMax",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 4, "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "zaya": (
+        "Zaya",
+        {
+            "moe_intermediate_size": 64, "num_experts": 4, "router_hidden_size": 32, "pad_token_id": 0,
+            "rope_parameters": None,
+        },
+    ),
+    "deepseek-v4": (
+        "DeepseekV4",
+        {
+            "num_key_value_heads": 1, "q_lora_rank": 32, "moe_intermediate_size": 64, "num_experts_per_tok": 2,
+            "n_routed_experts": 4, "hc_mult": 2, "sliding_window": 8, "o_groups": 2, "o_lora_rank": 16,
+            "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "rope_parameters": None,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "ssm_state_size": 8,
+            "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 8, "n_routed_experts": 4,
+            "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 32, "num_experts_per_tok": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        LATENT | {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 16, "linear_num_heads": 4,
+            "num_local_experts": 4, "n_shared_experts": 1, "pad_token_id": 0, "head_dim": None,
+        },
+    ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pad_token_id": 0,
+        },
+    ),
+    "hrm": (
+        "HrmText",
+        {
+            "H_cycles": 1, "L_cycles": 2, "prefix_lm": False, "num_hidden_layers": 2, "num_key_value_heads": 4,
+            "pad_token_id": 0,
+        },
+    ),
 }  # fmt: skip
 """Families without a file in `models/`, each rollout of which is a sequence of its own."""
 
@@ -250,14 +311,15 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
 
     name, changes = (FAMILIES | OTHERS | SEPARATE)[family]
     config = BASE | changes | {"vocab_size": vocab}
-    config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config")
+    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
+    config_class = getattr(transformers, f"{name}{text}Config")
     torch.manual_seed(1)
     values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{name}{head}")(config_class(**values)).float().eval()
     with torch.no_grad():
         for parameter in (*model.named_parameters(), *model.named_buffers()):
-            named = any(word in parameter[0] for word in ("norm", "bias", "sinks"))
+            named = any(word in parameter[0] for word in ("norm", "bias", "sinks", "layer_scalar"))
             if named and parameter[1].is_floating_point():
                 parameter[1].add_(torch.randn_like(parameter[1]) * 0.2)
     return model

@@ -54,17 +54,29 @@ class MlaFacts:
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """A published tensor of a model whose family has no file in `models/`."""
+    """A published tensor of a model whose family has no file in `models/`, or the box of one that one parameter of
+    transformers' modules holds, where several parameters are published as one tensor."""
 
     name: str
     """With `{layer}` and `{expert}`, where it is there once a layer or an expert."""
     shape: tuple[int, ...]
+    """The shape of the box."""
     layers: tuple[int, ...] = ()
     """The layers (from 0) that have it; empty: it is outside of them."""
     module: str = ""
     """The parameter of transformers' modules that holds it, where that has another name."""
     role: str = ""
     """Its `Role` of `models/matrices.py`, where transformers tells it."""
+    dtype: str = ""
+    """The dtype in which it is published, where it is stored and not trained. Empty: that of the model."""
+    tensor_shape: tuple[int, ...] = ()
+    """The shape of the whole tensor, where that is more than the box."""
+    tensor_start: tuple[int, ...] = ()
+    """Where the box begins in the tensor; empty: at its beginning."""
+    module_shape: tuple[int, ...] = ()
+    """The shape of the parameter, where that holds more than the box. Experts have an axis of their own in front."""
+    module_start: tuple[int, ...] = ()
+    """Where the box begins in the parameter, but for the axis of experts; empty: at its beginning."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def writes_nothing(config: dict[str, Any]) -> bool:
 
 def other_architecture(config: dict[str, Any]) -> str | None:
     """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
-    require_kinds(config)
+    require_kinds(config, by_layer=True)
     named = [str(name) for name in config.get("architectures") or ()]
     if len(named) != 1 or config.get("is_encoder_decoder") or sees(config) or writes_nothing(config):
         return None

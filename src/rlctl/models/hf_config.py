@@ -39,15 +39,19 @@ ACTIVATIONS = {
     "quick_gelu": ("silu", "quick_gelu"),
 }
 LISTS = frozenset({"architectures", "layer_types", "mlp_only_layers"})
+BY_LAYER = frozenset({"intermediate_size", "moe_intermediate_size", "num_experts"})
+"""Sizes that some configurations list for each layer (HunYuan, Gemma 3n)."""
 LARGEST, MOST = 1 << 31, 1 << 14
 ENUMERATED = frozenset({"num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"})
 
 
-def require_kinds(config: dict[str, Any]) -> None:
-    """Raise InputError naming the first key whose value is of another kind than every published configuration's."""
+def require_kinds(config: dict[str, Any], *, by_layer: bool = False) -> None:
+    """Raise InputError naming the first key whose value is of another kind than every published configuration's.
+    `by_layer`: some sizes may be lists."""
     for key, value in config.items():
-        expected = None if value is None else _expected(key, value)
-        if expected:
+        entries = value if by_layer and key in BY_LAYER and isinstance(value, list) else [value]
+        wrong = (_expected(key, entry) for entry in entries if entry is not None)
+        if expected := next((why for why in wrong if why), None):
             raise InputError(f"config.json: `{key}` is {value!r}; expected {expected}.", "Take the model's own file.")
 
 

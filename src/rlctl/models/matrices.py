@@ -63,12 +63,16 @@ class Role(StrEnum):
     MTP_HIDDEN_NORM = "mtp_hidden_norm"
     MTP_PROJECTION = "mtp_projection"
     MTP_FINAL_NORM = "mtp_final_norm"
+    STORED = "stored"
+    """Stored with the weights and never trained: a buffer of transformers' modules."""
     OTHER = "other"
     """Its family has no file, so that nothing is known of it."""
 
 
 FLOAT32_ROLES = frozenset({Role.EXPERT_BIAS})
 """Kept in float32 whatever the model's dtype: it is compared, not multiplied."""
+BUFFER_ROLES = frozenset({Role.EXPERT_BIAS, Role.STORED})
+"""Held by buffers of transformers' modules, which no optimizer sees."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Weight:
     stored: Stored | None = None
     offset: float = 0.0
     """The tensor holds the gain minus this number (Gemma's norms: 1)."""
+    dtype: str = ""
+    """The tensor's own dtype, where it is not that of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,7 @@ class Matrix:
     tensor_starts: tuple[int, ...]
     tensor_steps: tuple[int, ...]
     offset: float = 0.0
+    dtype: str = ""
 
 
 def sizes(facts: ModelFacts) -> dict[str, int]:
@@ -223,7 +230,8 @@ class ModelWeights:
         if weight.stored is None:
             n = len(shape)
             zeros, ones = (0,) * n, (1,) * n
-            return Matrix(weight.role, layer, expert, shape, name, shape, tuple(range(n)), zeros, ones, weight.offset)
+            more = (weight.offset, weight.dtype)
+            return Matrix(weight.role, layer, expert, shape, name, shape, tuple(range(n)), zeros, ones, *more)
         stored = weight.stored
         tensor_shape = tuple(evaluate(dim, known) for dim in stored.dims)
         starts = [0 if axis in stored.axes else expert or 0 for axis in range(len(tensor_shape))]
@@ -231,5 +239,5 @@ class ModelWeights:
         for i, axis in enumerate(stored.axes):
             starts[axis] = evaluate(stored.starts[i], known) if stored.starts else 0
             steps[axis] = stored.steps[i] if stored.steps else 1
-        place = (tuple(starts), tuple(steps))
-        return Matrix(weight.role, layer, expert, shape, name, tensor_shape, stored.axes, *place, weight.offset)
+        place = (tuple(starts), tuple(steps), weight.offset, weight.dtype)
+        return Matrix(weight.role, layer, expert, shape, name, tensor_shape, stored.axes, *place)

@@ -1,15 +1,13 @@
 """A model whose family has no file here: a list of its tensors takes the place of a family file's names.
 
-The list comes from transformers (`checkpoints/hf/model_facts.py`). Each tensor is one matrix, and how tensor
-parallelism divides it is not known.
+The list comes from transformers (`checkpoints/hf/published_tensors.py`). Each of its entries is one matrix, and how
+tensor parallelism divides it is not known.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
-from rlctl.models.facts import ModelFacts
-from rlctl.models.matrices import ModelWeights, Role, Weight
+from rlctl.models.facts import ListedTensor, ModelFacts
+from rlctl.models.matrices import ModelWeights, Role, Stored, Weight
 
 ROLES = {
     "model.norm.weight": Role.FINAL_NORM,
@@ -27,19 +25,18 @@ def weights(facts: ModelFacts) -> ModelWeights:
     layers: list[list[Weight]] = [[] for _ in range(facts.layers)]
     for tensor in facts.listed:
         role = Role(tensor.role) if tensor.role else ROLES.get(tensor.name.split("{layer}.")[-1], Role.OTHER)
-        weight = Weight(role, tensor.name, tuple(map(str, tensor.shape)))
+        weight = Weight(role, tensor.name, _dims(tensor.shape), _stored(tensor), dtype=tensor.dtype)
         for own in (layers[layer] for layer in tensor.layers) if tensor.layers else (once,):
             own.append(weight)
     return ModelWeights(facts, tuple(once), tuple(map(tuple, layers)))
 
 
-@cache
-def module_names(facts: ModelFacts) -> dict[str, str]:
-    """Published tensor -> the parameter of transformers' modules that holds it, where that has another name."""
-    experts = range(facts.moe.experts if facts.moe else 1)
-    found: dict[str, str] = {}
-    for tensor in facts.listed:
-        for layer in (tensor.layers or (0,)) if tensor.module else ():
-            own = tensor.module.format(layer=layer)
-            found |= {tensor.name.format(layer=layer, expert=expert): own for expert in experts}
-    return found
+def _dims(shape: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(map(str, shape))
+
+
+def _stored(tensor: ListedTensor) -> Stored | None:
+    """How a box lies in its tensor; None: it is the tensor."""
+    if not tensor.tensor_shape:
+        return None
+    return Stored(_dims(tensor.tensor_shape), tuple(range(len(tensor.shape))), _dims(tensor.tensor_start))

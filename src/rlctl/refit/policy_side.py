@@ -77,6 +77,8 @@ class RefitSender(ABC):
     """Mixed into a policy worker, which has `rank`, `parameters()` and `layouts()`."""
 
     rank: int
+    stored_alone: frozenset[str] = frozenset()
+    """Names in `parameters()` of tensors that no training changes."""
     _refit: SenderState | None = None
     _refit_made: dict[int, Staging] | None = None
     """Staging memory that this rank made, by channel."""
@@ -258,6 +260,8 @@ class RefitSender(ABC):
     def _perturb(self, world: World, seed: int, scale: float, share: float) -> None:
         held = {p.param: f"{p.tensor}{p.tensor_box}" for p in world.layout(self.rank).pieces}
         for name, parameter in self.parameters().items():
+            if name in self.stored_alone:
+                continue
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{held.get(name, name)}".encode()))
             noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if share < 1:

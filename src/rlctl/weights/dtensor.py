@@ -16,8 +16,7 @@ from functools import cached_property
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
-from rlctl.models.matrices import FLOAT32_ROLES, Matrix, Role
-from rlctl.models.other_families import module_names
+from rlctl.models.matrices import BUFFER_ROLES, Matrix, Role
 from rlctl.weights import hf
 from rlctl.weights.layout import Box, Layout, ParamSpec, Piece, Shape, Span, cut, whole
 from rlctl.weights.megatron import piece as piece_of
@@ -48,21 +47,21 @@ HEAD = "lm_head."
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\..*$")
 
 
-def module_name(facts: ModelFacts, tensor: str) -> str:
-    """The name of a published tensor in transformers' modules; of an expert's, that of all experts' stack. Mixtral's
-    blocks of experts have two names."""
-    if facts.listed:
-        return module_names(facts).get(tensor, tensor)
+def module_name(tensor: str) -> str:
+    """The name of a published tensor of a known family in transformers' modules; of an expert's, that of all experts'
+    stack. Mixtral's blocks of experts have two names."""
     return tensor.replace("block_sparse_moe", "mlp")
 
 
 def module_layout(facts: ModelFacts, dtype: str) -> Layout:
     """Every parameter of transformers' modules, whole: experts of a layer are in `gate_up_proj` [E, 2, I, H] and
-    `down_proj` [E, H, I]."""
+    `down_proj` [E, H, I], or, of a family without a file, in the shapes that transformers has."""
+    if facts.listed:
+        return _listed_layout(facts, dtype)
     plain = hf.layout(facts, dtype)
     stacked = {m.tensor: m for m in weights_of(facts).matrices if m.role in _STACKED and len(m.tensor_shape) == 2}
-    params = {module_name(facts, name): spec for name, spec in plain.params.items() if name not in stacked}
-    pieces = [p.renamed(p.tensor, module_name(facts, p.param)) for p in plain.pieces if p.tensor not in stacked]
+    params = {module_name(name): spec for name, spec in plain.params.items() if name not in stacked}
+    pieces = [p.renamed(p.tensor, module_name(p.param)) for p in plain.pieces if p.tensor not in stacked]
     for matrix in stacked.values():
         name, spec, own = _stack(facts, matrix, dtype)
         params[name] = spec
@@ -74,10 +73,29 @@ def _stack(facts: ModelFacts, matrix: Matrix, dtype: str) -> tuple[str, ParamSpe
     assert facts.moe is not None
     assert matrix.expert is not None
     module, part = _STACKED[matrix.role]
-    name = module_name(facts, matrix.tensor if facts.listed else _ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
+    name = module_name(_ONE_EXPERT.sub(f".experts.{module}", matrix.tensor))
     halves, starts = ((), ()) if part is None else ((2,), (part,))
     spec = ParamSpec((facts.moe.experts, *halves, *matrix.shape), dtype)
     return name, spec, piece_of(matrix, whole(matrix.shape), name, (matrix.expert, *starts, 0, 0))
+
+
+def _listed_layout(facts: ModelFacts, dtype: str) -> Layout:
+    """The layout of a family without a file: each entry of its list is a box of a tensor and of a parameter."""
+    params: dict[str, ParamSpec] = {}
+    pieces: list[Piece] = []
+    for tensor in facts.listed:
+        start, inside = (own or (0,) * len(tensor.shape) for own in (tensor.tensor_start, tensor.module_start))
+        box, at = (tuple(map(Span, begin, tensor.shape)) for begin in (start, inside))
+        stacked = facts.moe is not None and "{expert}" in tensor.name
+        spec = ParamSpec(tensor.module_shape or tensor.shape, tensor.dtype or dtype)
+        axes = (*((None,) if stacked else ()), *range(len(box)))
+        for layer in tensor.layers or (None,):
+            param = (tensor.module or tensor.name).format(layer=layer)
+            params[param] = spec
+            for expert in range(facts.moe.experts) if facts.moe and stacked else (None,):
+                lead = () if expert is None else (Span(expert, 1),)
+                pieces.append(Piece(tensor.name.format(layer=layer, expert=expert), box, param, (*lead, *at), axes))
+    return Layout(0, params, tuple(pieces))
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,8 @@ class DTensorWorld:
             return found
         # A bias of the head (Phi) is in the same module, which a critic's model does not have.
         heads = {m.tensor for m in weights_of(self.facts).outer if m.role is Role.HEAD}
-        own = tuple({HEAD, *(module_name(self.facts, name).removesuffix("weight") for name in heads)})
+        held = (piece.param for name in heads for piece in found.by_tensor[name])
+        own = tuple({HEAD, *(param.removesuffix("weight") for param in held)})
         params = {name: spec for name, spec in found.params.items() if not name.startswith(own)}
         return Layout(0, params, tuple(piece for piece in found.pieces if piece.param in params))
 
@@ -183,7 +202,7 @@ class DTensorWorld:
 
     def _sharded(self, name: str) -> bool:
         """Whether FSDP2 shards it: a buffer is whole on every rank."""
-        return self.roles[name] not in FLOAT32_ROLES
+        return self.roles[name] not in BUFFER_ROLES
 
     def _box(self, name: str, shape: Shape, tp: int, shard: int) -> Box:
         box = list(whole(shape))

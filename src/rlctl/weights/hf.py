@@ -14,14 +14,15 @@ from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
 def layout(
     facts: ModelFacts, dtype: str, copies: bool = False, published: Mapping[str, str] = MappingProxyType({})
 ) -> Layout:
-    """Every published tensor, whole; the router's correction bias stays in float32.
+    """Every published tensor, whole; the router's correction bias stays in float32, and a dtype of a tensor's own too.
 
     `copies` adds tensors that published files repeat (embedding and head next to multi-token-prediction layers);
     `published` names the dtypes of tensors that have another one than the rest of their files.
     """
     weights = weights_of(facts)
     wide = {matrix.tensor: "float32" for matrix in weights.matrices if matrix.role in FLOAT32_ROLES}
-    dtypes = wide | dict(published)
+    own = {matrix.tensor: matrix.dtype for matrix in weights.matrices if matrix.dtype}
+    dtypes = wide | own | dict(published)
     params = {name: ParamSpec(shape, dtypes.get(name, dtype)) for name, shape in weights.tensors.items()}
     pieces = [_whole_piece(name, name, spec) for name, spec in params.items()]
     for copy, name in weights.copies.items() if copies else ():

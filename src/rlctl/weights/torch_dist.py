@@ -211,13 +211,13 @@ def chunked(plain: Layout, chunks: list[Chunk]) -> Layout:
     """The layout whose params are the blocks of `chunks` instead of whole keys."""
     by_key: dict[str, dict[int, list[Piece]]] = {}
     for piece in plain.pieces:  # pieces of stacked keys by their first index, so that blocks meet only their own
-        first = piece.param_box[0]
+        first = piece.param_box[0] if piece.param_box else Span(0, 0)  # a single number
         by_key.setdefault(piece.param, {}).setdefault(first.start if first.count == 1 else -1, []).append(piece)
     params: dict[str, ParamSpec] = {}
     pieces: list[Piece] = []
     for chunk in chunks:
         params[chunk.name] = ParamSpec(tuple(span.count for span in chunk.box), plain.params[chunk.key].dtype)
-        index, first = by_key.get(chunk.key, {}), chunk.box[0]
+        index, first = by_key.get(chunk.key, {}), chunk.box[0] if chunk.box else Span(0, 0)
         near = [p for i in range(first.start, first.start + first.count) for p in index.get(i, ())] if index else []
         for piece in near + index.get(-1, []):
             part = cut(piece, chunk.name, chunk.box)

@@ -158,15 +158,17 @@ LONG = {
 NOT_TRAINED = {
     "olmo2": (
         {"architectures": ["Olmo2ForCausalLM"], "rope_parameters": DYNAMIC, "pad_token_id": 0},
-        "rotary frequencies \\(dynamic\\) depend on the longest rollout",
+        "vLLM computes rotary frequencies \\(dynamic\\) for the longest length always",
     ),
+    "gpt_neo": (
+        {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "attention_types": [[["global", "local"], 2]]},
+        "transformers cannot build this model: .*len\\(config.attention_layers\\)",
+    ),
+    "hrm_text": ({"architectures": ["HrmTextForCausalLM"]}, "not causal in a prompt \\(prefix_lm\\)"),
     "bert": ({"architectures": ["BertLMHeadModel"]}, "its attention is not causal"),
-    "nemotron_h": (
-        {
-            "architectures": ["NemotronHForCausalLM"], "layers_block_type": ["moe", "attention"],
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
-        },
-        "which rlctl does not follow",
+    "deepseek_v2": (
+        {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": None},
+        "how many experts a token has \\(num_experts_per_tok\\)",
     ),
 }  # fmt: skip
 
@@ -176,7 +178,8 @@ def test_what_cannot_be_trained_from_transformers_modules_is_refused(model_type:
     values, why = NOT_TRAINED[model_type]
     with pytest.raises(InputError, match=why) as raised:
         facts_in(config(tmp_path, model_type=model_type, **TINY | values))
-    assert values["architectures"][0] in raised.value.message  # type: ignore[index]
+    named = "transformers cannot build this model" in why or values["architectures"][0] in raised.value.message  # type: ignore[index]
+    assert named
     assert "docs/adding_a_model.md" in (raised.value.hint or "")
 
 
@@ -205,6 +208,48 @@ def test_longrope_is_trained_up_to_the_length_from_which_its_frequencies_change(
     values = {"architectures": ["Phi3ForCausalLM"], "rope_parameters": LONG, "pad_token_id": 0}
     values |= {"original_max_position_embeddings": 64}
     assert facts_in(config(tmp_path, model_type="phi3", **TINY | values)).max_length == 64
+
+
+HUNYUAN = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+PUBLISHED = {
+    "hunyuan_v1_moe": {
+        "architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16,
+        "moe_intermediate_size": [32, 32], "rope_scaling": HUNYUAN, "rope_theta": 10000.0, "pad_token_id": 0,
+    },
+    "phimoe": {
+        "architectures": ["PhiMoEForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "auto_map": {"AutoModelForCausalLM": "modeling_phimoe.PhiMoEForCausalLM"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", slowly(list(PUBLISHED), "phimoe"))
+def test_configurations_of_a_form_of_their_own_are_read_as_published(model_type: str, tmp_path: Path) -> None:
+    """Sizes by layer, rotary frequencies that are fixed by `alpha`, and the name of a repository's own class."""
+    values = PUBLISHED[model_type]
+    facts = facts_in(config(tmp_path, model_type=model_type, **TINY | values))
+    assert facts.listed
+    assert (facts.layers, facts.max_length) == (2, 128)
+    assert facts.family.lower() == str(values["architectures"][0]).lower()  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_convolutions_are_as_wide_as_what_they_convolve(tmp_path: Path) -> None:
+    """transformers gives them back in equal parts, whatever their widths are."""
+    values = {
+        "architectures": ["OlmoHybridForCausalLM"], "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32, "pad_token_id": 0,
+    }  # fmt: skip
+    listed = facts_in(config(tmp_path, model_type="olmo_hybrid", **TINY | values)).listed
+    found = {
+        tensor.name.split(".")[-2]: (tensor.shape, tensor.module_start) for tensor in listed if "conv" in tensor.name
+    }
+    assert found == {
+        "q_conv1d": ((32, 1, 4), (0, 0, 0)),
+        "k_conv1d": ((32, 1, 4), (32, 0, 0)),
+        "v_conv1d": ((64, 1, 4), (64, 0, 0)),
+    }
 
 
 FALCON = facts_of(

@@ -28,6 +28,8 @@ from rlctl.backends.rows import PackedRow, RowUnit
 from rlctl.checkpoints.hf.transformers_model import body_path, fill_buffers, head_of, layers_of, meta_model
 from rlctl.config.parallel import ParallelSpec
 from rlctl.errors import ConfigError, InputError
+from rlctl.models.families import weights_of
+from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.weights.dtensor import DTensorWorld
 
 ATTENTION = "rlctl_rows"
@@ -209,13 +211,14 @@ def build_model(
     frozen: frozenset[str],
     kind: type[PolicyModel] = PolicyModel,
 ) -> PolicyModel:
-    """This rank's part of the policy or its critic, with random weights; parameters named in `frozen` are not trained.
+    """This rank's part of the policy or its critic, with random weights; parameters named in `frozen`, and those that
+    transformers itself does not train (HRM's first state), are not trained.
 
     Raises InputError for a model whose buffers transformers cannot compute anew.
     """
     model = kind(_on_meta(spec, headless=kind is ValueModel), groups, spec)
     for name, parameter in model.inner.named_parameters():
-        parameter.requires_grad_(spec.teaches is None and name not in frozen)
+        parameter.requires_grad_(parameter.requires_grad and spec.teaches is None and name not in frozen)
     if spec.lora.rank:
         adapt(model.inner, world, spec.lora)
     if spec.router_replay:
@@ -223,10 +226,13 @@ def build_model(
     model.divide(world, groups.sharding["tp"], groups.experts["ep", "tp"] if groups.experts else None)
     if groups.experts is not None:
         spread(model.inner, world, groups.experts.get_group("ep"))
+    if spec.dtype == "bfloat16":
+        _compute_narrowly(model.inner, world)
     _recompute(model, spec.recompute)
     if spec.parallel.world_size > spec.parallel.tp or spec.dtype != "float32":
         _shard(model, groups, spec.dtype)
     model.to_empty(device=device)
+    _widen_buffers(model.inner, world)
     if not isinstance(model, FSDPModule) and kind is not ValueModel:
         model.inner.tie_weights()  # `to_empty` has made two of tied weights that FSDP2 does not hold
     fill_buffers(model.inner)
@@ -238,6 +244,36 @@ def build_model(
             local_part(model.head.weight).zero_()
     begin(model.inner, world, torch.distributed.get_rank(), spec.seed)
     return model.eval()  # no model is trained with dropout
+
+
+def _widen_buffers(inner: Any, world: DTensorWorld) -> None:
+    """Have stored buffers hold float32, as the parameters do: whatever their files hold is not rounded."""
+    for name, role in world.roles.items():
+        if role in BUFFER_ROLES:
+            module, _, own = name.rpartition(".")
+            buffer = inner.get_buffer(name)
+            inner.get_submodule(module)._buffers[own] = buffer.float() if buffer.is_floating_point() else buffer
+
+
+def _compute_narrowly(inner: Any, world: DTensorWorld) -> None:
+    """Have modules compute in bfloat16 with the stored buffers that have no dtype of their own, as FSDP2 does with
+    parameters."""
+    own = {matrix.tensor for matrix in weights_of(world.facts).matrices if matrix.dtype or matrix.role != Role.STORED}
+    names = [piece.param for piece in world.modules.pieces if piece.tensor not in own]
+    for path in {name.rpartition(".")[0] for name in names}:
+        module = inner.get_submodule(path)
+        leaves = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == path]
+        module.forward = partial(_narrowly, module, module.forward, leaves)
+
+
+def _narrowly(module: nn.Module, forward: Callable[..., Any], names: list[str], *args: Any, **kwargs: Any) -> Any:
+    """`forward` of a module whose buffers called `names` are bfloat16 for that moment."""
+    held = {name: module._buffers[name] for name in names}
+    module._buffers.update({name: None if value is None else value.bfloat16() for name, value in held.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._buffers.update(held)
 
 
 def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:

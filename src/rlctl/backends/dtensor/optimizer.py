@@ -15,9 +15,13 @@ from rlctl.backends.dtensor.backend import optimizer_values
 from rlctl.backends.dtensor.tensor_parallel import local_part
 from rlctl.backends.results import StepOutcome, squared_norm
 
+STATE_SPACE = ("A_log", "dt_bias", "D")
+"""Parameters of state-space layers that say how fast states fade. Mamba's own training does not decay them."""
+
 
 def build_optimizer(spec: PolicySpec, model: nn.Module) -> torch.optim.AdamW:
-    """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron."""
+    """AdamW of the trained parameters; norms and biases are not decayed, as in Megatron, and state-space layers' rates
+    are not either."""
     groups: dict[Any, dict[str, Any]] = {}
     norms = _in_norms(model)
     for name, parameter in model.named_parameters():
@@ -36,8 +40,8 @@ def _in_norms(model: nn.Module) -> set[str]:
 
 
 def _is_plain(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a vector, such as a norm's or a sink, or a bias (of all experts, one too)."""
-    return parameter.dim() == 1 or name.endswith("bias")
+    """Whether a parameter is a vector, such as a norm's or a sink, a bias (of all experts, one too), or a rate."""
+    return parameter.dim() == 1 or name.endswith("bias") or name.rpartition(".")[2] in STATE_SPACE
 
 
 def take_step(spec: PolicySpec, optimizer: torch.optim.AdamW, lr: float, weight_decay: float | None) -> StepOutcome:

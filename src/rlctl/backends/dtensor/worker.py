@@ -24,7 +24,7 @@ from rlctl.backends.rows import PackedRow
 from rlctl.checkpoints.megatron.megatron_model import names_modules
 from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_rank, require_policy
 from rlctl.errors import InputError
-from rlctl.models.matrices import Role
+from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.vector_math import warm_up
 from rlctl.weights.dtensor import DTensorWorld, module_name
 
@@ -66,7 +66,8 @@ class DTensorWorker(RankWithCritic):
         frozen = frozenset(routers if spec.freeze_router else ())
         self.model = build_model(spec, world, self.groups, self.device, frozen, self._kind)
         self.optimizer = build_optimizer(spec, self.model) if spec.teaches is None else None
-        self._buffers = [name for name in world.roles if name in dict(self.model.inner.named_buffers())]
+        self._buffers = [name for name, role in world.roles.items() if role in BUFFER_ROLES]
+        self.stored_alone = frozenset(name for name, role in world.roles.items() if role is Role.STORED)
         self._state_memory = HostMemory()
 
     @property
@@ -264,7 +265,7 @@ class DTensorWorker(RankWithCritic):
 
         world, named = self.layouts(), self.saved()
         stored, moments = load_adapters(directory, world.facts), moments_of(named, self._trainer())
-        tensors = {module_name(world.facts, tensor): tensor for tensor in stored.weights}
+        tensors = {module_name(tensor): tensor for tensor in stored.weights}
         for own, pairs in ((named, stored.weights), *((moments[name], stored.moments[name]) for name in moments)):
             for name, value in own.items():
                 module, _, which = name.rpartition(".")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.backends.base import Device, EngineSpec, resolve_dtype
-from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_head_sizes, packs_latent_attention
+from rlctl.backends.vllm.interfaces import cpu_experts_spread, cpu_has_kernel, cpu_head_sizes, packs_latent_attention
 from rlctl.config.schema import RlctlConfig
 from rlctl.errors import ConfigError
 from rlctl.models.constraints import require_engine_sizes
 from rlctl.models.facts import ModelFacts
+from rlctl.models.matrices import Role
 
 WORKER_EXTENSION = "rlctl.backends.vllm.weights.transfer.RlctlWorkerExtension"
 TRANSFER_BACKEND = "rlctl"
@@ -110,6 +111,11 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
         )
     if config.vllm.passed.get("enforce_eager") is False:
         raise ConfigError("vllm.enforce_eager = False: engines on a CPU do not compile the model.", "Leave it out.")
+    if layers := _without_cpu_kernel(facts):
+        raise ConfigError(
+            f"model.name: {config.model.name} has {layers}, for which this vLLM has kernels on GPUs alone.",
+            "Take another model, or run it on GPUs.",
+        )
     sizes = () if facts.mla is not None else cpu_head_sizes()  # latent attention has kernels of its own
     if sizes and facts.head_dim not in sizes:
         raise ConfigError(
@@ -117,6 +123,17 @@ def refuse_unsupported(config: RlctlConfig, facts: ModelFacts, device: Device, t
             f"attention for heads of size {', '.join(map(str, sizes))} alone.",
             "Take another model, or run it on GPUs.",
         )
+
+
+def _without_cpu_kernel(facts: ModelFacts) -> str:
+    """The layers of a model of another family that vLLM's build for CPUs does not compute; empty: there are none."""
+    scans = any(tensor.name.endswith(".A_log") and len(tensor.shape) > 1 for tensor in facts.listed)
+    if scans and not cpu_has_kernel("selective_scan_fwd"):
+        return "state-space layers of Mamba's first kind"
+    roles = {tensor.role for tensor in facts.listed}
+    if Role.EXPERT_UP in roles and Role.EXPERT_GATE not in roles:
+        return "experts without a gate"
+    return "layers of a gated delta rule" if facts.family == "OlmoHybridForCausalLM" else ""
 
 
 def _common_arguments(config: RlctlConfig, tp: int, dummy_weights: bool) -> dict[str, Any]:

@@ -179,6 +179,12 @@ def cpu_head_sizes() -> tuple[int, ...]:
     return tuple(one.value for one in returned[0].elts if isinstance(one, ast.Constant) and isinstance(one.value, int))
 
 
+def cpu_has_kernel(name: str) -> bool:
+    """Whether the compiled part of the installed vLLM knows a kernel of that name; True where there is no vLLM."""
+    package = installed_package()
+    return package is None or any(name.encode() in file.read_bytes() for file in package.glob("_C*.so"))
+
+
 def packs_latent_attention() -> bool:
     """Whether the installed vLLM has an attention for processors with AMX that packs weights of latent attention."""
     package = installed_package()

@@ -82,7 +82,8 @@ def open_hf_model(directory: Path, facts: ModelFacts | None = None) -> HuggingFa
             pieces += parts
             read.update(used)
             continue
-        stored = _checked(directory, _stored_name(name, facts, files), shape, files)
+        own_dtype = weights_of(facts).by_tensor[name][0].dtype
+        stored = _checked(directory, _stored_name(name, facts, files), shape, own_dtype, files)
         params[stored.name] = ParamSpec(stored.shape, stored.dtype)
         box = whole(shape)
         transforms = _readers(stored, files, block)
@@ -109,7 +110,9 @@ def _stored_name(name: str, facts: ModelFacts, files: SafetensorsDirectory) -> s
     return below if facts.listed and name not in files.tensors and below in files.tensors else name
 
 
-def _checked(directory: Path, name: str, shape: tuple[int, ...], files: SafetensorsDirectory) -> StoredTensor:
+def _checked(
+    directory: Path, name: str, shape: tuple[int, ...], own_dtype: str, files: SafetensorsDirectory
+) -> StoredTensor:
     stored = files.tensors.get(name)
     if stored is None:
         hint = "The configuration calls for it; is a shard absent?"
@@ -117,14 +120,14 @@ def _checked(directory: Path, name: str, shape: tuple[int, ...], files: Safetens
     if stored.shape != shape:
         found = list(stored.shape)
         raise InputError(f"{directory}: tensor {name} has shape {found}, but config.json implies {list(shape)}.")
-    if stored.dtype not in FLOATS and stored.dtype != "float8_e4m3fn":
+    if stored.dtype not in FLOATS and stored.dtype not in ("float8_e4m3fn", own_dtype):
         raise InputError(f"{directory}: tensor {name} has dtype {stored.dtype}, which is no weight format rlctl reads.")
     return stored
 
 
 def _readers(stored: StoredTensor, files: SafetensorsDirectory, block: list[int] | None) -> tuple[Transform, ...]:
     """Block-scaled float8 (`X.weight` with `X.weight_scale_inv`) is read through its scales."""
-    if stored.dtype in FLOATS:
+    if stored.dtype != "float8_e4m3fn":
         return ()
     scale = files.tensors.get(stored.name + SCALE)
     if scale is None:

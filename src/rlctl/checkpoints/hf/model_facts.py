@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors, stored_buffers
 from rlctl.checkpoints.hf.transformers_model import (
     body_path,
     fill_buffers,
@@ -35,27 +36,21 @@ from rlctl.models.matrices import Role
 
 WATCHED = "rlctl_watched"
 """The name of an attention that computes nothing and notes how it is called."""
-STACKS = {
-    "experts.gate_up_proj": (Role.EXPERT_GATE, Role.EXPERT_UP),
-    "experts.down_proj": (Role.EXPERT_DOWN,),
-}
-"""Modules that transformers makes of one published tensor for each expert and role: [E, 2 I, H] and [E, H, I]."""
-STACKING = (["MergeModulelist", "Concatenate"], ["MergeModulelist"])
-"""Names of the operations by which it does so, in the order of `STACKS`."""
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Rotary embeddings whose frequencies do not depend on the length of a row."""
 LONGROPE = "longrope"
 """The rotary embedding with other frequencies beyond its original length."""
+DYNAMIC = "dynamic"
+"""The one with other frequencies beyond the longest length that the configuration names. With `alpha` (HunYuan's) they
+are the same up to there in transformers and vLLM."""
 UNDERSTOOD = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "softcap", "row", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
 })  # fmt: skip
 """Arguments with which `row_attention` of the dtensor backend computes, and others that change nothing."""
-BIAS = ("score_correction_bias", "expert_bias")
-"""Ends of the names of buffers by which routers choose experts: they are stored, and kept in float32."""
-NOT_BUILT = (ValueError, OSError, ImportError, AttributeError, TypeError, AssertionError)
-"""Errors of transformers for a configuration of which it can build no model."""
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
+"""Names that configurations have for the number of experts that a token goes to."""
 NEXT = "A family can be added: one file in src/rlctl/models (docs/adding_a_model.md)."
 
 
@@ -65,10 +60,21 @@ def facts_in(directory: Path) -> ModelFacts:
     Raises InputError for an unknown architecture, and for one that cannot be trained from transformers' modules.
     """
     config = read_config(directory)
-    architecture = other_architecture(config)
-    if architecture is None or not _transformers_has(str(config.get("model_type")), architecture):
-        return facts_from_hf_config(config)
-    return _described(directory, json.dumps(config, sort_keys=True))
+    architecture, model_type = other_architecture(config), str(config.get("model_type"))
+    known = architecture and (_transformers_has(model_type, architecture) or _is_built_as(model_type, architecture))
+    return _described(directory, json.dumps(config, sort_keys=True)) if known else facts_from_hf_config(config)
+
+
+@cache
+def _is_built_as(model_type: str, architecture: str) -> bool:
+    """Whether the class that transformers builds of a model type has the architecture's name but for capitals: code of
+    a repository's own may spell it otherwise (PhiMoEForCausalLM). The table of classes is read without importing it."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return False
+    table = _text(Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py")
+    named = re.findall(rf'^ +\("{re.escape(model_type)}", "(\w+)"\),', table, re.MULTILINE)
+    return any(name.lower() == architecture.lower() for name in named)
 
 
 @cache
@@ -101,12 +107,14 @@ def _described(directory: Path, _config: str) -> ModelFacts:
     answer = json.loads(done.stdout.splitlines()[-1])
     if "message" in answer:
         raise InputError(answer["message"], answer["hint"])
-    listed = tuple(
-        ListedTensor(**tensor | {"shape": tuple(tensor["shape"]), "layers": tuple(tensor["layers"])})
-        for tensor in answer.pop("listed")
-    )
+    rows: list[dict[str, Any]] = answer.pop("listed")
+    listed = tuple(ListedTensor(**{key: _as_tuple(value) for key, value in row.items()}) for row in rows)
     plain = {key: value for key, value in answer.items() if value is not None}
     return facts_of(plain | {"listed": listed})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 # A family without a file
@@ -134,7 +142,7 @@ def describe(directory: Path) -> ModelFacts:
         inner = _built_plainly(directory)
         _require_head(inner)
     fill_buffers(_with_buffers(inner))
-    config, listed = inner.config, tuple(_listed(inner))
+    config, listed = inner.config, _listed(inner, directory)
     calls = [] if unpacked else calls
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     windows = {int(window) for call in calls if (window := call.told.get("sliding_window")) is not None}
@@ -168,24 +176,18 @@ def _built(directory: Path) -> tuple[Any, str]:
     other attention. Raises InputError where transformers cannot build it."""
     try:
         return meta_model(directory, WATCHED), ""
-    except KeyError as error:
-        if error.args != (WATCHED,):  # the model looks its attention up in a table of its own
-            raise _not_built(directory, error) from error
-    except NOT_BUILT:
-        pass
-    return _built_plainly(directory), "its layers do not go through transformers' attention interface"
+    except Exception:  # noqa: BLE001 - it may look its attention up in a table of its own; the next line says what else
+        return _built_plainly(directory), "its layers do not go through transformers' attention interface"
 
 
 def _built_plainly(directory: Path) -> Any:
+    """The model as transformers has it. Raises InputError with whatever transformers says of its configuration."""
     try:
         return meta_model(directory, None)
-    except (KeyError, *NOT_BUILT) as error:
-        raise _not_built(directory, error) from error
-
-
-def _not_built(directory: Path, error: Exception) -> InputError:
-    why = f"{directory}: transformers cannot build this model: {type(error).__name__}: {error}"
-    return InputError(why.splitlines()[0], NEXT)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        why = f"{directory}: transformers cannot build this model: {type(error).__name__}: {said}"
+        raise InputError(why, NEXT) from error
 
 
 def _problems(inner: Any) -> Iterator[str]:
@@ -197,22 +199,17 @@ def _problems(inner: Any) -> Iterator[str]:
         yield "its layers have no one size (`hidden_size`)"
     if any(getattr(module, "is_causal", None) is False for module in layers_of(inner).modules()):
         yield "its attention is not causal"
-    if kept := [name for name in _stored_buffers(inner) if not name.endswith(BIAS)]:
-        yield f"{kept[0]} is stored and not trained"
+    if getattr(inner.config, "prefix_lm", False):
+        yield "its attention is not causal in a prompt (prefix_lm)"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
         yield f"{scalars[0]} is a single number, which FSDP2 cannot shard"
     if shared := _shared(inner):
         yield f"{shared} is the same parameter as another layer's"
-    if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE}:
-        yield f"its rotary frequencies ({min(ropes)}) depend on the longest rollout of a row, and vLLM's on no rollout"
+    if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
+        yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
+    if DYNAMIC in _ropes(inner) and not inner.config.rope_parameters.get("alpha"):
+        yield "vLLM computes rotary frequencies (dynamic) for the longest length always, transformers for a rollout's"
     yield from _valueless(inner)
-    yield from _changed_tensors(inner)
-
-
-def _stored_buffers(inner: Any) -> dict[str, Any]:
-    """Buffers that checkpoints hold, such as what routers add to choose experts by."""
-    buffers = dict(inner.named_buffers())
-    return {name: buffers[name] for name in inner.state_dict() if name in buffers}
 
 
 def _shared(inner: Any) -> str:
@@ -241,7 +238,8 @@ def _ropes(inner: Any) -> set[str]:
 
 
 def _max_length(inner: Any) -> int:
-    """Tokens that a rollout may have. Up to the original length, longrope's frequencies are always its short ones."""
+    """Tokens that a rollout may have. Up to the original length, longrope's frequencies are always its short ones, and
+    dynamic ones do not change."""
     limit = int(getattr(inner.config, "max_position_embeddings", None) or 2048)
     if LONGROPE not in _ropes(inner):
         return limit
@@ -376,117 +374,32 @@ def _with_buffers(inner: Any) -> Any:
     return inner
 
 
-# The published tensors
-
-
-def _conversions(inner: Any) -> list[Any]:
-    """How transformers changes the tensors of the files to its own, or renames them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return get_model_conversion_mapping(inner, add_legacy=False)
-
-
-def _changed_tensors(inner: Any) -> Iterator[str]:
-    """Ways in which transformers changes the tensors of the files, other than naming them and stacking experts.
-
-    It keeps them by model type. One that makes no tensor of this model (a Granite 4 without experts) changes nothing.
-    """
-    names = list(inner.state_dict())
-    for change in _conversions(inner):
-        targets, sources = (list(getattr(change, f"{side}_patterns")) for side in ("target", "source"))
-        operations = [type(operation).__name__ for operation in getattr(change, "operations", ())]
-        if not operations or not any(_is_made(name, target) for target in targets for name in names):
-            continue
-        stack = next((stack for stack in STACKS if len(targets) == 1 and targets[0].endswith(stack)), None)
-        expected = dict(zip(STACKS, STACKING, strict=True)).get(stack or "")
-        if stack is None or operations != expected or len(sources) != len(STACKS[stack]):
-            yield f"transformers makes {targets[0]} of {', '.join(sources)}, which rlctl does not follow"
-
-
-def _is_made(name: str, target: str) -> bool:
-    """Whether a conversion's target can be in a tensor's name; the target may hold a number of an expert or a group of
-    what it was made from."""
-    pattern = re.escape(target).replace(re.escape("*"), ".*").replace(re.escape(r"\1"), ".*")
-    return re.search(pattern, name) is not None
-
-
-def _listed(inner: Any) -> Iterator[ListedTensor]:
-    """The published tensors that the parameters are made of."""
-    own_path, layers = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\."), dict[ListedTensor, list[int]]()
-    stacked = _stacked_names(inner)
-    held = dict(inner.named_parameters()) | _stored_buffers(inner)
-    published = _plain_names(inner, {name: value for name, value in held.items() if name not in stacked})
-    roles: dict[str, Role] = {f"{head_path(inner)}.weight": Role.HEAD, _embedding_name(inner): Role.EMBEDDING}
-    roles |= dict.fromkeys(_stored_buffers(inner), Role.EXPERT_BIAS)
-    for module, parameter in held.items():
-        found = own_path.match(module)
-        layer = int(found[1]) if found else None
-        shape, path = tuple(parameter.shape), _template(module, layer)
-        if names := stacked.get(module):
-            shape = (shape[1] // len(names), shape[2])
-        for full_name, role in names.items() if names else [(published[module], roles.get(module, ""))]:
-            name = _template(full_name, layer)
-            tensor = ListedTensor(name, shape, module="" if path == name else path, role=str(role))
-            layers.setdefault(tensor, []).extend([] if layer is None else [layer])
-    for tensor, own in layers.items():
-        yield replace(tensor, layers=tuple(own))
-
-
-def _embedding_name(inner: Any) -> str:
-    table = inner.get_input_embeddings()
-    return next((f"{path}.weight" for path, module in inner.named_modules() if module is table), "")
-
-
-def _template(name: str, layer: int | None) -> str:
-    """A tensor's name with `{layer}` in place of the layer's number."""
-    return name if layer is None else re.sub(rf"(^|\.){layer}(?=\.)", r"\1{layer}", name, count=1)
-
-
-def _plain_names(inner: Any, held: dict[str, Any]) -> dict[str, str]:
-    """Parameter or buffer -> the name under which it is published, of those that are published as they are."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own = {id(value): name for name, value in held.items()}
-    return {own[id(value)]: name for name, value in revert_weight_conversion(inner, dict(held)).items()}
-
-
-def _stacked_names(inner: Any) -> dict[str, dict[str, Role]]:
-    """Parameter of all experts of a layer -> the published tensors, with `{expert}`, and the role of each.
-
-    transformers itself takes small tensors apart, whose values say what they stand for.
-    """
+def _listed(inner: Any, directory: Path) -> tuple[ListedTensor, ...]:
+    """The published tensors. A stored buffer that is not of bfloat16 in a model of bfloat16 has a dtype of its own."""
     import torch
-    from transformers.core_model_loading import revert_weight_conversion
 
-    targets = [target for change in _conversions(inner) if hasattr(change, "operations") for target in
-               change.target_patterns]  # fmt: skip
-    codes, meanings = dict[str, Any](), list[tuple[str, int, Role]]()
-    for name, parameter in inner.named_parameters():
-        roles = next((roles for stack, roles in STACKS.items() if name.endswith(stack)), ())
-        if roles and any(_is_made(name, target) for target in targets):
-            own = [(name, expert, role) for expert in range(parameter.shape[0]) for role in roles]
-            codes[name] = len(meanings) + torch.arange(len(own)).view(-1, len(roles), 1)
-            meanings += own
-    found: dict[str, dict[str, Role]] = {name: {} for name in codes}
-    for published, value in revert_weight_conversion(inner, codes).items() if codes else ():
-        name, expert, role = meanings[int(value.reshape(-1)[0])]
-        found[name][re.sub(rf"\.experts\.{expert}\.", ".experts.{expert}.", published)] = role
-    for name, names in found.items():
-        if len(names) != len(set(names.values())):
-            raise _refusal(type(inner).__name__, f"how {name} is published cannot be followed")
-    return found
+    dtypes = dict[str, str]()
+    if buffers := stored_buffers(inner):
+        named = {name: str(b.dtype) for name, b in meta_model(directory, None, torch.bfloat16).named_buffers()}
+        dtypes = {name: own for name in buffers if (own := named[name].removeprefix("torch.")) != "bfloat16"}
+    try:
+        return listed_tensors(inner, dtypes)
+    except CannotFollowError as error:
+        raise _refusal(type(inner).__name__, error.message) from error
 
 
 def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
     """Experts, where transformers stacks them."""
-    gates = [tensor for tensor in listed if tensor.role == Role.EXPERT_GATE]
-    if not gates:
+    ups = [tensor for tensor in listed if tensor.role == Role.EXPERT_UP]
+    if not ups:
         return None
-    with_experts = {layer for tensor in gates for layer in tensor.layers}
-    first = gates[0].module.format(layer=gates[0].layers[0])
+    with_experts = {layer for tensor in ups for layer in tensor.layers}
     dense = tuple(i for i in range(len(layers_of(inner))) if i not in with_experts)
-    experts = inner.get_parameter(first).shape[0]
-    return MoeFacts(experts, int(inner.config.num_experts_per_tok), gates[0].shape[0], dense_layers=dense)
+    chosen = next((value for name in CHOSEN if (value := getattr(inner.config, name, None))), None)
+    if chosen is None:
+        raise _refusal(type(inner).__name__, f"its config.json does not say how many experts a token has ({CHOSEN[0]})")
+    per_token = max(chosen) if isinstance(chosen, list | tuple) else int(chosen)
+    return MoeFacts(ups[0].module_shape[0], per_token, ups[0].shape[0], dense_layers=dense)
 
 
 def _main(directory: str) -> None:

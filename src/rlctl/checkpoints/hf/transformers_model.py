@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def meta_model(directory: Path, attention: str | None, *, headless: bool = False) -> Any:
+def meta_model(directory: Path, attention: str | None, dtype: Any = None, *, headless: bool = False) -> Any:
     """The transformers model of a directory's configuration, without memory for its tensors, and `headless` without an
-    output layer. `attention` is transformers' name of the one to use; None: the model's own choice."""
+    output layer. `attention` is transformers' name of the one to use; None: the model's own choice. `dtype` is that of
+    its tensors; None: float32."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = copy.deepcopy(AutoConfig.from_pretrained(directory))
-    config.tie_word_embeddings = config.tie_word_embeddings and not headless
+    config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) and not headless
     with torch.device("meta"):
-        inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        inner = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, attn_implementation=attention)
     if headless:
         parent, _, name = head_path(inner).rpartition(".")
         delattr(inner.get_submodule(parent), name)
@@ -124,7 +125,8 @@ def fill_buffers(inner: Any) -> None:
             buffer.fill_(_no_value(buffer))  # so that one which transformers leaves out is found
         _compute_buffers(inner)
         if any(_is_unset(buffer).any() for name, buffer in computed.items() if name not in truths):
-            inner._init_weights(inner.get_submodule(body_path(inner)))  # which computes those of Falcon-H1's layers
+            body = inner.get_submodule(body_path(inner))
+            (body if hasattr(body, "_init_weights") else inner)._init_weights(body)  # Falcon-H1's layers, Gemma 3n's
         first = {name: buffer.clone() for name, buffer in truths.items()}
         for buffer in truths.values():  # no truth value says that there is none: one that was set is set again
             buffer.logical_not_()
@@ -138,11 +140,14 @@ def fill_buffers(inner: Any) -> None:
 
 
 def _compute_buffers(inner: Any) -> None:
-    for module in inner.modules():
+    """Have the innermost model around each module compute its buffers: some need what that model alone knows."""
+    models = {path: module for path, module in inner.named_modules() if hasattr(module, "_init_weights")}
+    for path, module in inner.named_modules():
         if not list(module.buffers(recurse=False)):
             continue
         if not list(module.parameters(recurse=False)):
-            inner._init_weights(module)
+            around = [name for name in models if not name or f"{path}.".startswith(f"{name}.")]
+            models[max(around, key=len)]._init_weights(module)
         elif hasattr(module, "embed_scale"):  # Gemma's embedding
             module.embed_scale.fill_(module.scalar_embed_scale)
 

@@ -109,7 +109,7 @@ def _of_modules(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The adapters of transformers' modules, which are those of published tensors already."""
     shapes = {matrix.tensor: matrix.tensor_shape for matrix in weights_of(facts).matrices}
-    tensors = {module_name(facts, tensor): tensor for tensor in shapes}
+    tensors = {module_name(tensor): tensor for tensor in shapes}
     pairs = {}
     for key in whole:
         module, _, which = key.rpartition(".")

@@ -65,6 +65,9 @@ def expert_parameters(facts: ModelFacts) -> int:
     """Parameters of one routed expert."""
     if facts.moe is None:
         return 0
+    if facts.listed:
+        sizes = {t.role: prod(t.shape) for t in facts.listed if "{expert}" in t.name}  # not every family's have a gate
+        return sum(sizes.values())
     width = facts.moe.expert_intermediate
     bias = 2 * width + facts.hidden if facts.family == "gpt_oss" else 0
     return 3 * facts.hidden * width + bias

@@ -6,7 +6,7 @@ their sizes, how each module keeps its matrices, and which parameters it does no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -170,13 +170,22 @@ def sites(model: torch.nn.Module) -> Sites:
     return Sites(found, opaque, unreadable, tuple(unknown))
 
 
-def matched(every: Sites, sent: Collection[str], loaded: Collection[str]) -> Sites:
+def stored_buffers(model: torch.nn.Module, sent: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The buffers of a model of another family that hold tensors of those names and shapes. The loader fills them."""
+    if not sent or compat.is_of_known_family(model):
+        return {}
+    every = ((name, buffer) for name, buffer in model.named_buffers() if buffer is not None)
+    return {name: buffer for name, buffer in every if sent.get(name) == tuple(buffer.shape)}
+
+
+def matched(every: Sites, sent: Collection[str], loaded: Collection[str], buffers: Collection[str]) -> Sites:
     """The sites of a model that is sent the tensors `sent`, the ones in `loaded` through its own loader. Where a layer
-    is called otherwise than its tensors, nobody but the loader knows which is where: such tensors cannot be read."""
+    is called otherwise than its tensors, nobody but the loader knows which is where: such tensors cannot be read,
+    except for those in `buffers`."""
     if not loaded:
         return every
     found = [site for site in every.found if all(part.tensor in sent for part in site.parts)]
-    held = {part.tensor for site in (*found, *every.opaque) for part in site.parts}
+    held = {*(part.tensor for site in (*found, *every.opaque) for part in site.parts), *buffers}
     lost = [tensor for tensor in loaded if tensor not in held]
     unreadable = every.unreadable | dict.fromkeys(lost, "has no place that is known: vLLM calls it otherwise")
     return Sites(found, every.opaque, unreadable, (*every.unknown, *lost))
@@ -199,9 +208,10 @@ def elsewhere(model: torch.nn.Module) -> list[str]:
     return found
 
 
-def dtypes(model: torch.nn.Module) -> dict[str, str]:
+def dtypes(model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The dtype of each published tensor in the engine: a router's correction bias is float32 among bfloat16."""
-    return {part.tensor: dtype_name(site) for site in sites(model).found for part in site.parts}
+    own = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
+    return own | {part.tensor: dtype_name(site) for site in sites(model).found for part in site.parts}
 
 
 def dtype_name(site: Site) -> str:

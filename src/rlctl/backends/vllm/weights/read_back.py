@@ -5,7 +5,7 @@ Spoiling is kept apart from writing (`write.py`), so that it cannot forget what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -87,7 +87,14 @@ def values(found: list[Site], tensor: str) -> Iterator[tuple[str, tuple[int, ...
                 yield f"{site.path} (repacked)", part.start, site.box(part, whole).float().numpy()
 
 
-# Buffers: no refit sends them, and every refit must leave them as they were
+def read_stored(buffers: Mapping[str, torch.Tensor]) -> Iterator[Reading]:
+    """Fingerprints of buffers that hold published tensors."""
+    for name, buffer in buffers.items():
+        shape = tuple(buffer.shape)
+        yield Reading(name, shape, (0,) * len(shape), shape, _fingerprint(buffer), name)
+
+
+# The other buffers: no refit sends them, and every refit must leave them as they were
 
 
 def record_buffers(model: torch.nn.Module) -> Expected:
@@ -118,10 +125,12 @@ def _require_right(name: str, table: torch.Tensor, computed: torch.Tensor) -> No
     )
 
 
-def read_buffers(model: torch.nn.Module) -> Iterator[Reading]:
-    """The value of each buffer, and the one that it must have."""
+def read_buffers(model: torch.nn.Module, stored: Collection[str] = ()) -> Iterator[Reading]:
+    """The value of each buffer that is not among the `stored` ones, and the value that it must have."""
     expected = record_buffers(model)
     for name, buffer in _buffers(model):
+        if name in stored:
+            continue
         shape = tuple(buffer.shape)
         value, wanted = _fingerprint(buffer), expected.get((name, buffer.dtype), 0)
         yield Reading(name, shape, (0,) * len(shape), shape, value, name, expected=wanted)
@@ -149,8 +158,9 @@ def _fingerprint(buffer: torch.Tensor) -> int:
 # Spoiling: a refit that compares equal afterwards wrote every weight
 
 
-def poison(model: torch.nn.Module) -> int:
-    """Fill what is made of weights with not-a-number; return how many tensors. Buffers, which no refit sends, stay."""
+def poison(model: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> int:
+    """Fill what is made of weights with not-a-number, and the `stored` buffers, which refits send; return how many
+    tensors that are. The other buffers stay."""
     abandon(model)  # parameters of an interrupted reload are not in place
     every = sites(model)
     known = {site.full_name for site in every.found}
@@ -166,7 +176,10 @@ def poison(model: torch.nn.Module) -> int:
     for parameter in unknown:
         if parameter.is_floating_point():
             parameter.data.fill_(float("nan"))
-    return len(every.found) + len(unknown)
+    floating = [buffer for buffer in stored.values() if buffer.is_floating_point()]
+    for buffer in floating:
+        buffer.fill_(float("nan"))
+    return len(every.found) + len(unknown) + len(floating)
 
 
 def _poison_latent_halves(site: Site) -> None:

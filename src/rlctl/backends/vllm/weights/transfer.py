@@ -108,11 +108,17 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         in a known family, whose names have to be right."""
         if not hasattr(self, "assignment") or compat.is_of_known_family(self.model):
             return every
-        return locate.matched(every, {row[0] for row in self.info.table}, self.assignment.loaded)
+        sent = {row[0] for row in self.info.table}
+        return locate.matched(every, sent, self.assignment.loaded, self.stored_buffers())
+
+    def stored_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that refits fill; none before `init_info` came."""
+        table = self.info.table if hasattr(self, "assignment") else ()
+        return locate.stored_buffers(self.model, {name: tuple(shape) for name, _, shape in table})
 
     def _as_held(self, table: Sequence[TensorRow]) -> list[TensorRow]:
         """`table` with the dtypes in which the model holds the tensors: the loader would widen what came rounded."""
-        held = locate.dtypes(self.model) if table else {}
+        held = locate.dtypes(self.model, self.stored_buffers()) if table else {}
         return [(name, held.get(name, dtype), shape) for name, dtype, shape in table]
 
     def connect(self, connection: Connection, name: str) -> None:
@@ -253,17 +259,24 @@ class RlctlWorkerExtension:
         model = self.model_runner.get_model()
         every = self.weight_transfer_engine.matched(locate.sites(model))
         found, unread = every.found, read_back.unread(every)
+        stored = self.weight_transfer_engine.stored_buffers()
         if tensors is not None:
             wanted = set(tensors)
-            return [*read_back.read([s for s in found if any(p.tensor in wanted for p in s.parts)]), *unread]
-        return [*read_back.read(found), *read_back.read_buffers(model), *unread]
+            own = {name: buffer for name, buffer in stored.items() if name in wanted}
+            chosen = [s for s in found if any(p.tensor in wanted for p in s.parts)]
+            return [*read_back.read(chosen), *read_back.read_stored(own), *unread]
+        kept = read_back.read_buffers(model, stored)
+        return [*read_back.read(found), *read_back.read_stored(stored), *kept, *unread]
 
     def rlctl_values(self, tensor: str) -> list[tuple[str, tuple[int, ...], Any]]:
+        stored = self.weight_transfer_engine.stored_buffers()
+        if tensor in stored:
+            return [(tensor, (0,) * stored[tensor].dim(), stored[tensor].float().cpu().numpy())]
         return list(read_back.values(locate.sites(self.model_runner.get_model()).found, tensor))
 
     def rlctl_poison(self) -> int:
         self.weight_transfer_engine.applied = None
-        return read_back.poison(self.model_runner.get_model())
+        return read_back.poison(self.model_runner.get_model(), self.weight_transfer_engine.stored_buffers())
 
     def rlctl_restart_update(self) -> None:
         """Forget an update that was begun and never finished."""

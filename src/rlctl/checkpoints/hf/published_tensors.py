@@ -1,0 +1,286 @@
+"""The published tensors that the parameters and stored buffers of a model of transformers are made of.
+
+transformers is asked to give back what it would save. A parameter that comes back as it is has at most another name.
+Where one does not (stacked experts, gate and up in one, convolutions of queries, keys and values in one), transformers
+is given small tensors of codes in its place: those that come back say which box of which parameter lies where.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.hf.transformers_model import head_path, layers_path
+from rlctl.errors import RlctlError
+from rlctl.models.facts import ListedTensor
+from rlctl.models.matrices import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STACKS = {
+    "gate_up_proj": (Role.EXPERT_GATE, Role.EXPERT_UP),
+    "up_proj": (Role.EXPERT_UP,),
+    "down_proj": (Role.EXPERT_DOWN,),
+}
+"""Parameters of all experts of a layer, and what each expert's published tensors are, in the order of their rows."""
+BIAS = ("score_correction_bias", "expert_bias")
+"""Ends of the names of buffers by which routers choose experts: they are stored, and kept in float32."""
+CODES = 1 << 27
+"""The most elements that the codes of a parameter may have."""
+
+
+class CannotFollowError(RlctlError):
+    """It is not known how a parameter is published."""
+
+
+def stored_buffers(inner: Any) -> dict[str, Tensor]:
+    """Buffers that checkpoints hold, such as what routers add to choose experts by."""
+    buffers = dict(inner.named_buffers())
+    return {name: buffers[name] for name in inner.state_dict() if name in buffers}
+
+
+def listed_tensors(inner: Any, dtypes: dict[str, str]) -> tuple[ListedTensor, ...]:
+    """The published tensors; `dtypes` are those of stored buffers that do not have the model's.
+
+    Raises CannotFollowError with the reason, as a clause about the model, where one cannot be told.
+    """
+    own_path = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\.")
+    buffers = stored_buffers(inner)
+    held = dict(inner.named_parameters()) | buffers
+    names, saved = _given_back(inner, held)
+    changed = held.keys() - names.keys()
+    boxes = _boxes(inner, {name: held[name] for name in held if name in changed}, own_path, saved)
+    roles: dict[str, Role] = {f"{head_path(inner)}.weight": Role.HEAD, _embedding_name(inner): Role.EMBEDDING}
+    roles |= {name: Role.EXPERT_BIAS if name.endswith(BIAS) else Role.STORED for name in buffers}
+    layers: dict[ListedTensor, list[int]] = {}
+    for module, parameter in held.items():
+        layer = _layer(module, own_path)
+        path, role, dtype = _template(module, layer), str(roles.get(module, "")), dtypes.get(module, "")
+        if module not in changed:
+            name = _template(names[module], layer)
+            found = [ListedTensor(name, tuple(parameter.shape), module="" if path == name else path)]
+        else:
+            found = boxes[path, tuple(parameter.shape)]
+        for tensor in found:
+            tensor = replace(tensor, role=tensor.role or role, dtype=dtype)
+            layers.setdefault(tensor, []).extend([] if layer is None else [layer])
+    return tuple(replace(tensor, layers=tuple(own)) for tensor, own in layers.items())
+
+
+def _embedding_name(inner: Any) -> str:
+    table = inner.get_input_embeddings()
+    return next((f"{path}.weight" for path, module in inner.named_modules() if module is table), "")
+
+
+def _layer(name: str, own_path: re.Pattern[str]) -> int | None:
+    found = own_path.match(name)
+    return int(found[1]) if found else None
+
+
+def _template(name: str, layer: int | None) -> str:
+    """A tensor's name with `{layer}` in place of the layer's number."""
+    return name if layer is None else re.sub(rf"(^|\.){layer}(?=\.)", r"\1{layer}", name, count=1)
+
+
+def _saved(inner: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        return revert_weight_conversion(inner, dict(values))
+    except Exception as error:
+        why = f"transformers cannot say how its tensors are published: {type(error).__name__}: {error}"
+        raise CannotFollowError(why.splitlines()[0]) from error
+
+
+def _given_back(inner: Any, held: dict[str, Tensor]) -> tuple[dict[str, str], set[str]]:
+    """The published name of each parameter that is published as it is, and every published name."""
+    own = {id(value): name for name, value in held.items()}
+    saved = _saved(inner, held)
+    return {own[id(value)]: name for name, value in saved.items() if id(value) in own}, set(saved)
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """A parameter in whose place codes are given: `base`, and on from there one for each element of `shape`, in which
+    axes that nothing divides are short."""
+
+    name: str
+    full: tuple[int, ...]
+    shape: tuple[int, ...]
+    base: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
+    def values(self) -> Tensor:
+        import torch
+
+        return self.base + torch.arange(prod(self.shape)).view(self.shape)
+
+
+def _boxes(
+    inner: Any, changed: dict[str, Tensor], own_path: re.Pattern[str], published: set[str]
+) -> dict[tuple[str, tuple[int, ...]], list[ListedTensor]]:
+    """(parameter with `{layer}`, its shape) -> the boxes of published tensors that it holds. One layer of each kind is
+    looked at."""
+    groups: dict[int | None, list[str]] = {}
+    for name in changed:
+        groups.setdefault(_layer(name, own_path), []).append(name)
+    kinds: dict[Any, list[int | None]] = {}
+    for layer, own in groups.items():
+        kinds.setdefault(frozenset((_template(name, layer), tuple(changed[name].shape)) for name in own), []).append(
+            layer
+        )
+    found: dict[tuple[str, tuple[int, ...]], list[ListedTensor]] = {}
+    for layers in kinds.values():
+        first = layers[0]
+        for name, boxes in _decoded(inner, {name: changed[name] for name in groups[first]}).items():
+            tensors = [replace(box, name=_template(box.name, first), module=_template(name, first)) for box in boxes]
+            own = found.setdefault((_template(name, first), tuple(changed[name].shape)), [])
+            own += [tensor for tensor in dict.fromkeys(tensors) if tensor not in own]
+            missing = [box.name for box in own for at in layers if box.name.format(layer=at, expert=0) not in published]
+            if missing:
+                raise CannotFollowError(f"transformers publishes {missing[0]} otherwise in another layer")
+    return found
+
+
+def _decoded(inner: Any, parameters: dict[str, Tensor]) -> dict[str, list[ListedTensor]]:
+    """Parameter -> the boxes of published tensors that it holds, by where they begin in it."""
+    coded, base = list[_Coded](), 0
+    divided = _divided_axes(inner)
+    for name, parameter in parameters.items():
+        full = tuple(parameter.shape)
+        shape = tuple(size if axis in divided else min(size, 2) for axis, size in enumerate(full))
+        if prod(shape) > CODES:
+            raise CannotFollowError(f"{name} is too large to be taken apart")
+        coded.append(_Coded(name, full, shape, base))
+        base += prod(shape)
+    found: dict[str, list[ListedTensor]] = {one.name: [] for one in coded}
+    for published, codes in _saved(inner, {one.name: one.values() for one in coded}).items():
+        for one, box in _parts(published, codes, coded):
+            found[one.name].append(box)
+    for one in coded:
+        covered = sum(prod(box.shape) for box in found[one.name])
+        if covered != prod(one.full):
+            raise CannotFollowError(f"{covered} of the {prod(one.full)} elements of {one.name} are published")
+    return {name: _with_roles(name, _true_widths(name, boxes, inner)) for name, boxes in found.items()}
+
+
+def _divided_axes(inner: Any) -> set[int]:
+    """The axes along which transformers divides parameters or puts them together."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    changes = get_model_conversion_mapping(inner, add_legacy=False)
+    operations = [operation for change in changes for operation in getattr(change, "operations", ())]
+    return {axis for operation in operations for axis in (getattr(operation, "dim", None),) if isinstance(axis, int)}
+
+
+def _parts(published: str, codes: Tensor, coded: Sequence[_Coded]) -> Iterator[tuple[_Coded, ListedTensor]]:
+    """Each parameter in a published tensor, and the box that both hold."""
+    sides = [(codes >= one.base) & (codes < one.base + prod(one.shape)) for one in coded]
+    present = [(one, side) for one, side in zip(coded, sides, strict=True) if side.any()]
+    found = [(one, _box(published, codes, side, one)) for one, side in present]
+    ends = [[s + n for s, n in zip(box.tensor_start, box.shape, strict=True)] for _, box in found]
+    whole = tuple(map(max, zip(*ends, strict=True)))
+    for one, box in found:
+        alone = box.shape == whole
+        yield one, replace(box, tensor_shape=() if alone else whole, tensor_start=() if alone else box.tensor_start)
+
+
+def _box(published: str, codes: Tensor, side: Tensor, one: _Coded) -> ListedTensor:
+    """The box of one parameter among the codes of a published tensor."""
+    import torch
+
+    places = side.nonzero()
+    low, high = places.min(0).values.tolist(), places.max(0).values.tolist()
+    own = codes[tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))] - one.base
+    first = int(own.reshape(-1)[0])
+    start = [first // stride % size for stride, size in zip(one.strides, one.shape, strict=True)]
+    axes = _axes(own, one)
+    counts, expected = list(own.shape), torch.tensor(first)
+    for axis, count in zip(axes, counts, strict=True):
+        expected = expected[..., None] + torch.arange(count) * one.strides[axis]
+    dropped = [axis for axis in range(len(one.shape)) if axis not in axes]
+    if not torch.equal(expected, own) or axes != sorted(axes) or dropped not in ([], [0]):
+        raise CannotFollowError(f"how {one.name} is published cannot be followed")
+    for j, axis in enumerate(axes):
+        if one.shape[axis] != one.full[axis]:  # a short axis stands for the whole of it
+            if counts[j] != one.shape[axis]:
+                raise CannotFollowError(f"how {one.name} is published cannot be followed")
+            counts[j] = one.full[axis]
+    name = _of_expert(published, start[0], one.name) if dropped else published
+    return ListedTensor(
+        name,
+        tuple(counts),
+        tensor_start=tuple(low),
+        module_shape=one.full,
+        module_start=tuple(start[axis] for axis in axes),
+    )
+
+
+def _axes(own: Tensor, one: _Coded) -> list[int]:
+    """The axis of the parameter along which each axis of a box runs."""
+    free, axes = list(range(len(one.shape))), list[int]()
+    left = own.dim()
+    for j, count in enumerate(own.shape):
+        step = int(own.select(j, 1).reshape(-1)[0] - own.reshape(-1)[0]) if count > 1 else None
+        fits = [axis for axis in free if one.strides[axis] == step] if step is not None else free[-left:]
+        if step is not None:  # axes of length one have the stride of their neighbour
+            fits = [axis for axis in fits if one.shape[axis] > 1]
+        if not fits:
+            raise CannotFollowError(f"how {one.name} is published cannot be followed")
+        axes.append(fits[0])
+        free = [axis for axis in free if axis > fits[0]]
+        left -= 1
+    return axes
+
+
+def _of_expert(published: str, expert: int, parameter: str) -> str:
+    """A published name with `{expert}` in place of an expert's number."""
+    name = re.sub(rf"\.experts\.{expert}\.", ".experts.{expert}.", published)
+    if "{expert}" not in name:
+        raise CannotFollowError(f"{parameter} is published by parts that are no experts")
+    return name
+
+
+def _with_roles(name: str, boxes: list[ListedTensor]) -> list[ListedTensor]:
+    """The boxes by their place; those of experts with what they are, and once for all experts."""
+    boxes = sorted(dict.fromkeys(boxes), key=lambda box: box.module_start)
+    if not any("{expert}" in box.name for box in boxes):
+        return [_plain(box) for box in boxes]
+    roles = STACKS.get(name.rpartition(".")[2], ())
+    if len(roles) != len(boxes):
+        raise CannotFollowError(f"it is not known which tensors of an expert {name} holds")
+    return [replace(box, role=str(role)) for box, role in zip(boxes, roles, strict=True)]
+
+
+def _plain(box: ListedTensor) -> ListedTensor:
+    """The box without the places that are those of a whole parameter."""
+    return replace(box, module_shape=(), module_start=()) if box.shape == box.module_shape else box
+
+
+def _true_widths(name: str, boxes: list[ListedTensor], inner: Any) -> list[ListedTensor]:
+    """The boxes of convolutions of queries, keys and values, which transformers gives back in equal parts: each is as
+    wide as the projection in front of it (`q_conv1d` as `q_proj`)."""
+    parts = sorted(boxes, key=lambda box: box.module_start)
+    if len(parts) < 2 or any("{expert}" in box.name or box.tensor_shape for box in parts):
+        return boxes
+    parameters, parent = dict(inner.named_parameters()), name.rsplit(".", 2)[0]
+    fronts = [f"{parent}.{box.name.split('.')[-2].partition('_')[0]}_proj.weight" for box in parts]
+    if not all("_conv" in box.name and front in parameters for box, front in zip(parts, fronts, strict=True)):
+        return boxes
+    ends = [0]
+    for front in fronts:
+        ends.append(ends[-1] + parameters[front].shape[0])
+    if ends[-1] != parts[0].module_shape[0]:
+        return boxes
+    return [
+        replace(box, shape=(end - begin, *box.shape[1:]), module_start=(begin, *box.module_start[1:]))
+        for box, (begin, end) in zip(parts, pairwise(ends), strict=True)
+    ]
