@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
+from rlctl.checkpoints.conversion.prepared_model import text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantised
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -20,8 +20,23 @@ from rlctl.models.facts import ModelFacts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-find_model = partial(resolve_model, otherwise=supply)
-"""`resolve_model` of `checkpoints/model_source.py`, with the laptop preset's model as the last resort."""
+
+def find_model(
+    name: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    copies: bool = True,
+    trust_remote_code: bool = False,
+    tell: Tell = lambda _: None,
+) -> ModelSource:
+    """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
+    the last resort, and the text part of one that takes images or sound as well, which is copied unless `copies` is
+    not set."""
+    found = resolve_model(
+        name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
+    )
+    return text_part_of(found, tell, weights=weights, copies=copies)
 
 
 @dataclass(frozen=True)
@@ -33,15 +48,25 @@ class NamedModel:
 
 
 def open_model(
-    model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True, engines_alone: bool = False
+    model: ModelConfig,
+    tell: Tell = lambda _: None,
+    *,
+    weights: bool = True,
+    copies: bool = True,
+    engines_alone: bool = False,
 ) -> NamedModel:
-    """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
-    none, or none that rlctl knows the family of, or one whose weights are packed by a quantiser, unless `engines_alone`
-    read them."""
+    """Find or fetch the model; without `weights` only its configuration and tokenizer, and without `copies` the text
+    part of one that takes images or sound as well is not taken out. Raises InputError where there is none, or none that
+    rlctl knows the family of, or one whose weights are packed by a quantiser, unless `engines_alone` read them."""
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
-        model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
+        model.name,
+        model.revision,
+        weights=weights,
+        copies=copies,
+        trust_remote_code=model.trust_remote_code,
+        tell=tell,
     )
     if source.megatron is None and not engines_alone:
         refuse_quantised(source.directory)
@@ -68,10 +93,14 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
         ) from error
     if source.megatron is None and not engines_alone:
         refuse_quantised(source.directory)
+    if source.note:
+        tell(source.note)
     return facts_in(source.directory)
 
 
-def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:
+def open_teacher(
+    config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True, copies: bool = True
+) -> NamedModel | None:
     """Find or fetch the teacher as `open_model` does the model; None: the run has none. Raises InputError where it
     takes fewer tokens than the run's rollouts have."""
     if not config.teacher.model:
@@ -82,7 +111,7 @@ def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: b
         trust_remote_code=config.model.trust_remote_code,
     )
     try:
-        found = open_model(wanted, tell, weights=weights)
+        found = open_model(wanted, tell, weights=weights, copies=copies)
     except InputError as error:
         raise InputError(f"teacher.model: {error.message}", error.hint) from error
     if (length := config.model.max_length) and length > found.facts.max_length:

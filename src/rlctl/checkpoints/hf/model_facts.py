@@ -134,7 +134,7 @@ def describe(directory: Path) -> ModelFacts:
         inner = _built_plainly(directory)
         _require_head(inner)
     fill_buffers(_with_buffers(inner))
-    config, listed = inner.config, tuple(_listed(inner))
+    config, listed = inner.config, tuple(listed_tensors(inner))
     calls = [] if unpacked else calls
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     windows = {int(window) for call in calls if (window := call.told.get("sliding_window")) is not None}
@@ -410,12 +410,12 @@ def _is_made(name: str, target: str) -> bool:
     return re.search(pattern, name) is not None
 
 
-def _listed(inner: Any) -> Iterator[ListedTensor]:
+def listed_tensors(inner: Any) -> Iterator[ListedTensor]:
     """The published tensors that the parameters are made of."""
     own_path, layers = re.compile(rf"^{re.escape(layers_path(inner))}\.(\d+)\."), dict[ListedTensor, list[int]]()
-    stacked = _stacked_names(inner)
+    stacked = stacked_names(inner)
     held = dict(inner.named_parameters()) | _stored_buffers(inner)
-    published = _plain_names(inner, {name: value for name, value in held.items() if name not in stacked})
+    published = plain_names(inner, {name: value for name, value in held.items() if name not in stacked})
     roles: dict[str, Role] = {f"{head_path(inner)}.weight": Role.HEAD, _embedding_name(inner): Role.EMBEDDING}
     roles |= dict.fromkeys(_stored_buffers(inner), Role.EXPERT_BIAS)
     for module, parameter in held.items():
@@ -442,7 +442,7 @@ def _template(name: str, layer: int | None) -> str:
     return name if layer is None else re.sub(rf"(^|\.){layer}(?=\.)", r"\1{layer}", name, count=1)
 
 
-def _plain_names(inner: Any, held: dict[str, Any]) -> dict[str, str]:
+def plain_names(inner: Any, held: dict[str, Any]) -> dict[str, str]:
     """Parameter or buffer -> the name under which it is published, of those that are published as they are."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -450,7 +450,7 @@ def _plain_names(inner: Any, held: dict[str, Any]) -> dict[str, str]:
     return {own[id(value)]: name for name, value in revert_weight_conversion(inner, dict(held)).items()}
 
 
-def _stacked_names(inner: Any) -> dict[str, dict[str, Role]]:
+def stacked_names(inner: Any) -> dict[str, dict[str, Role]]:
     """Parameter of all experts of a layer -> the published tensors, with `{expert}`, and the role of each.
 
     transformers itself takes small tensors apart, whose values say what they stand for.
