@@ -36,7 +36,7 @@ def find_model(
     found = resolve_model(
         name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
     )
-    return text_part_of(found, tell, weights=weights, copies=copies)
+    return text_part_of(found, tell, copies=weights and copies)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.checkpoints.hf.text_part import has_text_part, text_config, write_companions
+from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_config, write_companions
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
@@ -109,30 +109,32 @@ def _to_be_removed(place: Path, what: str, otherwise: str) -> InputError:
     return InputError(f"{place} {what}.", hint.strip())
 
 
-def text_part_of(source: ModelSource, tell: Callable[[str], None], *, weights: bool, copies: bool) -> ModelSource:
+def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
     """Return the text part of a model that takes images or sound as well, and every other model as it is.
 
-    With `weights` and `copies` it is a model directory that lies where conversions do, made now unless it exists;
-    otherwise the weights may lack, and nothing is copied. Its note says what is trained and where it lies.
+    It is a model directory that lies where conversions do. Unless it exists it is made now with `copies`, and without
+    them there is one without weights. The note says what is trained and where it lies.
 
     Raises InputError where the text part cannot be trained, and the error of a copy that fails.
     """
     if source.megatron is not None or not has_text_part(source.directory):
         return source
-    directory = _without_weights(source.directory, json.dumps(text_config(source.directory)))
-    facts = facts_in(directory)
-    what = f"{source.label} takes images or sound as well as text: its text part is trained"
+    what = f"{source.label} takes images or sound as well as text"
     place = conversion_directory(source.directory, TEXT)
-    there = weights and _is_there(place, record.text_wanted(source.directory))
-    if not there and not (weights and copies):
-        size = ITEM_BYTES[read_config(directory)["dtype"] or "bfloat16"] * weights_of(facts).parameters
-        note = f"{what}, which a run takes out once into {place.parent} ({size / 1e9:.3g} GB)"
-        return ModelSource(directory, source.label, note)
-    if not there:
+    if not _is_there(place, record.text_wanted(source.directory)):
+        directory = _without_weights(source.directory, json.dumps(text_config(source.directory)))
+        try:
+            facts = facts_in(directory)
+        except InputError as error:
+            raise InputError(f"{what}, and its text part cannot be trained: {error.message}", NEXT) from error
+        if not copies:
+            size = ITEM_BYTES[read_config(directory)["dtype"] or "bfloat16"] * weights_of(facts).parameters
+            where = f"which a run takes out once into {place.parent} ({size / 1e9:.3g} GB)"
+            return ModelSource(directory, source.label, f"{what}: its text part is trained, {where}")
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
         _copy_text_part(source, place)
-    note = f"{what}, which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
-    return ModelSource(place, source.label, note, whole=source.directory)
+    where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
+    return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", whole=source.directory)
 
 
 @cache

@@ -22,6 +22,8 @@ from rlctl.models.matrices import Role
 from rlctl.weights import hf
 from rlctl.weights.layout import Layout, ParamSpec, Piece, whole
 
+HEAD = "lm_head.weight"
+
 
 def write_text_part(part: TextPart, aside: Path, shard_bytes: int, verify: bool, progress: Progress) -> Streamed:
     """Write the text part into an empty directory, one tensor after the other in the order of the files.
@@ -55,10 +57,10 @@ def whole_layout(part: TextPart, facts: ModelFacts) -> Layout:
     target = hf.layout(facts, "bfloat16", copies=True, published=dtypes)
     params, pieces = dict(target.params), list(target.pieces)
     embedding = next(weight.tensor for weight in weights_of(facts).outer if weight.role is Role.EMBEDDING)
-    for head in part.tensors.keys() - params.keys() if facts.tied_embeddings else ():  # a second copy of the embedding
-        params[head] = replace(params[embedding], dtype=dtypes[head])
-        box = whole(params[head].shape)
-        pieces.append(Piece(embedding, box, head, box, tuple(range(len(box))), primary=False))
+    if facts.tied_embeddings and HEAD in part.tensors:  # a second copy of the embedding
+        params[HEAD] = replace(params[embedding], dtype=dtypes[HEAD])
+        box = whole(params[HEAD].shape)
+        pieces.append(Piece(embedding, box, HEAD, box, tuple(range(len(box))), primary=False))
     if {name: spec.shape for name, spec in params.items()} != {n: spec.shape for n, spec in part.specs.items()}:
         different = sorted(
             name for name in params.keys() | part.specs.keys()
