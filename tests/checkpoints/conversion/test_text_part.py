@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +246,24 @@ def test_a_text_part_needs_room_that_every_node_sees(
     with pytest.raises(MachineError, match=r"GB free, but .* GB are needed"):
         take_text_part(written("gemma3"), tmp_path / "text")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.slow
+def test_a_text_part_whose_copy_was_killed_is_made_again(gemma: Path, tmp_path: Path) -> None:
+    section = json.loads((gemma / "config.json").read_text())["text_config"]
+    change(gemma, text_config=section | {"vocab_size": 1_000_000})  # 0.3 GB: longer than to see that it has begun
+    in_one_file(gemma, tensors_in(gemma) | {"language_model.model.embed_tokens.weight": torch.ones(1_000_000, 64)})
+    place = tmp_path / "text"
+    command = [sys.executable, "-m", "rlctl", "convert", "text-part", str(gemma), str(place)]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob(".text.partial/*.safetensors")):
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    assert not place.exists()
+    assert take_text_part(gemma, place).verified
+    assert {path.name for path in tmp_path.iterdir()} == {"gemma", "text"}
 
 
 def trained(text: Path, place: Path) -> Path:

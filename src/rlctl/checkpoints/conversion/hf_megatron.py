@@ -1,4 +1,5 @@
-"""Conversions between Hugging Face directories and Megatron checkpoints: plan, stream, verify, and only then rename."""
+"""Conversions between Hugging Face directories and Megatron checkpoints, and out of models that take images as well:
+plan, stream, verify, and only then rename."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -141,6 +142,7 @@ def megatron_to_hf(
     else:
         published, target = {name: spec.dtype for name, spec in part.specs.items()}, whole_layout(part, model.facts)
         wanted |= {"whole": source_identity(part.files.directory)}
+    specs = target.params if part is None else {n: ParamSpec(t.shape, t.dtype) for n, t in part.files.tensors.items()}
     chunks = {key: keys.chunk_of(spec, key, 0, BLOCK_BYTES) for key, spec in target.params.items()}
     rows = {chunk.name: chunk for key in (target.params if part is None else part.specs) for chunk in chunks[key]}
 
@@ -161,10 +163,9 @@ def megatron_to_hf(
             compare(done.fingerprints, read_back(plan, shapes, _Rows(files, rows), options.progress))
             if isinstance(writer, WholeWriter):
                 writer.verify()
-        return done
+        return replace(done, bytes=sum(spec.bytes for spec in specs.values()))
 
     sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
-    specs = target.params if part is None else {n: ParamSpec(t.shape, t.dtype) for n, t in part.files.tensors.items()}
     return write_under_lock(destination, sources, specs, options, wanted, write)
 
 

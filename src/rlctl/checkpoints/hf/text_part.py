@@ -93,8 +93,8 @@ def _stores_head(directory: Path) -> bool | None:
 def _text_config(directory: Path, config: str, stores_head: bool | None) -> dict[str, Any]:
     if "torch" in sys.modules:
         return _made_config(json.loads(config), stores_head)
-    command = [sys.executable, "-P", "-m", __name__, config, json.dumps(stores_head)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command, asked = [sys.executable, "-P", "-m", __name__], json.dumps([json.loads(config), stores_head])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
     if done.returncode:
         told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise InputError(f"{directory}: transformers could not be asked about its text part: {told[0]}.", NEXT)
@@ -361,13 +361,13 @@ def _require_all(
         raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
 
 
-def _main(config: str, stores_head: str) -> None:
+def _main() -> None:
     try:
-        answer = {"config": _made_config(json.loads(config), json.loads(stores_head))}
+        answer = {"config": _made_config(*json.load(sys.stdin))}
     except InputError as error:
         answer = {"message": error.message, "hint": error.hint}
     print(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main()
