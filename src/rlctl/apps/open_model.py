@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
-from rlctl.checkpoints.conversion.prepared_model import text_part_of
+from rlctl.checkpoints.conversion.prepared_model import planned_text_part, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantised
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -14,7 +14,7 @@ from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError
-from rlctl.models.catalog import lookup, near
+from rlctl.models.catalog import lookup_entry, near
 from rlctl.models.facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     """
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
-    if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
-        return known
+    if not user_path(model.name).is_dir() and (known := lookup_entry(model.name)) is not None:
+        if known.text_part:
+            tell(planned_text_part(model.name, known.facts, "bfloat16"))
+        return known.facts
     try:
         source = find_model(model.name, model.revision, weights=False, tell=tell)
     except InputError as error:

@@ -229,6 +229,15 @@ def test_a_plan_copies_nothing_and_a_run_takes_the_text_part_out_once(
         find_model(str(model))
 
 
+def test_a_model_of_the_catalog_that_takes_images_says_so() -> None:
+    said: list[str] = []
+    assert published_facts(ModelConfig(name="google/gemma-3-27b-it"), said.append).layers == 62
+    assert published_facts(ModelConfig(name="google/gemma-3-1b-it"), said.append).layers == 26
+    (line,) = said
+    assert line.startswith("google/gemma-3-27b-it takes images or sound as well as text: its text part is trained")
+    assert line.endswith("(54 GB)")
+
+
 def test_a_text_part_needs_room_that_every_node_sees(
     written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
 from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, MachineError, RlctlError
+from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.weights.layout import ITEM_BYTES
 
@@ -109,6 +110,16 @@ def _to_be_removed(place: Path, what: str, otherwise: str) -> InputError:
     return InputError(f"{place} {what}.", hint.strip())
 
 
+TAKES_MORE = "takes images or sound as well as text"
+
+
+def planned_text_part(label: str, facts: ModelFacts, dtype: str) -> str:
+    """Return the sentence on a model with these `facts` of its text part, which no run has taken out yet."""
+    size = ITEM_BYTES[dtype] * weights_of(facts).parameters / 1e9
+    where = f"which a run takes out once into {locations.converted_directory()} ({size:.3g} GB)"
+    return f"{label} {TAKES_MORE}: its text part is trained, {where}"
+
+
 def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
     """Return the text part of a model that takes images or sound as well, and every other model as it is.
 
@@ -119,7 +130,7 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
     """
     if source.megatron is not None or not has_text_part(source.directory):
         return source
-    what = f"{source.label} takes images or sound as well as text"
+    what = f"{source.label} {TAKES_MORE}"
     place = conversion_directory(source.directory, TEXT)
     if not _is_there(place, record.text_wanted(source.directory)):
         directory = _without_weights(source.directory, json.dumps(text_config(source.directory)))
@@ -128,9 +139,8 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
         except InputError as error:
             raise InputError(f"{what}, and its text part cannot be trained: {error.message}", NEXT) from error
         if not copies:
-            size = ITEM_BYTES[read_config(directory)["dtype"] or "bfloat16"] * weights_of(facts).parameters
-            where = f"which a run takes out once into {place.parent} ({size / 1e9:.3g} GB)"
-            return ModelSource(directory, source.label, f"{what}: its text part is trained, {where}")
+            note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
+            return ModelSource(directory, source.label, note)
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
         _copy_text_part(source, place)
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
