@@ -50,6 +50,7 @@ COMMANDS = {
     "rlctl convert megatron-to-hf": "needs a run",
     "rlctl convert megatron-to-hf ./ckpt": "slow",
     "rlctl convert inspect": "slow",
+    "rlctl convert text-part": "needs the hub",
     "rlctl convert hf-to-megatron": "slow",
 }
 """How the commands that begin so are run. The longest beginning counts."""

@@ -37,6 +37,15 @@ def test_the_card_of_adapters_loads_them_with_peft_and_one_without_a_run_says_li
     assert "base_model" not in text
 
 
+def test_the_card_of_a_model_that_takes_images_loads_it_by_its_class(tmp_path: Path) -> None:
+    config = '{"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}}'
+    (tmp_path / "config.json").write_text(config)
+    text = publish.card(tmp_path, "me/seeing", None)
+    assert 'Gemma3ForConditionalGeneration.from_pretrained("me/seeing")' in text
+    assert "AutoModelForCausalLM" not in text
+    assert "pipeline_tag" not in text
+
+
 def test_the_run_of_a_checkpoint_is_found_above_it(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     policy = run.path / "checkpoints" / "step_1" / "policy"

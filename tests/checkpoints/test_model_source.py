@@ -107,11 +107,6 @@ def test_unknown_name_without_a_network(tmp_path: Path) -> None:
         resolve_model("nobody/no-such-model")
 
 
-def test_a_model_of_images_is_told_by_its_name_without_a_network() -> None:
-    with pytest.raises(InputError, match="by its name this model takes images, sound or video"):
-        resolve_model("nobody/Qwen9-VL-3B")
-
-
 def test_name_that_is_none() -> None:
     with pytest.raises(InputError, match="neither a directory nor a hub name"):
         resolve_model("what is this")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from rlctl import cli
+from rlctl.apps.open_model import find_model
 from rlctl.checkpoints.conversion.prepared_model import prepared
 from rlctl.checkpoints.model_source import resolve_model
+from support.multimodal_models import write_multimodal
 
 
 def test_a_model_alone_is_converted_to_where_runs_look_for_it(
@@ -35,3 +39,44 @@ def test_what_is_no_checkpoint_is_named(
 ) -> None:
     assert cli.run(["convert", "megatron-to-hf", str(tmp_path / name), str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_text_part_is_taken_out_to_where_runs_look_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLCTL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "shared"))
+    model = write_multimodal(tmp_path / "model", "mistral3")
+    assert cli.run(["convert", "inspect", str(model)]) == 0
+    assert "text part   MistralForCausalLM; `rlctl convert text-part` takes it out" in capsys.readouterr().out
+    assert cli.run(["convert", "text-part", str(model), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["verified"]
+    assert not made["reused"]
+    assert find_model(str(model)).directory == Path(made["destination"])
+    assert cli.run(["convert", "text-part", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reused"]
+    assert cli.run(["convert", "hf-to-megatron", str(model), str(tmp_path / "ckpt")]) == 0
+    assert "takes images or sound as well as text: its text part is trained" in capsys.readouterr().err
+    written = ["convert", "megatron-to-hf", str(tmp_path / "ckpt"), str(tmp_path / "whole"), "--into", str(model)]
+    assert cli.run(written) == 0
+    assert "36 tensors, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["text-part", "MODEL"], "is no model that takes images or sound as well as text"),
+        (["text-part", "MODEL", "--revision", "main"], "--revision: .* is a directory"),
+        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL"], "is no model that takes images or sound"),
+        (
+            ["megatron-to-hf", "MODEL", "out", "--into", "MODEL", "--dtype", "float32"],
+            "--dtype: --into writes",
+        ),
+        (["megatron-to-hf", "MODEL", "out", "--into", "MODEL", "--adapter-only"], "--adapter-only: --into writes"),
+    ],
+)
+def test_what_has_no_text_part_to_take_out_or_put_back_is_named(
+    words: list[str], said: str, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["convert", *(str(tiny_llama) if word == "MODEL" else word for word in words)]) == 2
+    assert re.search(said, capsys.readouterr().err.replace("\n", " "))

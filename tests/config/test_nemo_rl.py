@@ -455,6 +455,13 @@ def test_a_recipe_of_another_kind_is_told_so_in_one_sentence(
     assert not [line for line in resolved.allowing_differences().notes if line.startswith("left out: This recipe")]
 
 
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-3B-Instruct", "google/gemma-3-27b-it"])
+def test_a_model_that_takes_images_is_for_text_where_the_data_are(model: str, tmp_path: Path) -> None:
+    result = recipe(tmp_path, policy__model_name=model, data__dataset_name="gsm8k")
+    assert result.foreign is None
+    assert result.values["model.name"] == model
+
+
 def test_optimizer_steps_follow_from_the_global_batch(tmp_path: Path) -> None:
     assert recipe(tmp_path, policy__train_global_batch_size=128).values["batch.optimizer_steps"] == 4
 

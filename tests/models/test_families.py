@@ -18,6 +18,14 @@ from rlctl.models.families import facts_from_hf_config, other_architecture
         ({"architectures": ["LlavaNextForConditionalGeneration"]}, "takes images"),
         ({"architectures": ["NewModelForCausalLM"], "vision_config": {"depth": 2}}, "takes images"),
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder"),
+        (
+            {
+                "architectures": ["Florence2ForConditionalGeneration"],
+                "is_encoder_decoder": True,
+                "vision_config": {"a": 1},
+            },
+            "encoder-decoder",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "`LlamaForSequenceClassification` has no output layer"),
         ({"architectures": ["Qwen2ForTokenClassification"]}, "has no output layer"),
         ({"architectures": ["Qwen2ForProcessRewardModel"]}, "has no output layer"),

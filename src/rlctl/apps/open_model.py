@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rlctl.apps.laptop_model import supply
+from rlctl.checkpoints.conversion.prepared_model import planned_text_part, text_part_of
 from rlctl.checkpoints.hf.hf_files import refuse_quantised
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
@@ -14,7 +14,7 @@ from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer
 from rlctl.errors import InputError
-from rlctl.models.catalog import lookup, near
+from rlctl.models.catalog import lookup_entry, near
 from rlctl.models.facts import ModelFacts
 
 if TYPE_CHECKING:
@@ -26,9 +26,25 @@ from rlctl.models.families import FAMILIES
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
 
-find_model = partial(resolve_model, otherwise=supply)
-"""`resolve_model` of `checkpoints/model_source.py`, with the laptop preset's model as the last resort."""
 SHOWN = 5
+
+
+def find_model(
+    name: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    copies: bool = True,
+    trust_remote_code: bool = False,
+    tell: Tell = lambda _: None,
+) -> ModelSource:
+    """Find or fetch a model as `resolve_model` of `checkpoints/model_source.py` does, with the laptop preset's model as
+    the last resort, and the text part of one that takes images or sound as well, which is copied unless `copies` is
+    not set."""
+    found = resolve_model(
+        name, revision, weights=weights, trust_remote_code=trust_remote_code, tell=tell, otherwise=supply
+    )
+    return text_part_of(found, tell, copies=weights and copies)
 
 
 @dataclass(frozen=True)
@@ -40,15 +56,25 @@ class NamedModel:
 
 
 def open_model(
-    model: ModelConfig, tell: Tell = lambda _: None, *, weights: bool = True, engines_alone: bool = False
+    model: ModelConfig,
+    tell: Tell = lambda _: None,
+    *,
+    weights: bool = True,
+    copies: bool = True,
+    engines_alone: bool = False,
 ) -> NamedModel:
-    """Find or fetch the model; without `weights` only its configuration and tokenizer. Raises InputError where there is
-    none, or none that rlctl knows the family of, or one whose weights are packed by a quantiser, unless `engines_alone`
-    read them."""
+    """Find or fetch the model; without `weights` only its configuration and tokenizer, and without `copies` the text
+    part of one that takes images or sound as well is not taken out. Raises InputError where there is none, or none that
+    rlctl knows the family of, or one whose weights are packed by a quantiser, unless `engines_alone` read them."""
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or start from --preset laptop.")
     source = find_model(
-        model.name, model.revision, weights=weights, trust_remote_code=model.trust_remote_code, tell=tell
+        model.name,
+        model.revision,
+        weights=weights,
+        copies=copies,
+        trust_remote_code=model.trust_remote_code,
+        tell=tell,
     )
     if source.megatron is None and not engines_alone:
         refuse_quantised(source.directory)
@@ -64,8 +90,10 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
     """
     if not model.name:
         raise InputError("No model: --model is not given.", "Give --model, or a preset that names one.")
-    if not user_path(model.name).is_dir() and (known := lookup(model.name)) is not None:
-        return known
+    if not user_path(model.name).is_dir() and (known := lookup_entry(model.name)) is not None:
+        if known.text_part:
+            tell(planned_text_part(model.name, known.facts, "bfloat16"))
+        return known.facts
     try:
         source = find_model(model.name, model.revision, weights=False, tell=tell)
     except InputError as error:
@@ -75,10 +103,14 @@ def published_facts(model: ModelConfig, tell: Tell = lambda _: None, *, engines_
         ) from error
     if source.megatron is None and not engines_alone:
         refuse_quantised(source.directory)
+    if source.note:
+        tell(source.note)
     return facts_in(source.directory)
 
 
-def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True) -> NamedModel | None:
+def open_teacher(
+    config: RlctlConfig, tell: Tell = lambda _: None, *, weights: bool = True, copies: bool = True
+) -> NamedModel | None:
     """Find or fetch the teacher as `open_model` does the model; None: the run has none. Raises InputError where it
     takes fewer tokens than the run's rollouts have."""
     if not config.teacher.model:
@@ -87,7 +119,7 @@ def open_teacher(config: RlctlConfig, tell: Tell = lambda _: None, *, weights: b
         name=config.teacher.model, revision=config.teacher.revision, trust_remote_code=config.model.trust_remote_code
     )
     try:
-        found = open_model(wanted, tell, weights=weights)
+        found = open_model(wanted, tell, weights=weights, copies=copies)
     except InputError as error:
         raise InputError(f"teacher.model: {error.message}", error.hint) from error
     if (length := config.model.max_length) and length > found.facts.max_length:

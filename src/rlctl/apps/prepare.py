@@ -206,7 +206,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     if starts:
         require_devices(early, config)
         _require_refit_directory(config.refit.directory)
-    model, teacher = open_model(config.model, tell), open_teacher(config, tell)
+    model, teacher = open_model(config.model, tell, copies=starts), open_teacher(config, tell, copies=starts)
     source, facts = model.source, model.facts
     prompts = PromptStream.open(config, source.directory)
     if teacher:

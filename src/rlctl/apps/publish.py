@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.apps.report import reported
+from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.errors import InputError, RlctlError
+from rlctl.models.families import sees
 from rlctl.runs.directory import MANIFEST, RunDirectory
 from rlctl.telemetry.charts import number
 from rlctl.telemetry.page import ReportedRun
@@ -72,16 +74,17 @@ def card(directory: Path, name: str, run: RunDirectory | None) -> str:
     adapters = (directory / "adapter_config.json").exists()
     config = run.manifest()["config"] if run else {}
     values = {key: entry.get("value") for key, entry in config.items() if isinstance(entry, dict)}
+    whole = _whole_class(directory)
     head: dict[str, Any] = {
         "library_name": "peft" if adapters else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": None if whole else "text-generation",
         "base_model": values.get("model.name"),
         "datasets": [values["data.name"]] if _on_hub(values.get("data.name")) else None,
         "tags": ["rlctl", "reinforcement-learning", *filter(None, [str(values.get("run.algorithm") or "")])],
     }
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items() if value), "---", ""]
     lines += [f"# {name.rpartition('/')[2]}", ""]
-    lines += [*_story(values, run), "", "## Use", "", "```python", *_use(name, adapters, values), "```", ""]
+    lines += [*_story(values, run), "", "## Use", "", "```python", *_use(name, adapters, values, whole), "```", ""]
     return "\n".join(lines)
 
 
@@ -119,8 +122,21 @@ def _reported(run: RunDirectory) -> ReportedRun | None:
         return None
 
 
-def _use(name: str, adapters: bool, values: Mapping[str, Any]) -> list[str]:
+def _whole_class(directory: Path) -> str | None:
+    """The class of a model that takes images or sound as well; None: it is a text model."""
+    config = read_config(directory) if (directory / "config.json").exists() else {}
+    return str(config["architectures"][0]) if sees(config) else None
+
+
+def _use(name: str, adapters: bool, values: Mapping[str, Any], whole: str | None) -> list[str]:
     base = values.get("model.name") or name
+    if whole:
+        return [
+            f"from transformers import AutoProcessor, {whole}",
+            "",
+            f'model = {whole}.from_pretrained("{name}")',
+            f'processor = AutoProcessor.from_pretrained("{name}")',
+        ]
     if adapters:
         return [
             "from peft import AutoPeftModelForCausalLM",

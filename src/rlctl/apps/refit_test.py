@@ -76,6 +76,8 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
     engine_backend().refuse(planned.config, model.facts, device_of(plan))
     require_devices(plan, resolved.config)
     model = open_model(planned.config.model, tell)
+    if model.source.note:
+        tell(model.source.note)
     return RefitTestJob(planned.config, model.source, model.facts, plan, receive, repeat)
 
 

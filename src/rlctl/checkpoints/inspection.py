@@ -13,6 +13,7 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import SCALE, open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.hf.text_part import has_text_part, text_config
 from rlctl.checkpoints.megatron.adapters import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
 from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, are_of_modules, open_megatron_model
@@ -40,6 +41,8 @@ class Inspection:
     optimizer: bool = False
     adapters: bool = False
     """Adapters alone (`training.lora`): `parameters` are theirs."""
+    text_part: str | None = None
+    """The architecture of the text part, where the model takes images or sound as well."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -68,7 +71,9 @@ def _inspect_huggingface(path: Path) -> Inspection:
         result.parameters = sum(prod(tensor.shape) for tensor in weights)
         result.bytes, result.dtype = files.bytes, next(iter(files.dtypes), None)
     config = _noting(result, lambda: read_config(path))
-    if config is not None:
+    if config is not None and has_text_part(path):
+        result.text_part = (_noting(result, lambda: text_config(path)) or {}).get("architectures", [None])[0]
+    elif config is not None:
         facts = _noting(result, lambda: facts_in(path))
         result.family = facts.family if facts else None
         if facts and files is not None:

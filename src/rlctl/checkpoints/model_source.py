@@ -11,7 +11,6 @@ from pathlib import Path
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
-from rlctl.config.nemo_rl.mapping_rules import OTHER_INPUTS
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError
 
@@ -31,6 +30,8 @@ class ModelSource:
     note: str | None = None
     megatron: Path | None = None
     """The shards of the Megatron checkpoint that holds the weights."""
+    whole: Path | None = None
+    """The model that takes images or sound as well, of which this is the text part."""
 
     @property
     def weights(self) -> Path:
@@ -84,12 +85,6 @@ def _resolved(
     if directory is None:
         if (supplied := otherwise(name, revision, tell)) is not None:
             return supplied
-        if OTHER_INPUTS.search(name):
-            raise InputError(
-                f"model {name}: the hub cannot be reached, and by its name this model takes images, sound or video. "
-                "rlctl trains models of text.",
-                "Name a text model, perhaps the one that it was made from.",
-            )
         raise InputError(
             f"model {name}: no directory here, not in the Hugging Face cache, "
             "and the hub cannot be reached (or HF_HUB_OFFLINE is set).",

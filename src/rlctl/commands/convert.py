@@ -1,4 +1,4 @@
-"""`rlctl convert`: checkpoints between Hugging Face and Megatron, and what a checkpoint is."""
+"""`rlctl convert`: checkpoints between Hugging Face and Megatron, text parts, and what a checkpoint is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 @app.callback(epilog=examples("rlctl convert hf-to-megatron meta-llama/Llama-3.1-8B ./ckpt"))
 def convert() -> None:
-    """Convert checkpoints between Hugging Face and Megatron."""
+    """Convert checkpoints between Hugging Face and Megatron, and take the text part out of a model."""
 
 
 @app.command(
@@ -76,9 +76,7 @@ def hf_to_megatron(
     """
     if destination is not None and not (force or reuse):
         require_absent(destination)
-    if (revision or trust_remote_code) and user_path(source).is_dir():
-        flag = "--revision" if revision else "--trust-remote-code"
-        raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
+    _refuse_for_directory(source, "--revision" if revision else "--trust-remote-code" if trust_remote_code else None)
     from rlctl.apps.open_model import find_model
     from rlctl.checkpoints.conversion import hf_megatron as conversion
     from rlctl.checkpoints.conversion.prepared_model import conversion_directory
@@ -100,12 +98,69 @@ def hf_to_megatron(
 
 
 @app.command(
+    "text-part",
+    epilog=examples(
+        "rlctl convert text-part google/gemma-3-4b-it", "rlctl convert text-part ./my-model ./my-text-model"
+    ),
+)
+def text_part(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory or hub name.")],
+    destination: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DST", help="Directory to write; by default the one where runs look for it.", show_default=False
+        ),
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    no_verify: NoVerify = False,
+    force: Force = False,
+    json_: options.Json = False,
+) -> None:
+    """Write the text part of a model that takes images or sound as well as a text model of its own.
+
+    Names, configuration and tokenizer are those of the text model; the values are the same, bit for bit.
+    """
+    if destination is not None and not force:
+        require_absent(destination)
+    _refuse_for_directory(source, "--revision" if revision else None)
+    from rlctl.checkpoints.conversion import hf_megatron as conversion
+    from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory
+    from rlctl.checkpoints.conversion.stream import progress_bar
+
+    whole, reuse = _with_text_part(source, revision), destination is None and not force
+    destination = destination or conversion_directory(whole, TEXT)
+    with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
+        settings = replace(_settings(None, no_verify, force, show), reuse=reuse)
+        report = conversion.take_text_part(whole, destination, settings)
+    _print(report, json_)
+
+
+def _with_text_part(name: str, revision: str | None = None) -> Path:
+    """The directory of a model that takes images or sound as well. Raises InputError where it does not."""
+    from rlctl.checkpoints.hf.text_part import has_text_part
+    from rlctl.checkpoints.model_source import resolve_model
+
+    found = resolve_model(name, revision, tell=message)
+    if found.megatron is not None or not has_text_part(found.directory):
+        why = f"{name} is no model that takes images or sound as well as text."
+        raise InputError(why, "Such a model has a text part; a text model needs no such step.")
+    return found.directory
+
+
+def _refuse_for_directory(source: str, flag: str | None) -> None:
+    """Raise InputError where a flag that is for models of the hub is given with a directory."""
+    if flag is not None and user_path(source).is_dir():
+        raise InputError(f"{flag}: {source} is a directory; only a model on the hub has that.", f"Leave {flag} out.")
+
+
+@app.command(
     "megatron-to-hf",
     epilog=examples(
         "rlctl convert megatron-to-hf ./ckpt ./my-model",
         "rlctl convert megatron-to-hf runs/my-run ./my-model --shard-size 2GB",
         "rlctl convert megatron-to-hf runs/my-run ./my-model --push-to-hub me/my-model",
         "rlctl convert megatron-to-hf ./megatron-lm-ckpt ./my-model --config-from meta-llama/Llama-3.1-8B",
+        "rlctl convert megatron-to-hf runs/my-run ./my-model --into google/gemma-3-4b-it",
     ),
 )
 def megatron_to_hf(
@@ -113,6 +168,14 @@ def megatron_to_hf(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     config_from: Annotated[
         str | None, typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from.")
+    ] = None,
+    into: Annotated[
+        str | None,
+        typer.Option(
+            "--into",
+            metavar="NAME|DIR",
+            help="Write this model, which takes images or sound as well, again with these weights as its text part.",
+        ),
     ] = None,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Largest file.")] = "5GB",
     adapter_only: Annotated[
@@ -137,8 +200,7 @@ def megatron_to_hf(
     Reads what rlctl wrote, the checkpoints of its runs, and torch_dist checkpoints of Megatron-LM and Megatron-Bridge.
     Adapters of a run with training.lora are merged into the model that it began with, or written as such.
     """
-    if private and push_to_hub is None:
-        raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
+    _refuse_together(private and push_to_hub is None, into, dtype, adapter_only)
     if not force:
         require_absent(destination)
     from rlctl.apps.open_model import find_model
@@ -150,9 +212,10 @@ def megatron_to_hf(
     if push_to_hub:
         require_hub(push_to_hub)
     companions = find_model(config_from, weights=False, tell=message).directory if config_from else None
+    whole = _with_text_part(into) if into else None
     size = parse_size(shard_size)
     with StopRequest(lambda _: None), progress_bar(shows_progress(json_)) as show:  # SIGTERM leaves nothing behind
-        settings = _settings(dtype, no_verify, force, show, size)
+        settings = replace(_settings(dtype, no_verify, force, show, size), whole=whole)
         write = peft_adapters.megatron_to_peft if adapter_only else conversion.megatron_to_hf
         report = write(source, destination, companions, settings)
     address = None
@@ -161,6 +224,15 @@ def megatron_to_hf(
         message(f"uploading to {push_to_hub}")
         address = publish(destination, push_to_hub, private=private)
     _print(report, json_, address)
+
+
+def _refuse_together(private_alone: bool, into: str | None, dtype: str | None, adapter_only: bool) -> None:
+    """Raise InputError for options that are not for each other."""
+    if private_alone:
+        raise InputError("--private is for --push-to-hub.", "Add --push-to-hub OWNER/NAME.")
+    if into and (dtype or adapter_only):
+        flag = "--dtype" if dtype else "--adapter-only"
+        raise InputError(f"{flag}: --into writes the whole model in its own precisions.", f"Leave {flag} out.")
 
 
 @app.command("inspect", epilog=examples("rlctl convert inspect ./ckpt", "rlctl convert inspect ./my-model --json"))
@@ -178,6 +250,8 @@ def inspect(
     agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "bound to its parallel sizes"
     typer.echo(f"format      {found.format} ({agnostic})")
     typer.echo(f"family      {found.family or 'unknown'}")
+    if found.text_part:
+        typer.echo(f"text part   {found.text_part}; `rlctl convert text-part` takes it out")
     if found.adapters:
         typer.echo("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
     typer.echo(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")

@@ -25,10 +25,17 @@ class CatalogEntry:
 
     names: tuple[str, ...]
     facts: ModelFacts
+    text_part: bool = False
+    """The models take images as well, and the facts are those of the part that rlctl trains."""
 
 
 def lookup(name: str) -> ModelFacts | None:
     """Facts by hub name; case and organisation do not matter (`unsloth/Llama-3.1-8B` is Llama 3.1). None: unknown."""
+    return entry.facts if (entry := lookup_entry(name)) else None
+
+
+def lookup_entry(name: str) -> CatalogEntry | None:
+    """The entry of a hub name; None: unknown."""
     return _index().get(_key(name))
 
 
@@ -44,7 +51,9 @@ def entries() -> tuple[CatalogEntry, ...]:
     # The C parser reads the file in a tenth of the time; not every build of PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found = yaml.load(files("rlctl.models").joinpath("catalog.yaml").read_text(encoding="utf-8"), loader)
-    return tuple(CatalogEntry(tuple(entry["names"]), facts_of(entry["facts"])) for entry in found)
+    return tuple(
+        CatalogEntry(tuple(entry["names"]), facts_of(entry["facts"]), entry.get("text_part", False)) for entry in found
+    )
 
 
 def facts_of(values: dict[str, Any]) -> ModelFacts:
@@ -67,5 +76,5 @@ def _key(name: str) -> str:
 
 
 @cache
-def _index() -> dict[str, ModelFacts]:
-    return {_key(name): entry.facts for entry in entries() for name in entry.names}
+def _index() -> dict[str, CatalogEntry]:
+    return {_key(name): entry for entry in entries() for name in entry.names}

@@ -55,12 +55,12 @@ def family_of_config(config: dict[str, Any]) -> Family:
     if not architectures and not config.get("model_type"):
         raise InputError("config.json names no `architectures`.", "Take the model's own config.json.")
     name = architectures[0] if architectures else str(config.get("model_type"))
-    if config.get("is_encoder_decoder") and not any(config.get(key) for key in OTHER_SENSES):
+    if config.get("is_encoder_decoder"):
         raise InputError(f"`{name}` is an encoder-decoder model; rlctl trains decoder-only models.", "Name another.")
     if sees(config):
         raise InputError(
-            f"`{name}` is a model that takes images, sound or video as well as text; rlctl trains text models.",
-            "Name a text model, perhaps the one that it was made from.",
+            f"`{name}` is a model that takes images, sound or video as well as text; rlctl trains its text part alone.",
+            "`rlctl convert text-part` takes it out; `train` and the other commands do so themselves.",
         )
     if writes_nothing(config):
         raise InputError(

@@ -53,6 +53,11 @@ def module_name(tensor: str) -> str:
     return tensor.replace("block_sparse_moe", "mlp")
 
 
+def param_names(facts: ModelFacts) -> dict[str, str]:
+    """Published tensor -> the parameter of transformers' modules that holds it, or a part of it."""
+    return {piece.tensor: piece.param for piece in module_layout(facts, "float32").pieces}
+
+
 def module_layout(facts: ModelFacts, dtype: str) -> Layout:
     """Every parameter of transformers' modules, whole: experts of a layer are in `gate_up_proj` [E, 2, I, H] and
     `down_proj` [E, H, I], or, of a family without a file, in the shapes that transformers has."""

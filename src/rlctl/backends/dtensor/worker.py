@@ -26,7 +26,7 @@ from rlctl.checkpoints.rank_loading import load_adapters, load_moments, load_ran
 from rlctl.errors import InputError
 from rlctl.models.matrices import BUFFER_ROLES, Role
 from rlctl.vector_math import warm_up
-from rlctl.weights.dtensor import DTensorWorld, module_name
+from rlctl.weights.dtensor import DTensorWorld, param_names
 
 if TYPE_CHECKING:
     from rlctl.backends.dtensor.model import PolicyModel
@@ -265,7 +265,7 @@ class DTensorWorker(RankWithCritic):
 
         world, named = self.layouts(), self.saved()
         stored, moments = load_adapters(directory, world.facts), moments_of(named, self._trainer())
-        tensors = {module_name(tensor): tensor for tensor in stored.weights}
+        tensors = {param: tensor for tensor, param in param_names(world.facts).items()}
         for own, pairs in ((named, stored.weights), *((moments[name], stored.moments[name]) for name in moments)):
             for name, value in own.items():
                 module, _, which = name.rpartition(".")

@@ -1,11 +1,13 @@
-"""Conversions between Hugging Face directories and Megatron checkpoints: plan, stream, verify, and only then rename."""
+"""Conversions between Hugging Face directories and Megatron checkpoints, and out of models that take images as well:
+plan, stream, verify, and only then rename."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,10 +17,12 @@ import torch
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.exported import exported_weights
 from rlctl.checkpoints.conversion.stream import Progress, Streamed, compare, plan_between, read_back, stream
+from rlctl.checkpoints.conversion.text_checkpoint import WholeWriter, whole_layout, write_text_part
 from rlctl.checkpoints.hf.hf_files import copy_companions
 from rlctl.checkpoints.hf.hf_model import PublishedFiles, open_hf_model
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
-from rlctl.checkpoints.identity import damaged_files
+from rlctl.checkpoints.hf.text_part import TextPart
+from rlctl.checkpoints.identity import damaged_files, source_identity
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, LATEST, RELEASE, MegatronDirectory, find
 from rlctl.checkpoints.megatron.megatron_model import Blocks, common_values
 from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader, TorchDistWriter
@@ -47,6 +51,8 @@ class Options:
     reuse: bool = False
     """A destination that was made of the same source before is the result."""
     shard_bytes: int = 5_000_000_000
+    whole: Path | None = None
+    """A model that takes images or sound as well, which is written with these weights in place of its text part's."""
     progress: Progress = lambda what, done, total: None
     tell: Tell = lambda line: None
 
@@ -107,7 +113,8 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
         return done
 
     wanted, published = record.wanted(source, dtype), model.published(dtype)
-    return _write_under_lock(destination, (source,), model.facts, options, wanted, write, published)
+    specs = _specs(model.facts, dtype)
+    return write_under_lock(destination, (source,), specs, options, wanted, write, published)
 
 
 def megatron_to_hf(
@@ -128,29 +135,48 @@ def megatron_to_hf(
     model = exported_weights(found, config_from, options.tell)
     dtype = options.dtype or model.dtype
     wanted = {"source": [str(found.shards.resolve()), found.iteration], "dtype": dtype, "format": "safetensors"}
-    published = record.published(found.shards, dtype)
+    part = TextPart.open(options.whole) if options.whole else None
+    if part is None:
+        published = record.published(found.shards, dtype)
+        target = hf.layout(model.facts, dtype, copies=True, published=published)
+    else:
+        published, target = {name: spec.dtype for name, spec in part.specs.items()}, whole_layout(part, model.facts)
+        wanted |= {"whole": source_identity(part.files.directory)}
+    specs = target.params if part is None else {n: ParamSpec(t.shape, t.dtype) for n, t in part.files.tensors.items()}
+    chunks = {key: keys.chunk_of(spec, key, 0, BLOCK_BYTES) for key, spec in target.params.items()}
+    rows = {chunk.name: chunk for key in (target.params if part is None else part.specs) for chunk in chunks[key]}
 
     def write(aside: Path) -> Streamed:
-        target = hf.layout(model.facts, dtype, copies=True, published=published)
-        rows = {c.name: c for key, spec in target.params.items() for c in keys.chunk_of(spec, key, 0, BLOCK_BYTES)}
         plan = plan_between(model.world, SingleWorld(keys.chunked(target, list(rows.values()))))
-        writer = SafetensorsWriter(aside, target.params, options.shard_bytes)
+        writer = WholeWriter(aside, part) if part else SafetensorsWriter(aside, target.params, options.shard_bytes)
         shapes = weights_of(model.facts).tensors
         put = lambda n, v: writer.write(rows[n].key, v)  # noqa: E731
         done = stream(plan, shapes, model.source, rows, put, options.progress)
         writer.finish()
+        files = part.at(aside) if part else SafetensorsDirectory.open(aside)
         if options.verify:
             held = hf.layout(model.facts, dtype)
-            _require_as_converted(found, dtype, done.fingerprints | _as_held(aside, held, published))
-        copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
+            _require_as_converted(found, dtype, done.fingerprints | _as_held(files, held, published))
+        if part is None:
+            copy_companions(model.companions, aside, ("quantization_config",), **_dtype_value(model.config, dtype))
         if options.verify:
-            written = _Rows(SafetensorsDirectory.open(aside), rows)
-            compare(done.fingerprints, read_back(plan, shapes, written, options.progress))
-        return done
+            compare(done.fingerprints, read_back(plan, shapes, _Rows(files, rows), options.progress))
+            if isinstance(writer, WholeWriter):
+                writer.verify()
+        return replace(done, bytes=sum(spec.bytes for spec in specs.values()))
 
-    return _write_under_lock(
-        destination, (found.root, found.shards, model.companions), model.facts, options, wanted, write
-    )
+    sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
+    return write_under_lock(destination, sources, specs, options, wanted, write)
+
+
+def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
+    """Write the text part of a model that takes images or sound as well as a model of its own, in its own dtypes.
+
+    Raises as `hf_to_megatron`, and InputError where the text part cannot be trained alone.
+    """
+    options, part = options or Options(), TextPart.open(source)
+    write = lambda aside: write_text_part(part, aside, options.shard_bytes, options.verify, options.progress)  # noqa: E731
+    return write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
 
 
 def require_undamaged(found: MegatronDirectory) -> None:
@@ -168,9 +194,8 @@ def require_undamaged(found: MegatronDirectory) -> None:
         raise InputError(f"{found.shards.parent} is damaged: {damaged[0]}.", hint)
 
 
-def _as_held(written: Path, held: Layout, published: Mapping[str, str]) -> dict[str, int]:
+def _as_held(files: SafetensorsDirectory | TextPart, held: Layout, published: Mapping[str, str]) -> dict[str, int]:
     """Fingerprints of `published` tensors in the dtypes that the checkpoint holds them in."""
-    files = SafetensorsDirectory.open(written)
     specs = {name: held.params[name] for name in published if name in held.params}
     return {name: fingerprint(files.read(name).to(dtype_of(spec.dtype)), spec.shape) for name, spec in specs.items()}
 
@@ -189,7 +214,7 @@ def _require_as_converted(found: MegatronDirectory, dtype: str, read: dict[str, 
 class _Rows:
     """Blocks of rows of the tensors of safetensors files."""
 
-    def __init__(self, files: SafetensorsDirectory, rows: dict[str, keys.Chunk]) -> None:
+    def __init__(self, files: SafetensorsDirectory | TextPart, rows: dict[str, keys.Chunk]) -> None:
         self._files, self._rows = files, rows
 
     def read(self, param: str) -> torch.Tensor:
@@ -201,23 +226,27 @@ class _Rows:
         self._files.drop(self._rows[param].key)
 
 
-def _write_under_lock(
+def _specs(facts: ModelFacts, dtype: str) -> dict[str, ParamSpec]:
+    return {name: ParamSpec(shape, dtype) for name, shape in weights_of(facts).tensors.items()}
+
+
+def write_under_lock(
     destination: Path,
     sources: tuple[Path, ...],
-    facts: ModelFacts,
+    specs: Mapping[str, ParamSpec],
     options: Options,
     wanted: dict[str, Any],
     write: Callable[[Path], Streamed],
     published: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """Run `write` under the lock of the destination (of what it points to), and put a record next to the result, with
-    the dtypes of tensors that are `published` in others.
+    the dtypes of tensors that are `published` in others than those of `specs`.
 
     A result that another process has just made of the same source is reused.
     """
     require_replaceable(destination, sources)
     destination = destination.resolve()
-    shapes, dtype = weights_of(facts).tensors, wanted["dtype"]
+    dtype = Counter(spec.dtype for spec in specs.values()).most_common(1)[0][0]
     with locked(destination, options.tell) as waited:
         begun = time.perf_counter()
         made = _record(destination) if waited or options.reuse else None
@@ -227,11 +256,10 @@ def _write_under_lock(
         if options.reuse and not options.force and destination.exists() and any_content(destination):
             why = f"{destination} exists, but is not the complete conversion of {sources[0]} to {dtype}."
             raise InputError(why, "Give --force to replace it, or another destination.")
-        needed = sum(ParamSpec(shape, dtype).bytes for shape in shapes.values())
-        with staged(destination, needed, options.force) as aside:
+        with staged(destination, sum(spec.bytes for spec in specs.values()), options.force) as aside:
             done = write(aside)
             seconds, nans = time.perf_counter() - begun, tuple(done.nans)
-            report = Report(len(shapes), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
+            report = Report(len(specs), done.bytes, seconds, options.verify, str(destination), dtype, nans=nans)
             record.write(aside, wanted, report.__dict__, done.fingerprints, published)
             return report
 

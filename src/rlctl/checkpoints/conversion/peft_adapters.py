@@ -17,8 +17,7 @@ from rlctl.checkpoints.megatron.torch_dist_files import TorchDistReader
 from rlctl.checkpoints.plan_execution import dtype_of
 from rlctl.checkpoints.staging import locked, require_replaceable, staged
 from rlctl.errors import InputError, VerificationError
-from rlctl.models.families import weights_of
-from rlctl.weights.dtensor import module_name
+from rlctl.weights.dtensor import param_names
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +52,11 @@ def megatron_to_peft(
     base = base_of(found, config_from)
     facts = facts_in(base.directory)
     adapters = read_adapters(reader, without_absent_mtp(facts, reader.shapes), scale_of(base))
-    pairs = {module_name(facts, name).removesuffix(".weight"): pair for name, pair in adapters.pairs.items()}
+    params = param_names(facts)
+    pairs = {params[name].removesuffix(".weight"): pair for name, pair in adapters.pairs.items()}
     tensors = named_for_peft(pairs, dtype)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    modules = targets(pairs, [module_name(facts, name) for name in weights_of(facts).tensors])
+    modules = targets(pairs, params.values())
     require_replaceable(destination, (found.root, found.shards, base.directory))
     destination = destination.resolve()
     with locked(destination, options.tell), staged(destination, size, options.force) as aside:

@@ -6,6 +6,7 @@ four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -14,9 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -25,16 +26,27 @@ from typing import cast
 from rlctl import errors
 from rlctl.checkpoints import locations
 from rlctl.checkpoints.conversion import record
+from rlctl.checkpoints.hf.hf_files import read_config
+from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.hf.text_part import NEXT, has_text_part, text_config, write_companions
 from rlctl.checkpoints.identity import source_identity
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
+from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, MachineError, RlctlError
+from rlctl.models.facts import ModelFacts
+from rlctl.models.families import weights_of
+from rlctl.weights.layout import ITEM_BYTES
 
 DIGITS = 12
 """Digits of the model's identity in the name of its conversion."""
+TEXT = "text"
+"""Stands for the precision of a conversion in the name of a text part, which keeps its own."""
+WITHOUT = "--set model.convert=false starts from the published files."
+ELSEWHERE = f"set {NAMED[0]} to a directory with room that every node sees"
 
 
 def conversion_directory(directory: Path, dtype: str) -> Path:
@@ -56,7 +68,9 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
         return source
     place, named = conversion_directory(source.directory, dtype), locations.named_directory() is not None
     why = None if named else _unseen(place, source.directory, nodes)
-    if why is None and _is_there(place, source, dtype):
+    if source.whole is not None and not named and (unseen := _unseen(place, source.whole, nodes)):
+        raise MachineError(f"{source.label}: {unseen}, where its text part lies.", f"Then {ELSEWHERE}.")
+    if why is None and _is_there(place, record.wanted(source.directory, dtype), WITHOUT):
         tell(f"starting from {place}, converted by an earlier run")
     elif not named and (why := why or _unsuitable(place, source.directory, dtype)):
         tell(f"starting from the published files, which are not converted: {why} ({NAMED[0]} names another place)")
@@ -75,27 +89,82 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
     return ModelSource(converted.directory, source.label, source.note, converted.megatron)
 
 
-def _is_there(place: Path, source: ModelSource, dtype: str) -> bool:
-    """Whether the conversion of `source` lies at `place`: its record does not before all else does.
+def _is_there(place: Path, wanted: Mapping[str, str], otherwise: str = "") -> bool:
+    """Whether what is `wanted` lies at `place`: its record does not before all else does.
 
-    Raises InputError for one that is damaged (by the sizes of its files), and for anything else at `place`.
+    Raises InputError for one that is damaged (by the sizes of its files), and for anything else at `place`, with what
+    there is to do `otherwise`.
     """
     made = record.read(place)
-    if made is None or made.get("wanted") != record.wanted(source.directory, dtype):
+    if made is None or made.get("wanted") != wanted:
         if not os.path.exists(place) or not any_content(place):
             return False
-        raise _to_be_removed(place, "is not a complete conversion")
+        raise _to_be_removed(place, "is not a complete conversion", otherwise)
     if problem := record.damage(place, made):
-        raise _to_be_removed(place, f"was converted by an earlier run and has been damaged since: {problem}")
+        raise _to_be_removed(place, f"was converted by an earlier run and has been damaged since: {problem}", otherwise)
     return True
 
 
-def _to_be_removed(place: Path, what: str) -> InputError:
-    return InputError(
-        f"{place} {what}.",
-        f"Remove it, and the next run converts the model again: rm -r {shlex.quote(str(place))}. "
-        "--set model.convert=false starts from the published files.",
-    )
+def _to_be_removed(place: Path, what: str, otherwise: str) -> InputError:
+    hint = f"Remove it, and the next run converts the model again: rm -r {shlex.quote(str(place))}. {otherwise}"
+    return InputError(f"{place} {what}.", hint.strip())
+
+
+TAKES_MORE = "takes images or sound as well as text"
+
+
+def planned_text_part(label: str, facts: ModelFacts, dtype: str) -> str:
+    """Return the sentence on a model with these `facts` of its text part, which no run has taken out yet."""
+    size = ITEM_BYTES[dtype] * weights_of(facts).parameters / 1e9
+    where = f"which a run takes out once into {locations.converted_directory()} ({size:.3g} GB)"
+    return f"{label} {TAKES_MORE}: its text part is trained, {where}"
+
+
+def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bool) -> ModelSource:
+    """Return the text part of a model that takes images or sound as well, and every other model as it is.
+
+    It is a model directory that lies where conversions do. Unless it exists it is made now with `copies`, and without
+    them there is one without weights. The note says what is trained and where it lies.
+
+    Raises InputError where the text part cannot be trained, and the error of a copy that fails.
+    """
+    if source.megatron is not None or not has_text_part(source.directory):
+        return source
+    what = f"{source.label} {TAKES_MORE}"
+    place = conversion_directory(source.directory, TEXT)
+    if not _is_there(place, record.text_wanted(source.directory)):
+        directory = _without_weights(source.directory, json.dumps(text_config(source.directory)))
+        try:
+            facts = facts_in(directory)
+        except InputError as error:
+            raise InputError(f"{what}, and its text part cannot be trained: {error.message}", NEXT) from error
+        if not copies:
+            note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
+            return ModelSource(directory, source.label, note)
+        tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
+        _copy_text_part(source, place)
+    where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"
+    return ModelSource(place, source.label, f"{what}: its text part is trained, {where}", whole=source.directory)
+
+
+@cache
+def _without_weights(directory: Path, config: str) -> Path:
+    """A folder with the configuration and the tokenizer of the text part of a model, until this process ends."""
+    folders = ExitStack()
+    atexit.register(folders.close)
+    folder = folders.enter_context(temporary_folder(TEXT))
+    write_companions(directory, folder, json.loads(config))
+    return folder
+
+
+def _copy_text_part(source: ModelSource, place: Path) -> None:
+    try:
+        convert_in_child(source.directory, place, TEXT)
+    except RlctlError as error:
+        raise type(error)(
+            f"The text part of {source.label} could not be taken out into {place.parent}: {error.message}",
+            f"{error.hint or ''} Where it is the place: {ELSEWHERE}.".strip(),
+        ) from error
 
 
 def _unseen(place: Path, source: Path, nodes: int) -> str | None:
@@ -131,8 +200,7 @@ def _convert(source: ModelSource, place: Path, dtype: str) -> None:
         raise type(error)(
             f"{source.label} could not be converted into {place.parent}: {error.message}",
             (f"{error.hint} " if error.hint else "")
-            + f"Where it is the place: set {NAMED[0]} to a directory with room that every node sees, or start from "
-            "the published files with --set model.convert=false.",
+            + f"Where it is the place: {ELSEWHERE}, or start from the published files with --set model.convert=false.",
         ) from error
 
 
@@ -147,7 +215,8 @@ CLEARING_S = 30.0
 
 
 def convert_in_child(source: Path, destination: Path, dtype: str) -> None:
-    """Run `hf_to_megatron` in a child, content with a destination that was made of the same source before.
+    """Run `hf_to_megatron` in a child, content with a destination that was made of the same source before; with the
+    dtype `TEXT`, `take_text_part`.
 
     Its memory and threads end with it, and a signal to either process stops both, also one that kills the parent: the
     child removes what it wrote. It shows progress on stderr, and says on stdout what went wrong: that error is raised,
@@ -200,12 +269,14 @@ def _main(source: str, destination: str, dtype: str) -> int:
             signal.signal(number, interrupt)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     try:
-        from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron
+        from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, take_text_part
         from rlctl.checkpoints.conversion.stream import progress_bar
 
         with progress_bar() as show:
             tell = partial(print, file=sys.stderr, flush=True)
-            hf_to_megatron(Path(source), Path(destination), Options(dtype, reuse=True, progress=show, tell=tell))
+            options = Options(None if dtype == TEXT else dtype, reuse=True, progress=show, tell=tell)
+            convert = take_text_part if dtype == TEXT else hf_to_megatron
+            convert(Path(source), Path(destination), options)
     except KeyboardInterrupt:
         return errors.EXIT_INTERRUPTED
     except RlctlError as error:

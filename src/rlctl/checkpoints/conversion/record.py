@@ -18,6 +18,11 @@ def wanted(source: Path, dtype: str) -> dict[str, str]:
     return {"source": source_identity(source), "dtype": dtype, "format": "torch_dist"}
 
 
+def text_wanted(source: Path) -> dict[str, str]:
+    """The values that tell the text part of a Hugging Face directory from that of another."""
+    return {"source": source_identity(source), "format": "text part"}
+
+
 def write(
     directory: Path,
     wanted: dict[str, Any],

@@ -198,11 +198,13 @@ def _check_index(directory: Path, tensors: dict[str, StoredTensor]) -> None:
 
 @dataclass
 class SafetensorsWriter:
-    """Writes tensors in the order of `specs` into shards of at most `shard_bytes` (one tensor may exceed it)."""
+    """Writes tensors in the order of `specs` into shards of at most `shard_bytes` (one tensor may exceed it), or into
+    the `files` that are named, with their tensors."""
 
     directory: Path
     specs: dict[str, ParamSpec]
     shard_bytes: int
+    files: dict[str, list[str]] | None = None
     _shards: list[list[str]] = field(init=False)
     _shard: int = 0
     _expected: list[str] = field(default_factory=list)
@@ -211,6 +213,9 @@ class SafetensorsWriter:
     _stream: BinaryIO | None = None
 
     def __post_init__(self) -> None:
+        if self.files is not None:
+            self._shards = list(self.files.values())
+            return
         self._shards, size = [[]], 0
         for name, spec in self.specs.items():
             if self._shards[-1] and size + spec.bytes > self.shard_bytes:
@@ -235,14 +240,16 @@ class SafetensorsWriter:
             self._end(stream)
 
     def finish(self) -> None:
-        """Write the index where there are several files."""
-        if len(self._shards) == 1:
+        """Write the index where there are several files, unless they were named."""
+        if len(self._shards) == 1 or self.files is not None:
             return
         weight_map = {name: self._file(i) for i, shard in enumerate(self._shards) for name in shard}
         index = {"metadata": {"total_size": sum(s.bytes for s in self.specs.values())}, "weight_map": weight_map}
         (self.directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _file(self, shard: int) -> str:
+        if self.files is not None:
+            return list(self.files)[shard]
         return SINGLE if len(self._shards) == 1 else f"model-{shard + 1:05d}-of-{len(self._shards):05d}.safetensors"
 
     def _begin(self) -> BinaryIO:

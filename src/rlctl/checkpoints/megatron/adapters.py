@@ -13,7 +13,7 @@ from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.models.families import weights_of
 from rlctl.weights import torch_dist as keys
-from rlctl.weights.dtensor import module_name
+from rlctl.weights.dtensor import param_names
 from rlctl.weights.layout import Layout, ParamSpec, Piece, Span
 from rlctl.weights.transforms import MergeLora, ReadThrough
 
@@ -109,7 +109,7 @@ def _of_modules(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The adapters of transformers' modules, which are those of published tensors already."""
     shapes = {matrix.tensor: matrix.tensor_shape for matrix in weights_of(facts).matrices}
-    tensors = {module_name(tensor): tensor for tensor in shapes}
+    tensors = {param: tensor for tensor, param in param_names(facts).items()}
     pairs = {}
     for key in whole:
         module, _, which = key.rpartition(".")

@@ -259,6 +259,7 @@ TASKS = {
     "mmlu_pro": "mmlu-pro",
 }
 """Tasks of `rlctl eval`, by NeMo-RL's names of the same data."""
+TEXT_DATA = frozenset({*DATASETS, "ResponseDataset"})
 OTHER_INPUTS = re.compile(r"(^|[-_/.])(a?vlm?|omni|vision|audio|video)([-_.]|$)", re.IGNORECASE)
 
 
@@ -266,9 +267,11 @@ def foreign_kind(leaves: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the sentence on a recipe that rlctl cannot run whatever its keys are, and the name of its algorithm."""
     sections = {key.partition(".")[0] for key in leaves}
     algorithm = next((name for name in ALGORITHMS if name in sections), None)
-    told = [leaves.get("policy.model_name"), *_data_handling(leaves)]
+    told = [*_data_handling(leaves)]
+    if not any(str(leaves.get(f"{place}.dataset_name")) in TEXT_DATA for place in ("data", "data.train")):
+        told.append(leaves.get("policy.model_name"))  # no word of its data says that they are texts
     if leaves.get("policy.is_vlm") is True or any(OTHER_INPUTS.search(str(name)) for name in told):
-        return "This recipe is for images, sound or video, and rlctl is for models of text.", algorithm
+        return "This recipe is for images, sound or video, and rlctl trains on text.", algorithm
     if "eval" in sections:
         return _evaluation(leaves), None
     if algorithm == "distillation" and leaves.get("teacher.model_name") and not leaves.get("teachers"):

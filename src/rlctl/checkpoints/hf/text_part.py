@@ -1,0 +1,427 @@
+"""The text part of a model that takes images or sound as well: its configuration, and the stored tensors that hold it.
+
+transformers says both: the class of the text section, and under which names whole and part are published. A process
+without torch has the configuration made by another one, which runs this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantised
+from rlctl.checkpoints.hf.hf_model import SCALE
+from rlctl.checkpoints.hf.published_tensors import listed_tensors
+from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header
+from rlctl.checkpoints.hf.transformers_model import body_path, head_path
+from rlctl.errors import InputError, listed
+from rlctl.models.families import sees
+from rlctl.models.matrices import Role
+from rlctl.weights.layout import ParamSpec, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+STACKS = {
+    "experts.gate_up_proj": (Role.EXPERT_GATE, Role.EXPERT_UP),
+    "experts.down_proj": (Role.EXPERT_DOWN,),
+}
+"""Modules that transformers makes of one published tensor for each expert and role: [E, 2 I, H] and [E, H, I]."""
+SAME_TEXT = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Text sections without a class of their own in transformers, and the type of the model that computes the same of text:
+a token of a text has the same position in time, height and width, so that their rotary embedding is the plain one."""
+OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Keys that may stand around the text section, and mean the text."""
+NO_TEXT = ("id2label", "label2id", "_name_or_path")
+OTHER_FILES = ("preprocessor_config.json",)
+"""Companions that speak of the other senses."""
+TEMPLATES = ("chat_template.json", "processor_config.json")
+"""Files of a processor that may hold the chat template, the first one first."""
+HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+COMPUTED = (".rotary_emb.inv_freq",)
+NEXT = "Name a text model, perhaps the one that it was made from."
+
+
+def has_text_part(directory: Path) -> bool:
+    """Return whether the model in a directory takes more than text, and is none that reads with one half and writes
+    with another."""
+    config = read_config(directory)
+    return sees(config) and not config.get("is_encoder_decoder")
+
+
+def text_config(directory: Path) -> dict[str, Any]:
+    """Return the config.json of a model's text part. Raises InputError where it cannot be trained alone."""
+    refuse_quantised(directory)
+    config = read_config(directory)
+    return _text_config(directory, json.dumps(config, sort_keys=True), _stores_head(directory))
+
+
+def write_companions(source: Path, destination: Path, config: dict[str, Any]) -> None:
+    """Write configuration, generation configuration, tokenizer and chat template of the text part of `source`."""
+    copy_companions(source, destination)
+    for name in OTHER_FILES:
+        (destination / name).unlink(missing_ok=True)
+    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    legacy = destination / TEMPLATES[0]
+    legacy.unlink(missing_ok=True)
+    own = read_object(source, "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
+    if own.get("chat_template") or any(destination.glob("chat_template*")):
+        return
+    for name in TEMPLATES:
+        if (source / name).is_file() and isinstance(found := read_object(source, name).get("chat_template"), str):
+            (destination / "chat_template.jinja").write_text(found)
+            return
+
+
+def _stores_head(directory: Path) -> bool | None:
+    """Whether the files hold an output layer, as far as an index or headers tell; None: they do not."""
+    if (directory / INDEX).is_file():
+        names = read_object(directory, INDEX).get("weight_map")
+        return any(map(HEAD.search, names)) if isinstance(names, dict) else None
+    files = sorted(directory.glob("*.safetensors"))
+    return any(HEAD.search(name) for file in files for name in read_header(file)) if files else None
+
+
+@cache
+def _text_config(directory: Path, config: str, stores_head: bool | None) -> dict[str, Any]:
+    if "torch" in sys.modules:
+        return _made_config(json.loads(config), stores_head)
+    command, asked = [sys.executable, "-P", "-m", __name__], json.dumps([json.loads(config), stores_head])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise InputError(f"{directory}: transformers could not be asked about its text part: {told[0]}.", NEXT)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "message" in answer:
+        raise InputError(answer["message"], answer["hint"])
+    config_of_text: dict[str, Any] = answer["config"]
+    return config_of_text
+
+
+def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, Any]:
+    """The config.json of the text part of a model with `config`."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise _refusal(config, f"transformers {transformers.__version__} knows no model type `{kind}`")
+    try:
+        whole = CONFIG_MAPPING[kind].from_dict(config)
+        text = whole.get_text_config(decoder=True)
+    except Exception as error:
+        raise _refusal(config, f"transformers cannot read its config.json: {_first_line(error)}") from error
+    if text is whole:
+        raise _refusal(config, "its config.json has no section for the text")
+    if text.is_encoder_decoder:
+        raise _refusal(config, "its text part is an encoder-decoder model")
+    architecture, values = _of_class(config, text)
+    own = config.get("text_config")
+    section: dict[str, Any] = own if isinstance(own, dict) else config
+    values |= {key: config[key] for key in OUTER if section.get(key) is None and config.get(key) is not None}
+    dtype = section.get("dtype") or section.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    values |= {"architectures": [architecture], "dtype": dtype}
+    values["tie_word_embeddings"] = _tied(config, section, stores_head, whole)
+    return {key: value for key, value in sorted(values.items()) if key not in NO_TEXT}
+
+
+def _of_class(config: dict[str, Any], text: Any) -> tuple[str, dict[str, Any]]:
+    """The architecture of a text section's class, and the values of its configuration."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = SAME_TEXT.get(text.model_type, str(text.model_type))
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if not isinstance(architecture, str) or sees({"architectures": [architecture]}):
+        raise _refusal(config, f"transformers has no class that writes text for its text part (`{text.model_type}`)")
+    values = json.loads(text.to_json_string(use_diff=False))
+    if kind != text.model_type:
+        rope = values.get("rope_parameters") or {}
+        plain = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+        own = CONFIG_MAPPING[kind].from_dict(values | {"model_type": kind, "rope_parameters": plain})
+        values = json.loads(own.to_json_string(use_diff=False))
+    return architecture, values
+
+
+def _tied(config: dict[str, Any], section: dict[str, Any], stores_head: bool | None, whole: Any) -> bool:
+    """Whether embedding and output layer are the same: as the model says, outside of the text section or in it. Where
+    it says both or nothing, the files decide."""
+    said = {part["tie_word_embeddings"] for part in (config, section) if "tie_word_embeddings" in part}
+    if len(said) == 1:
+        return bool(said.pop())
+    return bool(getattr(whole, "tie_word_embeddings", False)) if stores_head is None else not stores_head
+
+
+def _refusal(config: dict[str, Any], why: str) -> InputError:
+    name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
+    what = f"`{name}` is a model that takes images, sound or video, and its text part cannot be trained alone: {why}."
+    return InputError(what, NEXT)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
+
+
+# The tensors
+
+
+@dataclass(frozen=True)
+class TextTensor:
+    """A tensor of the text part, and where it is stored: whole, or in a stack of all experts."""
+
+    stored: StoredTensor
+    shape: Shape
+    expert: int | None = None
+    """Its place in the stack [E, P I, H]; None: it is stored alone."""
+    part: int = 0
+    """Its place among the P projections that are stacked."""
+    transposed: bool = False
+    """The stack is [E, H, P I]."""
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        """The view of it in the stored tensor."""
+        if self.expert is None:
+            return stored
+        stack = stored[self.expert].T if self.transposed else stored[self.expert]
+        return stack[self.part * self.shape[0] : (self.part + 1) * self.shape[0]]
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The files of a whole model, as a source of the tensors of its text part."""
+
+    files: SafetensorsDirectory
+    tensors: dict[str, TextTensor]
+    """By published name of the text model, in the order of the files."""
+
+    @staticmethod
+    def open(directory: Path) -> TextPart:
+        """Find the tensors of the text part. Raises InputError for any that the text model needs and the files lack or
+        hold in another shape, and for any that it does not know."""
+        files = SafetensorsDirectory.open(directory)
+        return TextPart(files, _tensors(directory, files, text_config(directory)))
+
+    def at(self, directory: Path) -> TextPart:
+        """The same tensors in other files of the same names."""
+        return TextPart(SafetensorsDirectory.open(directory), self.tensors)
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """Shape and dtype of each tensor."""
+        return {name: ParamSpec(tensor.shape, tensor.stored.dtype) for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def stored(self) -> frozenset[str]:
+        """Names of the stored tensors that belong to it."""
+        return frozenset(tensor.stored.name for tensor in self.tensors.values())
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, contiguous."""
+        tensor = self.tensors[name]
+        return tensor.of(self.files.read(tensor.stored.name)).contiguous()
+
+    def drop(self, name: str) -> None:
+        """Say that a tensor has been read."""
+        self.files.drop(self.tensors[name].stored.name)
+
+
+def _tensors(directory: Path, files: SafetensorsDirectory, config: dict[str, Any]) -> dict[str, TextTensor]:
+    """Published name of the text model with `config` -> where the files of the whole one hold it."""
+    whole, text = _meta(read_config(directory)), _meta(config)
+    in_order = sorted(files.tensors.values(), key=lambda tensor: (tensor.file.name, tensor.position))
+    found: dict[str, TextTensor] = {}
+    body, head, own_head = _body_path(whole), head_path(whole), head_path(text)
+    runtime = _runtime_names(whole, [stored.name for stored in in_order])
+    inner = {name: held.removeprefix(f"{body}.") for name, held in runtime.items() if held.startswith(f"{body}.")}
+    prefix = _usual_prefix(inner)
+    own_body, stacked = body_path(text), _stacked_names(text)
+    alone = {name: value for name, value in text.named_parameters() if name not in stacked}
+    below = {name: held.removeprefix(f"{own_body}.") for held, name in _plain_names(text, alone).items()}
+    own_prefix = _usual_prefix({name: end for name, end in below.items() if not name.startswith(f"{own_head}.")})
+    shapes = _shapes(text)
+    for stored in in_order:
+        name, held = stored.name, runtime[stored.name]
+        if head and held.startswith(f"{head}."):
+            found[own_head + held.removeprefix(head)] = TextTensor(stored, stored.shape)
+        elif name in inner:
+            outside = name.removesuffix(inner[name]) if name.endswith(inner[name]) else prefix
+            published = own_prefix + name.removeprefix(outside)
+            stack = stacked.get(f"{own_body}.{inner[name]}")
+            if published in shapes or not stack:
+                found[published] = TextTensor(stored, stored.shape)
+            else:
+                found |= _unstacked(stored, stack, shapes)
+    repeated = {f"{own_head}.weight"} if config["tie_word_embeddings"] else set()
+    ignored = tuple(getattr(text, "_keys_to_ignore_on_load_unexpected", None) or ())
+    _require_all(directory, found, shapes, repeated, ignored)
+    return {
+        name: tensor for name, tensor in found.items() if name in shapes or name in repeated or name.endswith(SCALE)
+    }
+
+
+def _conversions(inner: Any) -> list[Any]:
+    """How transformers changes the tensors of the files to its own, or renames them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return get_model_conversion_mapping(inner, add_legacy=False)
+
+
+def _is_made(name: str, target: str) -> bool:
+    """Whether a conversion's target can be in a tensor's name; the target may hold a number of an expert or a group of
+    what it was made from."""
+    pattern = re.escape(target).replace(re.escape("*"), ".*").replace(re.escape(r"\1"), ".*")
+    return re.search(pattern, name) is not None
+
+
+def _plain_names(inner: Any, held: dict[str, Any]) -> dict[str, str]:
+    """Parameter or buffer -> the name under which it is published, of those that are published as they are."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = {id(value): name for name, value in held.items()}
+    return {own[id(value)]: name for name, value in revert_weight_conversion(inner, dict(held)).items()}
+
+
+def _stacked_names(inner: Any) -> dict[str, dict[str, Role]]:
+    """Parameter of all experts of a layer -> the published tensors, with `{expert}`, and the role of each.
+
+    transformers itself takes small tensors apart, whose values say what they stand for.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    targets = [target for change in _conversions(inner) if hasattr(change, "operations") for target in
+               change.target_patterns]  # fmt: skip
+    codes, meanings = dict[str, Any](), list[tuple[str, int, Role]]()
+    for name, parameter in inner.named_parameters():
+        roles = next((roles for stack, roles in STACKS.items() if name.endswith(stack)), ())
+        if roles and any(_is_made(name, target) for target in targets):
+            own = [(name, expert, role) for expert in range(parameter.shape[0]) for role in roles]
+            codes[name] = len(meanings) + torch.arange(len(own)).view(-1, len(roles), 1)
+            meanings += own
+    found: dict[str, dict[str, Role]] = {name: {} for name in codes}
+    for published, value in revert_weight_conversion(inner, codes).items() if codes else ():
+        name, expert, role = meanings[int(value.reshape(-1)[0])]
+        found[name][re.sub(rf"\.experts\.{expert}\.", ".experts.{expert}.", published)] = role
+    for name, names in found.items():
+        if len(names) != len(set(names.values())):
+            raise InputError(f"How {name} of {type(inner).__name__} is published cannot be followed.")
+    return found
+
+
+def _meta(config: dict[str, Any]) -> Any:
+    """The transformers model of a config.json, without memory for its tensors."""
+    import torch
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    named = next(iter(config.get("architectures") or ()), "")
+    made = getattr(transformers, named, None)
+    if made is None:
+        raise _refusal(config, f"transformers {transformers.__version__} has no class `{named}`")
+    try:
+        with torch.device("meta"):
+            return made(CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    except Exception as error:
+        raise _refusal(config, f"transformers cannot build {named}: {_first_line(error)}") from error
+
+
+def _body_path(inner: Any) -> str:
+    """The path of the module that turns tokens into hidden states."""
+    body = inner.get_decoder()
+    path = next((path for path, module in inner.named_modules() if module is body), "")
+    if not path:
+        raise _refusal(inner.config.to_dict(), "transformers does not tell which of its modules reads the text")
+    return f"{path}.{body_path(body)}" if head_path(body) else path  # Llama 4 holds a whole text model
+
+
+def _runtime_names(inner: Any, names: list[str]) -> dict[str, str]:
+    """Stored name -> the name in transformers' modules, whether or not there is such a module."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    changes = get_model_conversion_mapping(inner)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    held = inner.state_dict()
+    found: dict[str, str] = {}
+    for name in names:
+        runtime, _ = rename_source_key(name, renamings, converters, inner.base_model_prefix, held)
+        if runtime not in held and name in held:
+            runtime, _ = rename_source_key(name, [], [], inner.base_model_prefix, held)
+        found[name] = runtime
+    return found
+
+
+def _usual_prefix(inner: dict[str, str]) -> str:
+    """The text that most names have in front of their ends; empty: there are none."""
+    prefixes = Counter(name.removesuffix(end) for name, end in inner.items() if name.endswith(end))
+    return prefixes.most_common(1)[0][0] if prefixes else ""
+
+
+def _shapes(text: Any) -> dict[str, Shape]:
+    """The published tensors of a text model."""
+    found: dict[str, Shape] = {}
+    for tensor in listed_tensors(text, {}):
+        experts = range(text.get_parameter(tensor.module.format(layer=tensor.layers[0])).shape[0]
+                        if "{expert}" in tensor.name else 1)  # fmt: skip
+        for layer in tensor.layers or (0,):
+            found |= {tensor.name.format(layer=layer, expert=expert): tensor.shape for expert in experts}
+    return found
+
+
+def _unstacked(stored: StoredTensor, stack: dict[str, Role], shapes: dict[str, Shape]) -> dict[str, TextTensor]:
+    """The tensors of every expert that a stack [E, P I, H] or [E, H, P I] holds."""
+    found: dict[str, TextTensor] = {}
+    for name, role in stack.items():
+        for expert in range(stored.shape[0]):
+            published = name.format(expert=expert)
+            shape = shapes[published]
+            transposed = stored.shape[1:] != (len(stack) * shape[0], shape[1])
+            found[published] = TextTensor(stored, shape, expert, int(role == Role.EXPERT_UP), transposed)
+    return found
+
+
+def _require_all(
+    directory: Path,
+    found: dict[str, TextTensor],
+    shapes: dict[str, Shape],
+    repeated: set[str],
+    ignored: tuple[str, ...],
+) -> None:
+    """Raise InputError where tensors of the text model are absent or of another shape, or others would be lost."""
+    if absent := sorted(shapes.keys() - found.keys()):
+        why = f"{directory}: the text part lacks {listed(absent)}."
+        raise InputError(why, "Is a shard absent, or does config.json belong to another model? Download it again.")
+    for name, shape in shapes.items():
+        if (stored := found[name].shape) != shape:
+            held = f"tensor {found[name].stored.name} has shape {list(stored)}"
+            raise InputError(f"{directory}: {held}, but config.json implies {list(shape)}.", "Download it again.")
+    known = (SCALE, *COMPUTED)
+    extra = sorted(name for name in found.keys() - shapes.keys() - repeated if not name.endswith(known))
+    if lost := [found[name].stored.name for name in extra if not any(re.search(each, name) for each in ignored)]:
+        why = f"{directory}: {listed(lost)} belongs to the text part, but transformers' text model has no such tensor."
+        raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
+
+
+def _main() -> None:
+    try:
+        answer = {"config": _made_config(*json.load(sys.stdin))}
+    except InputError as error:
+        answer = {"message": error.message, "hint": error.hint}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main()

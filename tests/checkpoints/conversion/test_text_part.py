@@ -1,0 +1,321 @@
+"""The text part of models that take images as well: what transformers computes of text, taken out and put back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlctl.apps.open_model import find_model, published_facts
+from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
+from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, prepared
+from rlctl.checkpoints.hf.hf_model import open_hf_model
+from rlctl.checkpoints.hf.text_part import text_config
+from rlctl.checkpoints.locations import NAMED
+from rlctl.checkpoints.model_source import ModelSource
+from rlctl.config.schema import ModelConfig
+from rlctl.errors import InputError, MachineError
+from support.multimodal_models import MODELS, write_multimodal
+from support.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE
+
+QUICK = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl_moe", "llama4")
+TOKENS = torch.arange(3, 43).view(2, 20) * 11 % VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model by name, made once; nobody writes into it."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = write_multimodal(tmp_path_factory.mktemp(name) / "model", name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def gemma(written: Any, tmp_path: Path) -> Path:
+    """A Gemma 3 that a test may change."""
+    return shutil.copytree(written("gemma3"), tmp_path / "gemma")
+
+
+def whole_model(directory: Path) -> Any:
+    import transformers
+
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(directory).eval()
+
+
+def text_model(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+@torch.no_grad()
+def logprobs(model: Any) -> torch.Tensor:
+    found = model(input_ids=TOKENS).logits.log_softmax(-1)
+    assert found.std() > 0.5
+    return found
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def change(directory: Path, file: str = "config.json", **values: Any) -> None:
+    path = directory / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def in_one_file(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in MODELS])
+def test_the_text_part_is_the_whole_model_given_text(name: str, written: Any, tmp_path: Path) -> None:
+    report = take_text_part(written(name), tmp_path / "text", Options(shard_bytes=200_000))
+    assert report.verified
+    assert len(list((tmp_path / "text").glob("*.safetensors"))) > 1
+    whole, text = whole_model(written(name)), text_model(tmp_path / "text")
+    body = whole.get_decoder()
+    held, own = getattr(body, "model", body).state_dict(), text.model.state_dict()
+    assert held.keys() == own.keys()
+    assert all(torch.equal(held[key], own[key]) for key in own)
+    assert torch.equal(whole.get_output_embeddings().weight, text.get_output_embeddings().weight)
+    assert torch.equal(logprobs(whole), logprobs(text))
+
+
+def test_values_around_the_text_section_are_the_text_models(gemma: Path) -> None:
+    said = json.loads((gemma / "config.json").read_text())
+    section = {k: v for k, v in said["text_config"].items() if k not in ("eos_token_id", "dtype")}
+    change(gemma, text_config=section, eos_token_id=[1, 106], dtype="bfloat16", tie_word_embeddings=True)
+    found = text_config(gemma)
+    assert (found["architectures"], found["model_type"]) == (["Gemma3ForCausalLM"], "gemma3_text")
+    assert (found["eos_token_id"], found["dtype"], found["tie_word_embeddings"]) == ([1, 106], "bfloat16", True)
+    assert "vision_config" not in found
+    change(gemma, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(InputError, match="quantised in a way that rlctl does not read"):
+        text_config(gemma)
+
+
+def test_the_files_say_whether_embeddings_are_tied_where_nothing_else_does(written: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(written("mistral3"), tmp_path / "mistral")
+    config = json.loads((model / "config.json").read_text())
+    config.pop("tie_word_embeddings")
+    config["text_config"].pop("tie_word_embeddings")
+    (model / "config.json").write_text(json.dumps(config))
+    assert text_config(model)["tie_word_embeddings"] is False
+    in_one_file(model, {n: v for n, v in tensors_in(model).items() if "lm_head" not in n})
+    assert text_config(model)["tie_word_embeddings"] is True
+
+
+def test_the_chat_template_of_a_processor_is_the_tokenizers(gemma: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    change(gemma, "tokenizer_config.json", chat_template=None)
+    for file in gemma.glob("chat_template*"):
+        file.unlink()
+    (gemma / "processor_config.json").write_text(json.dumps({"chat_template": "other"}))
+    (gemma / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    take_text_part(gemma, tmp_path / "text")
+    assert AutoTokenizer.from_pretrained(tmp_path / "text").chat_template == CHAT_TEMPLATE
+    assert (tmp_path / "text" / "generation_config.json").is_file()
+    left = {path.name for path in (tmp_path / "text").iterdir()}
+    assert not left & {"preprocessor_config.json", "processor_config.json", "chat_template.json"}
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda held: held.pop("language_model.model.layers.1.mlp.up_proj.weight"),
+         "the text part lacks model.layers.1.mlp.up_proj.weight"),
+        (lambda held: held.update({"language_model.model.layers.1.extra.weight": torch.zeros(2)}),
+         "language_model.model.layers.1.extra.weight belongs to the text part, but"),
+        (lambda held: held.update({"language_model.model.norm.weight": torch.zeros(2)}),
+         r"language_model.model.norm.weight has shape \[2\], but config.json implies \[64\]"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_does_not_fit_is_named(harm: Any, said: str, gemma: Path, tmp_path: Path) -> None:
+    held = tensors_in(gemma)
+    harm(held)
+    in_one_file(gemma, held)
+    with pytest.raises(InputError, match=said):
+        take_text_part(gemma, tmp_path / "text")
+    assert not (tmp_path / "text").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architectures": ["NewForConditionalGeneration"], "model_type": "new"}, "knows no model type `new`"),
+        ({"architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v"}, "no class that writes text"),
+        (
+            {"architectures": ["ChameleonForConditionalGeneration"], "model_type": "chameleon"},
+            "no section for",
+        ),
+        ({"architectures": ["Florence2ForConditionalGeneration"], "model_type": "florence2"}, "an encoder-decoder"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "an encoder-decoder"),
+        (
+            {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"},
+            "cannot be trained: ",
+        ),
+    ],
+)
+def test_a_model_without_a_text_part_to_train_is_refused_with_the_reason(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=said):
+        published_facts(ModelConfig(name=str(tmp_path)))
+
+
+def test_block_scaled_weights_keep_their_scales(written: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(written("mistral3"), tmp_path / "model")
+    held = tensors_in(model)
+    for name in [n for n in held if n.startswith("language_model") and n.endswith("_proj.weight")]:
+        rows, columns = held[name].shape
+        held[name] = held[name].to(torch.float8_e4m3fn)
+        held[f"{name}_scale_inv"] = torch.rand(-(-rows // 32), -(-columns // 32)) + 0.5
+    in_one_file(model, held)
+    change(model, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    take_text_part(model, tmp_path / "text")
+    scale = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    assert torch.equal(tensors_in(tmp_path / "text")[scale], held[f"language_model.{scale}"])
+    checkpoint = tmp_path / "megatron"
+    assert hf_to_megatron(tmp_path / "text", checkpoint, Options(dtype="float32")).verified
+    with pytest.raises(InputError, match=r"its text part is quantised \(tensor .* is float8_e4m3fn\)"):
+        megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=model))
+
+
+def test_a_plan_copies_nothing_and_a_run_takes_the_text_part_out_once(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAMED[0], str(tmp_path))
+    model, said = written("gemma3"), list[str]()
+    assert published_facts(ModelConfig(name=str(model)), said.append).family == "gemma3"
+    (line,) = said
+    assert "takes images or sound as well as text: its text part is trained" in line
+    assert f"a run takes out once into {tmp_path / 'rlctl'} (0.0" in line
+    early = find_model(str(model), copies=False)
+    assert not any(tmp_path.iterdir())
+    assert not any(early.directory.glob("*.safetensors"))
+
+    first = find_model(str(model), tell=said.append)
+    place = conversion_directory(model, TEXT)
+    assert (first.directory, first.whole) == (place, model)
+    assert said[1:] == [f"taking the text part out of {model} once, for every run to start from: {place}"]
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    open_hf_model(place)
+    assert find_model(str(model), tell=said.append) == first == find_model(str(model), copies=False)
+    assert len(said) == 2
+    (place / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"has been damaged since: config\.json has 2 bytes instead"):
+        find_model(str(model))
+
+
+def test_a_model_of_the_catalog_that_takes_images_says_so() -> None:
+    said: list[str] = []
+    assert published_facts(ModelConfig(name="google/gemma-3-27b-it"), said.append).layers == 62
+    assert published_facts(ModelConfig(name="google/gemma-3-1b-it"), said.append).layers == 26
+    (line,) = said
+    assert line.startswith("google/gemma-3-27b-it takes images or sound as well as text: its text part is trained")
+    assert line.endswith("(54 GB)")
+
+
+def test_a_text_part_needs_room_that_every_node_sees(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    place = conversion_directory(written("gemma3"), TEXT)
+    take_text_part(written("gemma3"), place)
+    model = ModelSource(place, "gemma", whole=written("gemma3"))
+    with pytest.raises(MachineError, match=f"other nodes may not see {tmp_path / 'home'}") as failed:
+        prepared(model, "float32", 2, print)
+    assert f"set {NAMED[0]} to a directory" in str(failed.value.hint)
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=1000))
+    with pytest.raises(MachineError, match=r"GB free, but .* GB are needed"):
+        take_text_part(written("gemma3"), tmp_path / "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.slow
+def test_a_text_part_whose_copy_was_killed_is_made_again(gemma: Path, tmp_path: Path) -> None:
+    section = json.loads((gemma / "config.json").read_text())["text_config"]
+    change(gemma, text_config=section | {"vocab_size": 1_000_000})  # 0.3 GB: longer than to see that it has begun
+    in_one_file(gemma, tensors_in(gemma) | {"language_model.model.embed_tokens.weight": torch.ones(1_000_000, 64)})
+    place = tmp_path / "text"
+    command = [sys.executable, "-m", "rlctl", "convert", "text-part", str(gemma), str(place)]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob(".text.partial/*.safetensors")):
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    assert not place.exists()
+    assert take_text_part(gemma, place).verified
+    assert {path.name for path in tmp_path.iterdir()} == {"gemma", "text"}
+
+
+def trained(text: Path, place: Path) -> Path:
+    """A Megatron checkpoint of the text model with every value changed, as by a run."""
+    changed = shutil.copytree(text, place / "changed")
+    (changed / "rlctl_conversion.json").unlink()
+    in_one_file(changed, {name: value * 1.25 for name, value in tensors_in(text).items()})
+    hf_to_megatron(changed, place / "megatron", Options(dtype="float32"))
+    return place / "megatron"
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow), "qwen3_vl_moe"])
+def test_trained_weights_are_put_back_into_the_whole_model(name: str, written: Any, tmp_path: Path) -> None:
+    take_text_part(written(name), tmp_path / "text")
+    checkpoint, whole = trained(tmp_path / "text", tmp_path), tmp_path / "whole"
+    assert megatron_to_hf(checkpoint, whole, None, Options(whole=written(name))).verified
+    before, after = tensors_in(written(name)), tensors_in(whole)
+    text = {n for n in before if not any(word in n for word in ("vision", "visual", "multi_modal"))}
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(after[key], value * 1.25 if key in text else value), key
+    for path in written(name).iterdir():
+        if path.suffix != ".safetensors":
+            assert (whole / path.name).read_bytes() == path.read_bytes()
+    assert torch.equal(logprobs(whole_model(whole)), logprobs(text_model(tmp_path / "changed")))
+
+
+def test_a_whole_model_keeps_its_precisions_and_a_second_copy_of_the_embedding(gemma: Path, tmp_path: Path) -> None:
+    held = {name: value.bfloat16() for name, value in tensors_in(gemma).items()}
+    held["language_model.model.norm.weight"] = held["language_model.model.norm.weight"].float()
+    held["language_model.lm_head.weight"] = held["language_model.model.embed_tokens.weight"].clone()
+    in_one_file(gemma, held)
+    take_text_part(gemma, tmp_path / "text")
+    megatron_to_hf(trained(tmp_path / "text", tmp_path), tmp_path / "whole", None, Options(whole=gemma))
+    found = tensors_in(tmp_path / "whole")
+    assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in held.items()}
+    embedding = found["language_model.model.embed_tokens.weight"]
+    assert torch.equal(found["language_model.lm_head.weight"], embedding)
+    assert torch.equal(embedding, held["language_model.model.embed_tokens.weight"] * 1.25)
+
+
+def test_weights_are_put_into_no_other_model(written: Any, tmp_path: Path) -> None:
+    take_text_part(written("gemma3"), tmp_path / "text")
+    checkpoint = trained(tmp_path / "text", tmp_path)
+    with pytest.raises(InputError, match=r"its text part is another model than this one, by model\.layers\.0"):
+        megatron_to_hf(checkpoint, tmp_path / "whole", None, Options(whole=written("mistral3")))
