@@ -121,8 +121,7 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
     with pytest.raises(ConfigError, match="how routers of Qwen2MoeForCausalLM weigh experts") as raised:
         policy_backend("dtensor").refuse(spec)
     assert raised.value.hint == "Remove it."
-    with pytest.raises(ConfigError, match="layers of Qwen2MoeForCausalLM are not known as such"):
-        policy_backend("dtensor").refuse(replace(spec, router_replay=False, lora=LoraConfig(rank=4)))
+    policy_backend("dtensor").refuse(replace(spec, router_replay=False, lora=LoraConfig(rank=4)))
 
 
 @pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight"])
@@ -139,6 +138,11 @@ def test_routers_are_frozen_by_their_names_or_not_at_all(name: str, tmp_path: Pa
     policy_backend("dtensor").refuse(replace(called("mlp.chooser.weight"), freeze_router=False))
     with pytest.raises(ConfigError, match="training\\.freeze_router is refused: which of its tensors"):
         policy_backend("dtensor").refuse(called("mlp.chooser.weight"))
+    adapted = replace(called("mlp.chooser.weight"), freeze_router=False, lora=LoraConfig(rank=4))
+    with pytest.raises(
+        ConfigError, match=r"training\.lora\.rank is refused: which of its tensors routers .* no adapters"
+    ):
+        policy_backend("dtensor").refuse(adapted)
 
 
 def config(directory: Path, **values: Any) -> Path:
