@@ -18,22 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantised
 from rlctl.checkpoints.hf.hf_model import SCALE
-from rlctl.checkpoints.hf.published_tensors import listed_tensors
+from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors
 from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header
 from rlctl.checkpoints.hf.transformers_model import body_path, head_path
 from rlctl.errors import InputError, listed
+from rlctl.models.facts import ListedTensor
 from rlctl.models.families import sees
-from rlctl.models.matrices import Role
 from rlctl.weights.layout import ParamSpec, Shape
 
 if TYPE_CHECKING:
     import torch
 
-STACKS = {
-    "experts.gate_up_proj": (Role.EXPERT_GATE, Role.EXPERT_UP),
-    "experts.down_proj": (Role.EXPERT_DOWN,),
-}
-"""Modules that transformers makes of one published tensor for each expert and role: [E, 2 I, H] and [E, H, I]."""
 SAME_TEXT = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -184,18 +179,18 @@ class TextTensor:
     stored: StoredTensor
     shape: Shape
     expert: int | None = None
-    """Its place in the stack [E, P I, H]; None: it is stored alone."""
-    part: int = 0
-    """Its place among the P projections that are stacked."""
+    """Its place in the stack [E, O, I]; None: it is stored alone."""
+    row: int = 0
+    """Its first of the O rows of an expert: gate and up projection lie one behind the other."""
     transposed: bool = False
-    """The stack is [E, H, P I]."""
+    """The stack is [E, I, O]."""
 
     def of(self, stored: torch.Tensor) -> torch.Tensor:
         """The view of it in the stored tensor."""
         if self.expert is None:
             return stored
         stack = stored[self.expert].T if self.transposed else stored[self.expert]
-        return stack[self.part * self.shape[0] : (self.part + 1) * self.shape[0]]
+        return stack[self.row : self.row + self.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -246,23 +241,19 @@ def _tensors(directory: Path, files: SafetensorsDirectory, config: dict[str, Any
     runtime = _runtime_names(whole, [stored.name for stored in in_order])
     inner = {name: held.removeprefix(f"{body}.") for name, held in runtime.items() if held.startswith(f"{body}.")}
     prefix = _usual_prefix(inner)
-    own_body, stacked = body_path(text), _stacked_names(text)
-    alone = {name: value for name, value in text.named_parameters() if name not in stacked}
-    below = {name: held.removeprefix(f"{own_body}.") for held, name in _plain_names(text, alone).items()}
+    own_body, published = body_path(text), _published(text)
+    shapes = {name: box.tensor_shape or box.shape for boxes in published.values() for name, (box, _) in boxes.items()}
+    below = {name: held.removeprefix(f"{own_body}.") for held, boxes in published.items() for name in boxes}
     own_prefix = _usual_prefix({name: end for name, end in below.items() if not name.startswith(f"{own_head}.")})
-    shapes = _shapes(text)
     for stored in in_order:
         name, held = stored.name, runtime[stored.name]
         if head and held.startswith(f"{head}."):
             found[own_head + held.removeprefix(head)] = TextTensor(stored, stored.shape)
         elif name in inner:
             outside = name.removesuffix(inner[name]) if name.endswith(inner[name]) else prefix
-            published = own_prefix + name.removeprefix(outside)
-            stack = stacked.get(f"{own_body}.{inner[name]}")
-            if published in shapes or not stack:
-                found[published] = TextTensor(stored, stored.shape)
-            else:
-                found |= _unstacked(stored, stack, shapes)
+            own_name = own_prefix + name.removeprefix(outside)
+            boxes = {} if own_name in shapes else published.get(f"{own_body}.{inner[name]}", {})
+            found |= _unstacked(stored, boxes) or {own_name: TextTensor(stored, stored.shape)}
     repeated = {f"{own_head}.weight"} if config["tie_word_embeddings"] else set()
     ignored = tuple(getattr(text, "_keys_to_ignore_on_load_unexpected", None) or ())
     _require_all(directory, found, shapes, repeated, ignored)
@@ -271,52 +262,20 @@ def _tensors(directory: Path, files: SafetensorsDirectory, config: dict[str, Any
     }
 
 
-def _conversions(inner: Any) -> list[Any]:
-    """How transformers changes the tensors of the files to its own, or renames them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return get_model_conversion_mapping(inner, add_legacy=False)
-
-
-def _is_made(name: str, target: str) -> bool:
-    """Whether a conversion's target can be in a tensor's name; the target may hold a number of an expert or a group of
-    what it was made from."""
-    pattern = re.escape(target).replace(re.escape("*"), ".*").replace(re.escape(r"\1"), ".*")
-    return re.search(pattern, name) is not None
-
-
-def _plain_names(inner: Any, held: dict[str, Any]) -> dict[str, str]:
-    """Parameter or buffer -> the name under which it is published, of those that are published as they are."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own = {id(value): name for name, value in held.items()}
-    return {own[id(value)]: name for name, value in revert_weight_conversion(inner, dict(held)).items()}
-
-
-def _stacked_names(inner: Any) -> dict[str, dict[str, Role]]:
-    """Parameter of all experts of a layer -> the published tensors, with `{expert}`, and the role of each.
-
-    transformers itself takes small tensors apart, whose values say what they stand for.
-    """
-    import torch
-    from transformers.core_model_loading import revert_weight_conversion
-
-    targets = [target for change in _conversions(inner) if hasattr(change, "operations") for target in
-               change.target_patterns]  # fmt: skip
-    codes, meanings = dict[str, Any](), list[tuple[str, int, Role]]()
-    for name, parameter in inner.named_parameters():
-        roles = next((roles for stack, roles in STACKS.items() if name.endswith(stack)), ())
-        if roles and any(_is_made(name, target) for target in targets):
-            own = [(name, expert, role) for expert in range(parameter.shape[0]) for role in roles]
-            codes[name] = len(meanings) + torch.arange(len(own)).view(-1, len(roles), 1)
-            meanings += own
-    found: dict[str, dict[str, Role]] = {name: {} for name in codes}
-    for published, value in revert_weight_conversion(inner, codes).items() if codes else ():
-        name, expert, role = meanings[int(value.reshape(-1)[0])]
-        found[name][re.sub(rf"\.experts\.{expert}\.", ".experts.{expert}.", published)] = role
-    for name, names in found.items():
-        if len(names) != len(set(names.values())):
-            raise InputError(f"How {name} of {type(inner).__name__} is published cannot be followed.")
+def _published(text: Any) -> dict[str, dict[str, tuple[ListedTensor, int | None]]]:
+    """Parameter or stored buffer of a text model -> the tensors of it that are published, by name: the box that each is
+    of it, and its expert."""
+    try:
+        listed_of_model = listed_tensors(text, {})
+    except CannotFollowError as error:
+        raise _refusal(text.config.to_dict(), error.message) from error
+    found: dict[str, dict[str, tuple[ListedTensor, int | None]]] = {}
+    for tensor in listed_of_model:
+        for layer in tensor.layers or (0,):
+            held = (tensor.module or tensor.name).format(layer=layer)
+            experts = range(text.get_parameter(held).shape[0]) if "{expert}" in tensor.name else (None,)
+            boxes = found.setdefault(held, {})
+            boxes |= {tensor.name.format(layer=layer, expert=expert): (tensor, expert) for expert in experts}
     return found
 
 
@@ -370,26 +329,17 @@ def _usual_prefix(inner: dict[str, str]) -> str:
     return prefixes.most_common(1)[0][0] if prefixes else ""
 
 
-def _shapes(text: Any) -> dict[str, Shape]:
-    """The published tensors of a text model."""
-    found: dict[str, Shape] = {}
-    for tensor in listed_tensors(text, {}):
-        experts = range(text.get_parameter(tensor.module.format(layer=tensor.layers[0])).shape[0]
-                        if "{expert}" in tensor.name else 1)  # fmt: skip
-        for layer in tensor.layers or (0,):
-            found |= {tensor.name.format(layer=layer, expert=expert): tensor.shape for expert in experts}
-    return found
+def _unstacked(stored: StoredTensor, boxes: dict[str, tuple[ListedTensor, int | None]]) -> dict[str, TextTensor]:
+    """The tensors of every expert, where a stored tensor is a stack [E, O, I] or [E, I, O] of them; empty: it is not.
 
-
-def _unstacked(stored: StoredTensor, stack: dict[str, Role], shapes: dict[str, Shape]) -> dict[str, TextTensor]:
-    """The tensors of every expert that a stack [E, P I, H] or [E, H, P I] holds."""
+    As for transformers, the shape says which of the two it is.
+    """
     found: dict[str, TextTensor] = {}
-    for name, role in stack.items():
-        for expert in range(stored.shape[0]):
-            published = name.format(expert=expert)
-            shape = shapes[published]
-            transposed = stored.shape[1:] != (len(stack) * shape[0], shape[1])
-            found[published] = TextTensor(stored, shape, expert, int(role == Role.EXPERT_UP), transposed)
+    for name, (box, expert) in boxes.items():
+        outputs, inputs = box.module_shape[-2:] if expert is not None else (0, 0)
+        if stored.shape[1:] in ((outputs, inputs), (inputs, outputs)):
+            transposed = stored.shape[1:] != (outputs, inputs)
+            found[name] = TextTensor(stored, box.shape, expert, box.module_start[0], transposed)
     return found
 
 
