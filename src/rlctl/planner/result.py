@@ -15,8 +15,8 @@ from rlctl.planner.costs.memory import PhaseMemory
 from rlctl.planner.inputs.cluster import ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.search.policy_search import TeacherPlan
 from rlctl.planner.search.rules import not_runnable
-from rlctl.planner.search.teacher_search import TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 GENERATION_KEYS = ("engines", "tp", "pp", "dp", "ep", "max_concurrent")

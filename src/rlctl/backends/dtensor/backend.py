@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import PolicyBackend, SectionArguments
@@ -81,11 +81,3 @@ def _has_unknown_routers(facts: ModelFacts) -> bool:
 BACKEND = PolicyBackend(
     "dtensor", "rlctl.backends.dtensor.worker:DTensorWorker", layouts, arguments, refuse, has_critic=True
 )
-
-
-if TYPE_CHECKING:
-    from rlctl.backends.base import CriticWorker, PolicyWorker
-    from rlctl.backends.dtensor.worker import DTensorWorker
-
-    WORKER: type[PolicyWorker] = DTensorWorker
-    CRITIC: type[CriticWorker] = DTensorWorker

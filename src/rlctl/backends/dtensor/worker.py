@@ -274,3 +274,10 @@ class DTensorWorker(RankWithCritic):
                 a, b = pairs[tensors[f"{module}.weight"]]
                 set_part(world, self.rank, name, value, a if which == "lora_a" else b)
         set_steps(self._trainer(), stored.steps)
+
+
+if TYPE_CHECKING:
+    from rlctl.backends.base import CriticWorker, PolicyWorker
+
+    WORKER: type[PolicyWorker] = DTensorWorker
+    CRITIC: type[CriticWorker] = DTensorWorker

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import PolicyBackend, SectionArguments
@@ -143,11 +142,3 @@ def _largest(value: object) -> float:
 
 BACKEND = PolicyBackend("megatron", "rlctl.backends.megatron.worker:MegatronWorker", layouts, arguments,
                         refuse_wrong_numbers, has_critic=True, takes_conversion=True)  # fmt: skip
-
-
-if TYPE_CHECKING:
-    from rlctl.backends.base import CriticWorker, PolicyWorker
-    from rlctl.backends.megatron.worker import MegatronWorker
-
-    WORKER: type[PolicyWorker] = MegatronWorker
-    CRITIC: type[CriticWorker] = MegatronWorker

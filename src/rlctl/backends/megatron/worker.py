@@ -316,3 +316,10 @@ class MegatronWorker(RankWithCritic):
         for name, layer in adapted.items():  # last: making room for moments takes a step of its own
             fill_layer(stored.weights, pieces[name], layer.lora_a.data, layer.lora_b.data)
         self.weights_changed()
+
+
+if TYPE_CHECKING:
+    from rlctl.backends.base import CriticWorker, PolicyWorker
+
+    WORKER: type[PolicyWorker] = MegatronWorker
+    CRITIC: type[CriticWorker] = MegatronWorker

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rlctl.backends.base import EngineSpec
 from rlctl.backends.lookup import EngineBackend, SectionArguments
 from rlctl.backends.vllm.args import engine_spec, refuse_unsupported
@@ -15,10 +13,3 @@ def arguments(spec: EngineSpec) -> list[SectionArguments]:
 
 
 BACKEND = EngineBackend("vllm", "rlctl.backends.vllm.engine:VllmEngine", engine_spec, arguments, refuse_unsupported)
-
-
-if TYPE_CHECKING:
-    from rlctl.backends.base import EngineWorker
-    from rlctl.backends.vllm.engine import VllmEngine
-
-    WORKER: type[EngineWorker] = VllmEngine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -433,3 +433,9 @@ class DeviceMemory:
         """Bring back `parts` (none named: everything); the cache comes back empty."""
         if back := sorted(self._away & set(parts or (WEIGHTS, CACHE))):
             self._engine.wake_up(tags=back)
+
+
+if TYPE_CHECKING:
+    from rlctl.backends.base import EngineWorker
+
+    WORKER: type[EngineWorker] = VllmEngine

@@ -16,9 +16,9 @@ from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Rejected
 from rlctl.planner.search import engine_search
 from rlctl.planner.search import policy_search as search
-from rlctl.planner.search.policy_search import Request
+from rlctl.planner.search.policy_search import Request, TeacherPlan
 from rlctl.planner.search.rules import not_runnable, on_one_node
-from rlctl.planner.search.teacher_search import TeacherPlan, with_teacher
+from rlctl.planner.search.teacher_search import with_teacher
 from rlctl.telemetry.phases import Phase
 
 

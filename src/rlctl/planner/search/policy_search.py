@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.constraints import Problem
@@ -20,9 +20,6 @@ from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import Constants
 from rlctl.planner.inputs.workload import Workload
 from rlctl.planner.search.rules import training_problems
-
-if TYPE_CHECKING:
-    from rlctl.planner.search.teacher_search import TeacherPlan
 
 HEADROOM = {"fast": 0.95, "frugal": 0.95, "safe": 0.82}
 """Share of a device's memory that a plan may count on, by goal."""
@@ -66,6 +63,24 @@ class Request:
     def budget(self) -> float:
         """Bytes that the phases may use on one device (on a CPU: all processes of a node together)."""
         return HEADROOM[self.workload.goal] * self.cluster.device.memory * (0.9 if self.cluster.is_cpu else 1.0)
+
+
+@dataclass(frozen=True)
+class TeacherPlan:
+    """The layout of a teacher, and what it costs. Bytes of one device (of one process, on a CPU) and seconds."""
+
+    facts: ModelFacts
+    choice: TrainingChoice
+    memory: mem.PhaseMemory
+    """Memory of the teacher itself while it computes."""
+    asleep: float
+    """Memory that its process keeps on the device while others compute."""
+    seconds: float
+    """Its log-probs of a step, with the way from host memory and back."""
+
+    @property
+    def score(self) -> float:
+        return self.seconds * (1 + SIMPLICITY * complexity(self.choice))
 
 
 @dataclass(frozen=True)

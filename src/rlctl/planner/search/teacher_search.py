@@ -7,7 +7,7 @@ policy. Where no size is given, the fastest layout is taken of those that fit ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from rlctl.config.parallel import ParallelSpec
@@ -19,35 +19,16 @@ from rlctl.planner.costs import time as timing
 from rlctl.planner.costs.parameters import stages
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.search.policy_search import (
-    SIMPLICITY,
     Reject,
     Request,
+    TeacherPlan,
     TrainingCandidate,
-    complexity,
     powers,
     values_to_try,
 )
 
 CONTEXT_BYTES = 0.5 * GIB
 """Device memory that a process keeps whose tensors are in host memory, in addition to that of its communicators."""
-
-
-@dataclass(frozen=True)
-class TeacherPlan:
-    """The layout of a teacher, and what it costs. Bytes of one device (of one process, on a CPU) and seconds."""
-
-    facts: ModelFacts
-    choice: TrainingChoice
-    memory: mem.PhaseMemory
-    """Memory of the teacher itself while it computes."""
-    asleep: float
-    """Memory that its process keeps on the device while others compute."""
-    seconds: float
-    """Its log-probs of a step, with the way from host memory and back."""
-
-    @property
-    def score(self) -> float:
-        return self.seconds * (1 + SIMPLICITY * complexity(self.choice))
 
 
 def with_teacher(

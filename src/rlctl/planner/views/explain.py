@@ -13,7 +13,7 @@ from rlctl.planner.costs.time import refit_time, remote_share, tensor_count
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.inputs.constants import DEFAULTS, Constants
 from rlctl.planner.result import Plan
-from rlctl.planner.search.teacher_search import TeacherPlan
+from rlctl.planner.search.policy_search import TeacherPlan
 
 
 def explain(plan: Plan, constants: Constants = DEFAULTS) -> str:

@@ -10,8 +10,7 @@ from rlctl.models.constraints import unpacked_rule
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.inputs.cluster import GIB
 from rlctl.planner.result import Plan, Reason, Rejected
-from rlctl.planner.search.policy_search import HEADROOM, Request
-from rlctl.planner.search.teacher_search import TeacherPlan
+from rlctl.planner.search.policy_search import HEADROOM, Request, TeacherPlan
 from rlctl.telemetry.phases import Phase
 
 
