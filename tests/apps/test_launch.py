@@ -298,6 +298,13 @@ def test_a_users_layout_survives_a_resume_that_changes_another_key():
     assert (merged.config.training.pp, merged.origin["training.pp"]) == (1, "planner")
 
 
+def test_a_long_template_that_another_replaces_at_a_resume_is_a_change():
+    before, now = ("Question: {prompt} " + letter * 5000 for letter in "ab")  # longer than the name of a file may be
+    stored = {"config": resolve(sets=[f"data.prompt_template={before!r}"], environment={}).to_json()}
+    _, changes = continued(stored, resolve(sets=[f"data.prompt_template={now!r}"], environment={}))
+    assert [change.partition(" = ")[0] for change in changes] == ["`data.prompt_template`"]
+
+
 def test_a_size_that_the_planner_chose_becomes_the_users_when_it_is_set():
     stored = {"config": resolve(environment={}).with_values({"training.tp": 2, "training.pp": 1}).to_json()}
     merged, changes = continued(stored, resolve(sets=["training.tp=2", "training.pp=2"], environment={}))

@@ -11,20 +11,18 @@ from rlctl.checkpoints.hf.hf_files import refuse_quantised
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.model_source import ModelSource, Tell, resolve_model
 from rlctl.config.paths import user_path
+from rlctl.config.presets import preset_names, read_preset
 from rlctl.config.schema import ModelConfig, RlctlConfig
 from rlctl.data.chat import load_tokenizer
-from rlctl.errors import InputError
-from rlctl.models.catalog import lookup_entry, near
+from rlctl.errors import InputError, RlctlError
+from rlctl.models.catalog import CatalogEntry, entries, lookup_entry, near
 from rlctl.models.facts import ModelFacts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from rlctl.config.presets import preset_names, read_preset
-from rlctl.errors import RlctlError
-from rlctl.models.catalog import CatalogEntry, entries
 from rlctl.models.families import FAMILIES
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import plan_from_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHOWN = 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -188,8 +189,8 @@ def _is_same_file(begun_in: Path, before: Any, now: Any) -> bool:
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
     then, here = begun_in / user_path(before), user_path(now)
-    if then.exists() and here.exists():
-        return then.samefile(here)
+    if os.path.exists(then) and os.path.exists(here):  # Path.exists raises for a long template
+        return os.path.samefile(then, here)
     (file, colon, name), (file_now, _, name_now) = before.rpartition(":"), now.rpartition(":")
     return bool(colon) and name == name_now and _is_same_file(begun_in, file, file_now)
 

@@ -32,6 +32,21 @@ Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an exis
 NoVerify: TypeAlias = Annotated[
     bool, typer.Option("--no-verify", help="Do not read the result back and compare it with the source.")
 ]
+Place: TypeAlias = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DST", help="Directory to write; by default the one where runs look for it.", show_default=False
+    ),
+]
+Revision: TypeAlias = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
+Into: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--into",
+        metavar="NAME|DIR",
+        help="Write this model, which takes images or sound as well, again with these weights as its text part.",
+    ),
+]
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -50,16 +65,9 @@ def convert() -> None:
 )
 def hf_to_megatron(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory or hub name.")],
-    destination: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="DST",
-            help="Directory to write; by default the one where runs look for the converted model.",
-            show_default=False,
-        ),
-    ] = None,
+    destination: Place = None,
     dtype: Dtype = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    revision: Revision = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Also fetch the Python code of a hub model; it is not run.")
     ] = False,
@@ -105,13 +113,8 @@ def hf_to_megatron(
 )
 def text_part(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory or hub name.")],
-    destination: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="DST", help="Directory to write; by default the one where runs look for it.", show_default=False
-        ),
-    ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    destination: Place = None,
+    revision: Revision = None,
     no_verify: NoVerify = False,
     force: Force = False,
     json_: options.Json = False,
@@ -169,14 +172,7 @@ def megatron_to_hf(
     config_from: Annotated[
         str | None, typer.Option("--config-from", metavar="NAME|DIR", help="Model to take config and tokenizer from.")
     ] = None,
-    into: Annotated[
-        str | None,
-        typer.Option(
-            "--into",
-            metavar="NAME|DIR",
-            help="Write this model, which takes images or sound as well, again with these weights as its text part.",
-        ),
-    ] = None,
+    into: Into = None,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="Largest file.")] = "5GB",
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the adapters alone, as PEFT reads them, instead of merging.")

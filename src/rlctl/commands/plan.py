@@ -88,16 +88,9 @@ def plan(
     the models of the catalog. It ends with exit code 4 if no plan fits.
     """
     if run is not None:
+        flags = {"--preset": preset, "--config": config, "--set": set_, "--compare": compare, "--top": top}
         others = {options.flag(name): value for name, value in context.params.items() if name in options.KEYS}
-        others |= {
-            "KEY=VALUE": overrides or None,
-            "--preset": preset,
-            "--config": config,
-            "--set": set_,
-            "--compare": compare,
-            "--top": top,
-        }
-        others["--explain"] = explain or None
+        others |= {"KEY=VALUE": overrides or None, **flags, "--explain": explain or None}
         refuse_with(f"--run {run} shows the plan that the run was made with", others)
         show_run(run, json_)
         return

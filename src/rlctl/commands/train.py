@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlctl.commands import options
 from rlctl.commands.output import command_app, examples, message, print_json, show, show_dry_run, shows_progress
 from rlctl.errors import EXIT_INTERRUPTED, InputError
+
+if TYPE_CHECKING:
+    from rlctl.apps.dry_run import DryRun
+    from rlctl.config.load import Resolved
 
 app = command_app()
 
@@ -94,11 +98,7 @@ def grpo(
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
     if dry_run:
-        from rlctl.apps.dry_run import dry_train
-        from rlctl.apps.train import dry_resume
-
-        report = dry_resume(resolved, message, allow_changes=allow_changes) if resume else dry_train(resolved)
-        show_dry_run(report, json_, explain)
+        show_dry_run(dry_report(resolved, resume, allow_changes), json_, explain)
         return
     from rlctl.apps import train as launch
 
@@ -108,3 +108,11 @@ def grpo(
     finally:
         if summary.interrupted:  # also where the terminal that was to show it is what was closed
             raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def dry_report(resolved: Resolved, resume: bool, allow_changes: bool) -> DryRun:
+    """Return what a run would start with, or with `resume` what it would go on with."""
+    from rlctl.apps.dry_run import dry_train
+    from rlctl.apps.train import dry_resume
+
+    return dry_resume(resolved, message, allow_changes=allow_changes) if resume else dry_train(resolved)

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import torch
 
+from rlctl.checkpoints.staging import flush_one
 from rlctl.errors import VerificationError, WorkerError
 from rlctl.transport.round_buffers import Images, Packer
 from rlctl.transport.rounds import Channel, Connection, Lengths, Rounds, decode_parts, encode_parts, message_bytes
@@ -127,11 +128,11 @@ def publish(directory: str | None, version: int) -> None:
         json.dump({"version": version, "files": files}, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync_directory(writing)
+    flush_one(writing)
     if final.exists():
         shutil.rmtree(final)
     writing.rename(final)
-    _sync_directory(final.parent)
+    flush_one(final.parent)
 
 
 def remove_others(directory: str | None, version: int | None) -> None:
@@ -143,14 +144,6 @@ def remove_others(directory: str | None, version: int | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
     if version is None:
         Path(directory).rmdir()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class DiskSender:
