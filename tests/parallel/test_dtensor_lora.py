@@ -204,6 +204,8 @@ def test_a_family_without_a_file_takes_adapters_and_is_exported(
     ranks = pools(dp).run(run_family, case, base, facts, family_batch(), policy_of(run, base))
     losses = [only_result([rank["results"][step] for rank in ranks]).loss for step in range(3)]
     assert len(set(losses)) == 3
+    if family != "phimoe":  # its routers choose anew after a step, and their gradients are estimates
+        assert losses == sorted(losses, reverse=True)
     assert megatron_to_hf(run, tmp_path / "merged").verified
     assert megatron_to_peft(run, tmp_path / "adapters").verified
     begun, merged = (load_file(place / "model.safetensors") for place in (base, tmp_path / "merged"))

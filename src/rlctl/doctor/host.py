@@ -29,7 +29,7 @@ TRAINING_BYTES_PER_PARAMETER = 20
 FEW_OPEN_FILES = 4096
 LEAST_LOCKED = 64 << 20
 LEAST_PORTS = 2000
-LARGEST_SKEW_S = 60.0
+CLOCK_OFF_S = 60.0
 LEFT_OVER_AGE_S = 600.0
 LEAST_SPACE = 2 * GIB
 # On a CPU, which takes most. A run's checkpoint: weights, the optimizer's copy of them and two moments of Adam, all in
@@ -170,10 +170,10 @@ def check_clock(now: float | None = None, reference: float | None = None) -> Che
     now = time.time() if now is None else now
     installed = Path(__file__).stat().st_mtime
     fix = "Set it, for example with `timedatectl set-ntp true`."
-    if now < installed - LARGEST_SKEW_S:
+    if now < installed - CLOCK_OFF_S:
         return Check("clock", "fail", f"{stamp(now)} is before rlctl was installed ({stamp(installed)})", fix)
     reference = hub_time() if reference is None else reference
-    if reference is not None and abs(now - reference) > LARGEST_SKEW_S:
+    if reference is not None and abs(now - reference) > CLOCK_OFF_S:
         return Check("clock", "warn", f"{stamp(now)} is {now - reference:+.0f} s off the hub's clock", fix)
     return Check("clock", "ok", stamp(now) + ("" if reference is None else ", as on the hub's clock"))
 

@@ -30,7 +30,7 @@ HUB = "https://huggingface.co"
 # Organisations whose models the hub gives out only to accounts that accepted their terms.
 GATED = ("meta-llama/", "google/gemma", "mistralai/", "CohereForAI/", "bigcode/starcoder")
 WAIT_S = 5.0
-LARGEST_SKEW_S = 30.0
+CLOCKS_APART_S = 30.0
 SESSION = ("--session_dir=", "--session-dir=")
 RUN_PROCESS = re.compile(r"^ray::|^VLLM::|/ray/core/src/ray/|/ray/_private/|\brlctl\b")
 RANKS = 2
@@ -321,7 +321,7 @@ def compare_clocks(facts: Mapping[str, NodeFacts]) -> Check:
     """Check that the clocks of the nodes agree."""
     times = [one.time for one in facts.values()]
     apart = max(times) - min(times)
-    if apart > LARGEST_SKEW_S:
+    if apart > CLOCKS_APART_S:
         detail = f"the clocks of the nodes are up to {apart:.0f} s apart"
         return Check("node-clocks", "warn", detail, "Set them by NTP: `timedatectl set-ntp true` on each.")
     return Check("node-clocks", "ok", f"the clocks of the nodes are at most {apart:.0f} s apart")
