@@ -16,7 +16,10 @@ from support.tiny_families import write_tiny_family
 
 MEAN, MOST = 1e-5, 1e-4  # float32 on both sides
 GUARD = "mixtral"
-FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3", "gpt_oss"]
+FAMILIES = [
+    "llama", "llama-tied", "llama-dynamic", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gemma3",
+    "gpt_oss",
+]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
 from rlctl.data.rollouts import RolloutColumns
 from rlctl.errors import InputError
+from support.causal_types import TRAINED, causal_model
 from support.dtensor_cases import Outcome, run_asleep, run_broken, run_case, run_changed, run_checkpoint, run_memory
 from support.parallel_cases import WEIGHT, Case, spec_of
 from support.parallel_cases import run_case as run_megatron
@@ -178,9 +179,12 @@ def test_four_processes_equal_transformers(pools: Pools, published: Published, c
 
 @cache
 def expected_of(family: str) -> Reference:
-    """Log-probs, loss and gradients of a tiny model of the family."""
-    model, out = family_model(family, EVEN), Reference()
-    total = torch.zeros(())
+    return expected(family_model(family, EVEN))
+
+
+def expected(model: Any) -> Reference:
+    """Log-probs, loss and gradients of a model."""
+    out, total = Reference(), torch.zeros(())
     for group, columns in family_batch().items():
         for row in range(columns.rollouts):
             span = columns.slice(row)
@@ -199,19 +203,25 @@ def expected_of(family: str) -> Reference:
 
 def check_family(pools: Pools, directory: Path, family: str, parallel: ParallelSpec) -> None:
     family_model(family, EVEN).save_pretrained(directory)
-    facts, shared = facts_in(directory), ("gemma3", "gpt-oss", "llama3", "gemma2", "granite")
-    assert bool(facts.unpacked) == (family in SEPARATE)
+    assert bool(facts_in(directory).unpacked) == (family in SEPARATE)
+    shared = family in ("gemma3", "gpt-oss", "llama3", "gemma2", "granite")
+    check_model(pools, directory, parallel, expected_of(family), shared)
+
+
+def check_model(
+    pools: Pools, directory: Path, parallel: ParallelSpec, wanted: Reference, share_prompts: bool = False
+) -> None:
+    facts = facts_in(directory)
     alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
-    case = Case(parallel=parallel, share_prompts=family in shared, micro_batch_tokens=48, **alone)
+    case = Case(parallel=parallel, share_prompts=share_prompts, micro_batch_tokens=48, **alone)
     ranks = pools(parallel.world_size).run(run_case, case, directory, family_batch(), facts)
-    expected = expected_of(family)
     for rank in ranks:
         for key, value in rank.logprobs.items():
-            assert close(value, expected.logprobs[key], 1e-5), key
+            assert close(value, wanted.logprobs[key], 1e-5), key
     first = only_result([rank.results[0] for rank in ranks])
-    assert abs(first.loss - expected.losses[0]) <= 1e-5
+    assert abs(first.loss - wanted.losses[0]) <= 1e-5
     unclip = max(1.0, (first.grad_norm + 1e-6) / Optim().clip)
-    for name, value in expected.module_grads.items():
+    for name, value in wanted.module_grads.items():
         ours = ranks[0].grads[name] * unclip
         assert close(ours, value, TOLERANCE), (name, (ours - value).abs().max())
 
@@ -270,6 +280,14 @@ def test_families_without_a_file_are_the_models_of_transformers(
     pools: Pools, family: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     check_family(pools, tmp_path, family, ParallelSpec(**sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TRAINED)
+def test_every_type_of_transformers_is_trained_as_it_is_there(pools: Pools, model_type: str, tmp_path: Path) -> None:
+    model = causal_model(model_type, EVEN)
+    model.save_pretrained(tmp_path)
+    check_model(pools, tmp_path, ParallelSpec(), expected(model))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama-tied", marks=pytest.mark.slow), "qwen3moe"])

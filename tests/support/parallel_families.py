@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama-dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen2": ("Qwen2", {"head_dim": None}),
     "qwen2-yarn": ("Qwen2", {"head_dim": None, "rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
@@ -316,11 +317,16 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
     torch.manual_seed(1)
     values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, f"{name}{head}")(config_class(**values)).float().eval()
+    return randomised(getattr(transformers, f"{name}{head}")(config_class(**values)))
+
+
+def randomised(model: Any) -> Any:
+    """The model in float32, with norms, biases and sinks that matter."""
+    model, stored = model.float().eval(), model.state_dict().keys()
     with torch.no_grad():
         for parameter in (*model.named_parameters(), *model.named_buffers()):
             named = any(word in parameter[0] for word in ("norm", "bias", "sinks", "layer_scalar"))
-            if named and parameter[1].is_floating_point():
+            if named and parameter[0] in stored and parameter[1].is_floating_point():
                 parameter[1].add_(torch.randn_like(parameter[1]) * 0.2)
     return model
 

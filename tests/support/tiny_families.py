@@ -21,6 +21,7 @@ LATENT = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tie_word_embeddings": True},
+    "llama-dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
     "qwen3_moe": {

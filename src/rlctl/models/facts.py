@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-RopeKind = Literal["default", "llama3", "yarn", "linear"]
+RopeKind = Literal["default", "llama3", "yarn", "linear", "dynamic"]
 
 
 @dataclass(frozen=True)
 class RopeFacts:
-    """Rotary position embedding. `scaling` holds the published config's own keys (`factor`, `low_freq_factor`, ...)."""
+    """Rotary position embedding. `scaling` holds the published config's own keys (`factor`, `low_freq_factor`, ...).
+
+    Frequencies of `dynamic` are those of `default` up to the longest length of the model, and no rollout is longer."""
 
     theta: float = 10_000.0
     kind: RopeKind = "default"

@@ -111,6 +111,10 @@ def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
     if not isinstance(given.get("rope_theta") or 1.0, int | float):
         raise InputError(f"config.json: `rope_theta` is {given['rope_theta']!r}; expected a positive number.")
     theta = float(given.get("rope_theta") or theta or 10_000.0)
+    if known == "dynamic" and given.get("alpha"):
+        raise InputError(
+            "config.json has rope type `dynamic` with `alpha`.", "Models of HunYuan alone are known to have it."
+        )
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
     if lacking := [key for key in ROPE_NEEDS.get(known, ()) if key not in scaling]:
         raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", "Take the model's own file.")

@@ -11,9 +11,9 @@ from rlctl.backends.base import EngineSpec
 from rlctl.backends.vllm import args
 from rlctl.config.load import resolve
 from rlctl.config.schema import RlctlConfig
-from rlctl.errors import ConfigError
+from rlctl.errors import ConfigError, InputError
 from support.layout_families import FAMILIES
-from support.tiny_families import tiny_family_facts
+from support.tiny_families import tiny_family_facts, write_tiny_family
 
 
 def spec(model: Path, training: dict[str, Any] | None = None, **generation: int) -> EngineSpec:
@@ -48,6 +48,16 @@ def test_what_replicas_and_spread_experts_cannot_do_is_refused(
     monkeypatch.setattr(args, "cpu_experts_spread", lambda: False)
     with pytest.raises(ConfigError, match=r"generation\.ep = 2: on a CPU this vLLM's product of experts"):
         spec(tiny_qwen3_moe, tp=2, ep=2)
+
+
+def test_frequencies_that_change_beyond_the_longest_length_are_the_plain_ones(tmp_path: Path) -> None:
+    """vLLM would compute those of the longest length for every rollout, and transformers those of its own length."""
+    model = write_tiny_family(tmp_path / "model", "llama-dynamic")
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    assert spec(model).arguments["hf_overrides"] == {"rope_parameters": plain}
+    assert spec(model).arguments["max_model_len"] == tiny_family_facts(model).max_length
+    with pytest.raises(InputError, match="rope type `dynamic` with `alpha`"):
+        write_tiny_family(tmp_path / "other", "llama", rope_scaling={"type": "dynamic", "factor": 1.0, "alpha": 1000.0})
 
 
 def test_latent_attention_on_a_cpu_can_be_read_back(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

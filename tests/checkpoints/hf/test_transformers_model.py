@@ -24,7 +24,7 @@ from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError, InputError, RlctlError
 from rlctl.models.catalog import facts_of
-from rlctl.models.facts import ListedTensor
+from rlctl.models.facts import ListedTensor, RopeFacts
 from rlctl.models.families import weights_of
 from rlctl.planner.costs.parameters import count
 from rlctl.planner.from_config import completions_workload, plan_from_config
@@ -154,15 +154,17 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
 }  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 64, "factor": 2.0,
 }  # fmt: skip
 NOT_TRAINED = {
-    "olmo2": (
-        {"architectures": ["Olmo2ForCausalLM"], "rope_parameters": DYNAMIC, "pad_token_id": 0},
-        "vLLM computes rotary frequencies \\(dynamic\\) for the longest length always",
+    "longcat_flash": (
+        {
+            "architectures": ["LongcatFlashForCausalLM"], "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 64, "ffn_hidden_size": 64, "moe_topk": 2, "kv_lora_rank": 32, "q_lora_rank": 32,
+        },
+        "transformers has some tensors for 4 and 6 experts of the same layer",
     ),
     "gpt_neo": (
         {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "attention_types": [[["global", "local"], 2]]},
@@ -206,6 +208,13 @@ def test_the_reason_is_said_where_rollouts_cannot_be_packed(model_type: str, tmp
     values, why = NOT_PACKED[model_type]
     facts = facts_in(config(tmp_path, model_type=model_type, **TINY | values))
     assert why in facts.unpacked
+
+
+def test_frequencies_that_change_beyond_the_longest_length_are_told_to_the_engine(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    values = {"architectures": ["Olmo2ForCausalLM"], "pad_token_id": 0, "rope_parameters": rope}
+    facts = facts_in(config(tmp_path, model_type="olmo2", **TINY | values))
+    assert (facts.rope, facts.max_length) == (RopeFacts(10000.0, "dynamic", {"factor": 2.0}), 128)
 
 
 def test_longrope_is_trained_up_to_the_length_from_which_its_frequencies_change(tmp_path: Path) -> None:

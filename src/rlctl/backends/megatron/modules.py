@@ -151,19 +151,15 @@ def own_angles(windowed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], t
 
 
 def inverse_frequencies(facts: RopeFacts, width: int) -> Tensor:
-    """float32 [width / 2], by transformers' modeling_rope_utils. Raises ConfigError for other kinds of scaling."""
+    """float32 [width / 2], by transformers' modeling_rope_utils."""
     base = 1.0 / facts.theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
-    if facts.kind == "default":
-        return base
     if facts.kind == "linear":
         return base / facts.scaling["factor"]
     if facts.kind == "llama3":
         return _llama3(base, facts.scaling)
     if facts.kind == "yarn":
         return _yarn(base, facts)
-    raise ConfigError(
-        f"rope scaling `{facts.kind}` cannot be trained yet.", "Kinds that can: default, linear, llama3, yarn."
-    )
+    return base
 
 
 def attention_factor(facts: RopeFacts) -> float:

@@ -63,6 +63,10 @@ def engine_spec(
         "dtype": resolve_dtype(dtype or config.model.dtype, device),
         "max_model_len": max_length or config.model.max_length or facts.max_length,
     }
+    if facts.rope.kind == "dynamic":  # vLLM computes frequencies for the longest length, transformers for a rollout's
+        plain = {key: value for key, value in facts.rope.scaling.items() if key != "factor"}
+        plain |= {"rope_type": "default", "rope_theta": facts.rope.theta}
+        arguments["hf_overrides"] = {"rope_parameters": plain}
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
     passed = config.vllm.passed

@@ -30,8 +30,9 @@ from rlctl.checkpoints.hf.transformers_model import (
 )
 from rlctl.errors import InputError
 from rlctl.models.catalog import facts_of
-from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts
+from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts
 from rlctl.models.families import facts_from_hf_config, other_architecture
+from rlctl.models.hf_config import rope_of
 from rlctl.models.matrices import Role
 
 WATCHED = "rlctl_watched"
@@ -42,8 +43,7 @@ FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 LONGROPE = "longrope"
 """The rotary embedding with other frequencies beyond its original length."""
 DYNAMIC = "dynamic"
-"""The one with other frequencies beyond the longest length that the configuration names. With `alpha` (HunYuan's) they
-are the same up to there in transformers and vLLM."""
+"""The one with other frequencies beyond the longest length that the configuration names, which no rollout exceeds."""
 UNDERSTOOD = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "softcap", "row", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
@@ -158,6 +158,7 @@ def describe(directory: Path) -> ModelFacts:
         vocab=int(config.vocab_size),
         max_length=_max_length(inner),
         tied_embeddings=not any(tensor.role == Role.HEAD for tensor in listed),
+        rope=_rope(inner),
         moe=_moe(inner, listed),
         sliding_window=max(windows, default=None),
         full_attention_layers=full if windows else None,
@@ -207,8 +208,8 @@ def _problems(inner: Any) -> Iterator[str]:
         yield f"{shared} is the same parameter as another layer's"
     if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
         yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
-    if DYNAMIC in _ropes(inner) and not inner.config.rope_parameters.get("alpha"):
-        yield "vLLM computes rotary frequencies (dynamic) for the longest length always, transformers for a rollout's"
+    if DYNAMIC in _ropes(inner) and "rope_type" not in inner.config.rope_parameters:
+        yield f"its rotary frequencies ({DYNAMIC}) are of some layers alone, which is not known to rlctl"
     yield from _valueless(inner)
 
 
@@ -235,6 +236,12 @@ def _ropes(inner: Any) -> set[str]:
     kinds = [getattr(module, "rope_type", None) for module in inner.modules()]
     texts = [kind for kind in kinds if isinstance(kind, str)]
     return {*texts, *(kind for own in kinds if isinstance(own, dict) for kind in own.values())}
+
+
+def _rope(inner: Any) -> RopeFacts:
+    """The rotary embedding, as far as the engine has to know of it. With `alpha` (HunYuan's) frequencies are fixed."""
+    given = getattr(inner.config, "rope_parameters", None) or {}
+    return rope_of(given, None) if DYNAMIC in _ropes(inner) and not given.get("alpha") else RopeFacts()
 
 
 def _max_length(inner: Any) -> int:
@@ -398,6 +405,9 @@ def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
     chosen = next((value for name in CHOSEN if (value := getattr(inner.config, name, None))), None)
     if chosen is None:
         raise _refusal(type(inner).__name__, f"its config.json does not say how many experts a token has ({CHOSEN[0]})")
+    if len(stacks := {tensor.module_shape[0] for tensor in listed if "{expert}" in tensor.name}) > 1:
+        counts = " and ".join(map(str, sorted(stacks)))
+        raise _refusal(type(inner).__name__, f"transformers has some tensors for {counts} experts of the same layer")
     per_token = max(chosen) if isinstance(chosen, list | tuple) else int(chosen)
     return MoeFacts(ups[0].module_shape[0], per_token, ups[0].shape[0], dense_layers=dense)
 
