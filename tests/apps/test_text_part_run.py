@@ -21,7 +21,7 @@ RLCTL = str(Path(sys.executable).with_name("rlctl"))
 @pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.guard), "dtensor"])
 def test_a_model_with_images_is_trained_on_text_and_published_whole(here: Any, backend: str, tmp_path: Path) -> None:
     """Gemma 3: run, resumed, completed by its engine as by transformers, and exported into the whole model."""
-    from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
 
     model, run = write_multimodal(tmp_path / "gemma", "gemma3"), tmp_path / "run"
     done = here(command(model, run, "--steps", "2", "--backend", backend))
@@ -35,20 +35,28 @@ def test_a_model_with_images_is_trained_on_text_and_published_whole(here: Any, b
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verified"]
     megatron_to_hf(run, tmp_path / "text")
+    first, whole = (
+        Gemma3ForConditionalGeneration.from_pretrained(place).eval() for place in (model, tmp_path / "whole")
+    )
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     tokens = torch.arange(3, 23)[None]
     with torch.no_grad():
-        first, whole = (
-            Gemma3ForConditionalGeneration.from_pretrained(place).eval()(input_ids=tokens).logits
-            for place in (model, tmp_path / "whole")
-        )
-        text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()(input_ids=tokens).logits
-    assert torch.equal(whole, text)
-    assert not torch.allclose(whole, first, atol=1e-3)
+        trained = whole(input_ids=tokens).logits
+        assert torch.equal(trained, text(input_ids=tokens).logits)
+        assert not torch.allclose(trained, first(input_ids=tokens).logits, atol=1e-3)
+
+    prompt = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        [{"role": "user", "content": "2 + 3"}], add_generation_prompt=True, return_dict=False
+    )
     asked = ["--prompt", "2 + 3", "--max-new-tokens", "4", "--temperature", "0", "--json", "--gpu", "cpu"]
-    shown = []
-    for given in (["--run-dir", str(run)], ["--model", str(tmp_path / "whole")]):
+    ways = [["--model", str(tmp_path / "whole")], ["--run-dir", str(run)]]
+    for given in ways[: 2 if backend == "dtensor" else 1]:
         done = here([RLCTL, "generate", *given, *asked])
         assert done.returncode == 0, done.stderr
-        shown.append(json.loads(done.stdout)["completions"][0])
-    assert shown[0]["token_ids"] == shown[1]["token_ids"]
-    assert shown[0]["logprobs"] == pytest.approx(shown[1]["logprobs"], abs=1e-4)
+        shown = json.loads(done.stdout)["completions"][0]
+        chosen = torch.tensor(shown["token_ids"])
+        with torch.no_grad():
+            said = whole(input_ids=torch.cat([torch.tensor(prompt), chosen])[None]).logits[0, len(prompt) - 1 : -1]
+        assert torch.equal(said.argmax(-1), chosen)
+        logprobs = said.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        assert shown["logprobs"] == pytest.approx(logprobs.tolist(), abs=1e-4)
