@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, me
 from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, require_seen
 from rlctl.checkpoints.hf.hf_model import open_hf_model
 from rlctl.checkpoints.hf.text_part import text_config
+from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import ModelConfig
@@ -158,6 +160,8 @@ def test_a_tensor_that_does_not_fit_is_named(harm: Any, said: str, gemma: Path, 
     with pytest.raises(InputError, match=said):
         take_text_part(gemma, tmp_path / "text")
     assert not (tmp_path / "text").exists()
+    (problem,) = inspect(gemma).problems
+    assert re.search(said, problem)
 
 
 @pytest.mark.parametrize(
