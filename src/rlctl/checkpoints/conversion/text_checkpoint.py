@@ -93,14 +93,14 @@ class WholeWriter:
         tensor = self._part.tensors[name]
         self._copy_until(tensor.stored.name)
         done = self._rows.get(name, 0)
-        self._rows[name] = done + values.shape[0]
+        self._rows[name] = done + (len(values) if values.dim() else 1)
         if tensor.expert is None:
             self._writer.write(tensor.stored.name, values)
         else:
             if not self._stack.numel():
                 self._stack = torch.empty(tensor.stored.shape, dtype=dtype_of(tensor.stored.dtype))
             tensor.of(self._stack)[done : self._rows[name]].copy_(values)
-        if self._rows[name] < tensor.shape[0]:
+        if self._rows[name] < next(iter(tensor.shape), 1):
             return
         self._missing[tensor.stored.name] -= 1
         if self._missing[tensor.stored.name] == 0:
