@@ -12,7 +12,10 @@ import pytest
 
 from rlctl.apps import run as run_module
 from rlctl.apps.run import RunJournal, RunSummary, how_to_resume
+from rlctl.checkpoints.locations import NAMED
+from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import RlctlConfig
+from rlctl.errors import MachineError
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
@@ -60,6 +63,20 @@ def test_the_best_and_the_worst_are_shown_every_so_many_steps(steps: Any, tmp_pa
     assert kinds == ["step", "best", "worst", "step"] * 2 + ["step", "best", "worst"]
     assert "best 1.000  question 1 -> texts1.1" in lines[1]
     assert not (tmp_path / "rollouts").exists()
+
+
+def test_a_text_part_that_other_nodes_may_not_see_ends_a_run_that_converts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    text = ModelSource(tmp_path / "home" / "rlctl" / "gemma-text", "gemma", whole=tmp_path / "gemma")
+    plan, other = SimpleNamespace(cluster=SimpleNamespace(nodes=2)), ModelSource(tmp_path / "llama", "llama")
+    for source, teacher in ((text, None), (other, SimpleNamespace(source=text))):
+        job: Any = SimpleNamespace(converts=False, source=source, teacher=teacher, plan=plan)
+        with Display(steps=1) as display, pytest.raises(MachineError, match="gemma: other nodes may not see"):
+            run_module._converted(job, display)
 
 
 def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,14 @@ def test_damaged_files_beside_a_tokenizer_are_named(
         encoder(directory)
 
 
+def test_a_damaged_tokenizer_is_named_next_to_a_folder_of_that_name(tiny_llama: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_llama, tmp_path / "model")
+    (directory / "tokenizer").mkdir()
+    (directory / "tokenizer.json").write_text("[")
+    with pytest.raises(InputError, match="no tokenizer that can be loaded"):
+        encoder(directory)
+
+
 def test_system_prompt_and_suffix(tiny_llama: Path) -> None:
     made = encoder(tiny_llama, system_prompt="Be brief.", prompt_suffix=" Answer with a number.")
     assert made.text(row()) == (

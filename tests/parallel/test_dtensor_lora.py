@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlctl.backends.base import PolicySpec
 from rlctl.backends.clients import only_result
 from rlctl.backends.dtensor.lora import adapt, adapted_layers
+from rlctl.backends.lookup import policy_backend
 from rlctl.checkpoints.conversion.hf_megatron import megatron_to_hf
 from rlctl.checkpoints.conversion.peft_adapters import megatron_to_peft
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.inspection import inspect
 from rlctl.config.parallel import ParallelSpec
-from rlctl.config.schema import LoraConfig
+from rlctl.config.schema import LoraConfig, OptimizerConfig
 from rlctl.errors import ConfigError
 from rlctl.weights.dtensor import DTensorWorld
 from support.dtensor_adapters import LORA, SCALE, adapters_of, expected, run_adapters, run_family, run_saved
@@ -179,6 +181,7 @@ UNFILED = {
     "gemma2": {"attention": "self_attn", "mlp": "mlp"},
     "qwen2-moe": {"attention": "self_attn", "mlp": "mlp"},
     "phimoe": {"attention": "self_attn"},
+    "minimax": {"attention": "self_attn"},
     "gptj": {"attention": "attn", "mlp": "mlp"},
     "bamba": {"attention": "self_attn mamba", "mlp": "feed_forward"},
     "qwen3-next": {"attention": "self_attn linear_attn", "mlp": "mlp"},
@@ -199,6 +202,8 @@ def test_a_family_without_a_file_takes_adapters_and_is_exported(
     base, run = tmp_path / "model", tmp_path / "run"
     family_model(family).save_pretrained(base)
     facts, targets = facts_in(base), UNFILED[family]
+    spec = PolicySpec(facts, ParallelSpec(dp=dp), optimizer=OptimizerConfig(), temperature=1.0, lora=LORA)
+    policy_backend("dtensor").refuse(spec)
     alone = {"packing": False, "dynamic": True} if facts.unpacked else {}
     case = Case(parallel=ParallelSpec(dp=dp), share_prompts=False, micro_batch_tokens=48, **alone)
     ranks = pools(dp).run(run_family, case, base, facts, family_batch(), policy_of(run, base))
@@ -230,6 +235,15 @@ def test_a_family_without_a_file_takes_adapters_and_is_exported(
         adapted = copy.deepcopy(inner)
         adapt(adapted, DTensorWorld(facts, ParallelSpec()), lora)
         assert {layer.search(name)[1] for name in adapted_layers(adapted)} == set(targets[target].split())
+
+
+def test_weights_that_are_published_in_one_tensor_take_no_adapters(tmp_path: Path) -> None:
+    """HRM's: queries, keys, values and gates, and gates and up-projections."""
+    family_model("hrm").save_pretrained(tmp_path)
+    with torch.device("meta"):
+        inner = copy.deepcopy(family_model("hrm")).to("meta")
+    with pytest.raises(ConfigError, match=r"q_proj\.weight is published in one tensor .* could not be exported"):
+        adapt(inner, DTensorWorld(facts_in(tmp_path), ParallelSpec()), LoraConfig(rank=2, targets=("attention",)))
 
 
 def test_adapters_are_exported_merged_and_as_peft_names_them(

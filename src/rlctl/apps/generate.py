@@ -18,6 +18,7 @@ from rlctl.apps.prepare import require_devices
 from rlctl.backends.clients import EngineClient, generate_groups
 from rlctl.backends.lookup import engine_backend
 from rlctl.backends.messages import GroupRequest, GroupResult, Sampling
+from rlctl.checkpoints.conversion.prepared_model import require_seen
 from rlctl.checkpoints.model_source import Tell
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import ray_session
@@ -76,11 +77,12 @@ class CompletionJob:
         return plan_from_config(self.config, self.facts, workload=work, assume=assume)
 
     def checked_plan(self, prompt_tokens: list[int]) -> Plan:
-        """The plan, refused where it cannot be run or this machine lacks its devices."""
+        """The plan, refused where it cannot be run, this machine lacks its devices, or nodes may not see the model."""
         plan = self.plan(prompt_tokens)
         refuse_unrunnable(plan)
         engine_backend().refuse(self.config, self.facts, device_of(plan))
         require_devices(plan, self.config)
+        require_seen(self.model.source, plan.cluster.nodes)
         return plan
 
     def engines(self, plan: Plan) -> EnginesSpec:

@@ -13,7 +13,7 @@ from rlctl.apps.prepare import require_devices, runnable_plan
 from rlctl.apps.refit_report import LogprobLimit, RefitTestReport
 from rlctl.backends.base import resolve_dtype
 from rlctl.backends.lookup import engine_backend
-from rlctl.checkpoints.conversion.prepared_model import prepared
+from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.cluster.ray_session import ray_session
 from rlctl.config.files import temporary_folder
@@ -83,6 +83,7 @@ def refit_test_job(resolved: Resolved, receive: Receive, repeat: int, tell: Call
 
 def run_refit_test(job: RefitTestJob, tell: Callable[[str], None]) -> RefitTestReport:
     """Start policy and engines, test, and stop them."""
+    require_seen(job.source, job.plan.cluster.nodes)
     if converts(job.config, job.plan):
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, tell))
     address = job.config.cluster.ray_address

@@ -14,7 +14,7 @@ from rlctl.apps.crew import Crew, start_crew
 from rlctl.apps.prepare import Job, loggers_of
 from rlctl.apps.report import LiveReport, write_report
 from rlctl.backends.clients import CriticClient, PolicyClient, Teacher
-from rlctl.checkpoints.conversion.prepared_model import prepared
+from rlctl.checkpoints.conversion.prepared_model import prepared, require_seen
 from rlctl.cluster.objects import fetch
 from rlctl.cluster.ray_session import dead_process, ray_session, require_processes
 from rlctl.cluster.usage import UsageSampler, system_metrics
@@ -174,7 +174,11 @@ def _train(
 
 
 def _converted(job: Job, display: Display) -> Job:
-    """Return the job with the policy's and the teacher's models converted, where the backend reads converted ones."""
+    """Return the job with the policy's and the teacher's models converted, where the backend reads converted ones.
+
+    Raises MachineError where the run has nodes that may not see the model."""
+    for source in (job.source, *([job.teacher.source] if job.teacher else [])):
+        require_seen(source, job.plan.cluster.nodes)
     if job.converts and job.source.megatron is None:
         display.doing("preparing the converted model", own_bar=True)
         job = replace(job, source=prepared(job.source, job.dtype, job.plan.cluster.nodes, display.say))

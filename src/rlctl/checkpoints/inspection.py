@@ -13,7 +13,7 @@ from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.hf_model import SCALE, open_hf_model
 from rlctl.checkpoints.hf.model_facts import facts_in
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
-from rlctl.checkpoints.hf.text_part import has_text_part, text_config
+from rlctl.checkpoints.hf.text_part import TextPart, has_text_part, text_config
 from rlctl.checkpoints.megatron.adapters import adapter_keys
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory, base_of, find
 from rlctl.checkpoints.megatron.megatron_model import MODEL_PREFIXES, are_of_modules, open_megatron_model
@@ -73,6 +73,8 @@ def _inspect_huggingface(path: Path) -> Inspection:
     config = _noting(result, lambda: read_config(path))
     if config is not None and has_text_part(path):
         result.text_part = (_noting(result, lambda: text_config(path)) or {}).get("architectures", [None])[0]
+        if result.text_part and files is not None:
+            _noting(result, lambda: TextPart.open(path))
     elif config is not None:
         facts = _noting(result, lambda: facts_in(path))
         result.family = facts.family if facts else None

@@ -14,6 +14,7 @@ ROLES = {
     "mlp.gate.weight": Role.ROUTER,
     "mlp.router.gate.weight": Role.ROUTER,  # AfMoE's
     "mlp.gate.wg.weight": Role.ROUTER,  # HunYuan-MoE's
+    "block_sparse_moe.gate.weight": Role.ROUTER,  # Phi-MoE's and MiniMax'
     "block_sparse_moe.router.weight": Role.ROUTER,  # GraniteMoeSWA's
 }
 """By name, in a layer without the layer's: the matrices that the planner has to know and transformers does not tell."""

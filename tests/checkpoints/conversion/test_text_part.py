@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.apps.open_model import find_model, published_facts
 from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, megatron_to_hf, take_text_part
-from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, prepared
+from rlctl.checkpoints.conversion.prepared_model import TEXT, conversion_directory, require_seen
+from rlctl.checkpoints.conversion.text_checkpoint import WholeWriter
 from rlctl.checkpoints.hf.hf_model import open_hf_model
-from rlctl.checkpoints.hf.text_part import text_config
+from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory
+from rlctl.checkpoints.hf.text_part import TextPart, TextTensor, text_config
+from rlctl.checkpoints.inspection import inspect
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import ModelConfig
@@ -158,6 +162,8 @@ def test_a_tensor_that_does_not_fit_is_named(harm: Any, said: str, gemma: Path, 
     with pytest.raises(InputError, match=said):
         take_text_part(gemma, tmp_path / "text")
     assert not (tmp_path / "text").exists()
+    (problem,) = inspect(gemma).problems
+    assert re.search(said, problem)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +253,9 @@ def test_a_text_part_needs_room_that_every_node_sees(
     place = conversion_directory(written("gemma3"), TEXT)
     take_text_part(written("gemma3"), place)
     model = ModelSource(place, "gemma", whole=written("gemma3"))
+    require_seen(model, 1)
     with pytest.raises(MachineError, match=f"other nodes may not see {tmp_path / 'home'}") as failed:
-        prepared(model, "float32", 2, print)
+        require_seen(model, 2)
     assert f"set {NAMED[0]} to a directory" in str(failed.value.hint)
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=1000))
@@ -305,13 +312,32 @@ def test_a_whole_model_keeps_its_precisions_and_a_second_copy_of_the_embedding(g
     held["language_model.model.norm.weight"] = held["language_model.model.norm.weight"].float()
     held["language_model.lm_head.weight"] = held["language_model.model.embed_tokens.weight"].clone()
     in_one_file(gemma, held)
+    copies = ("consolidated.safetensors", "consolidated.safetensors.index.json", "pytorch_model.bin", "model.gguf")
+    for name in copies:  # they hold what the weights were before training
+        (gemma / name).write_bytes(b"old")
+    (gemma / "params.json").write_text("{}")
     take_text_part(gemma, tmp_path / "text")
     megatron_to_hf(trained(tmp_path / "text", tmp_path), tmp_path / "whole", None, Options(whole=gemma))
     found = tensors_in(tmp_path / "whole")
+    left = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert "params.json" in left
+    assert not left & set(copies)
     assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in held.items()}
     embedding = found["language_model.model.embed_tokens.weight"]
     assert torch.equal(found["language_model.lm_head.weight"], embedding)
     assert torch.equal(embedding, held["language_model.model.embed_tokens.weight"] * 1.25)
+
+
+def test_a_single_number_is_put_back(tmp_path: Path) -> None:
+    """As stored buffers are that some models keep with their weights."""
+    (tmp_path / "whole").mkdir()
+    save_file({"scale": torch.tensor(1.0), "tower": torch.ones(2)}, tmp_path / "model.safetensors")
+    files = SafetensorsDirectory.open(tmp_path)
+    writer = WholeWriter(tmp_path / "whole", TextPart(files, {"scale": TextTensor(files.tensors["scale"], ())}))
+    writer.write("scale", torch.tensor(3.0))
+    writer.finish()
+    found = tensors_in(tmp_path / "whole")
+    assert (found["scale"].tolist(), found["tower"].tolist()) == (3.0, [1.0, 1.0])
 
 
 def test_weights_are_put_into_no_other_model(written: Any, tmp_path: Path) -> None:

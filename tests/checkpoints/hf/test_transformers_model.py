@@ -124,7 +124,9 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
     policy_backend("dtensor").refuse(replace(spec, router_replay=False, lora=LoraConfig(rank=4)))
 
 
-@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight"])
+@pytest.mark.parametrize(
+    "name", ["mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight", "block_sparse_moe.gate.weight"]
+)
 def test_routers_are_frozen_by_their_names_or_not_at_all(name: str, tmp_path: Path) -> None:
     hf_model("qwen2-moe").save_pretrained(tmp_path)
     facts = facts_in(tmp_path)

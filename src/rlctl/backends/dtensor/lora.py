@@ -9,6 +9,7 @@ Shapes: r rank, I inputs of a layer.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -71,7 +72,9 @@ def adapt(inner: Any, world: DTensorWorld, lora: LoraConfig) -> None:
 
 
 def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tuple[str, str]]:
-    """(module, Megatron's name of the layer that has its weight)."""
+    """(module, Megatron's name of the layer that has its weight). Raises ConfigError for a weight whose adapters would
+    be no adapters of a published tensor."""
+    together = _published_together(world) if world.facts.listed else set[str]()
     facts, layers = world.facts, re.compile(rf"{re.escape(layers_path(inner))}\.(\d+)\.(.+)\.weight")
     for name, role in world.roles.items():
         found = layers.fullmatch(name)
@@ -80,6 +83,12 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
         module = name.removesuffix(".weight")
         if facts.listed:
             if role is Role.OTHER and EXPERT not in name and _is_wanted(inner, module, lora):
+                if name in together:
+                    raise ConfigError(
+                        f"training.lora: {name} is published in one tensor with other weights, so that adapters on it "
+                        "could not be exported.",
+                        "Leave its group out of training.lora.targets, or train all weights.",
+                    )
                 yield module, module
             continue
         moe_layer = facts.is_moe_layer(int(found[1]))
@@ -87,6 +96,12 @@ def _targets(inner: Any, world: DTensorWorld, lora: LoraConfig) -> Iterator[tupl
         shared = own.removesuffix(".weight")
         if takes_adapter(shared.rpartition(".")[2], lora):
             yield module, f"decoder.layers.{found[1]}.{shared}"
+
+
+def _published_together(world: DTensorWorld) -> set[str]:
+    """Parameters that are not one published tensor each."""
+    layout, held = world.modules, Counter(piece.param for piece in world.modules.pieces)
+    return {p.param for p in layout.pieces if held[p.param] > 1 or len(layout.by_tensor[p.tensor]) > 1}
 
 
 def _is_wanted(inner: Any, path: str, lora: LoraConfig) -> bool:

@@ -114,7 +114,7 @@ def hf_to_megatron(source: Path, destination: Path, options: Options | None = No
 
     wanted, published = record.wanted(source, dtype), model.published(dtype)
     specs = _specs(model.facts, dtype)
-    return write_under_lock(destination, (source,), specs, options, wanted, write, published)
+    return _write_under_lock(destination, (source,), specs, options, wanted, write, published)
 
 
 def megatron_to_hf(
@@ -166,7 +166,7 @@ def megatron_to_hf(
         return replace(done, bytes=sum(spec.bytes for spec in specs.values()))
 
     sources = (found.root, found.shards, model.companions, *([options.whole] if options.whole else []))
-    return write_under_lock(destination, sources, specs, options, wanted, write)
+    return _write_under_lock(destination, sources, specs, options, wanted, write)
 
 
 def take_text_part(source: Path, destination: Path, options: Options | None = None) -> Report:
@@ -176,7 +176,7 @@ def take_text_part(source: Path, destination: Path, options: Options | None = No
     """
     options, part = options or Options(), TextPart.open(source)
     write = lambda aside: write_text_part(part, aside, options.shard_bytes, options.verify, options.progress)  # noqa: E731
-    return write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
+    return _write_under_lock(destination, (source,), part.specs, options, record.text_wanted(source), write)
 
 
 def require_undamaged(found: MegatronDirectory) -> None:
@@ -230,7 +230,7 @@ def _specs(facts: ModelFacts, dtype: str) -> dict[str, ParamSpec]:
     return {name: ParamSpec(shape, dtype) for name, shape in weights_of(facts).tensors.items()}
 
 
-def write_under_lock(
+def _write_under_lock(
     destination: Path,
     sources: tuple[Path, ...],
     specs: Mapping[str, ParamSpec],

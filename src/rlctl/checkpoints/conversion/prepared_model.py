@@ -68,8 +68,6 @@ def prepared(source: ModelSource, dtype: str, nodes: int, tell: Callable[[str], 
         return source
     place, named = conversion_directory(source.directory, dtype), locations.named_directory() is not None
     why = None if named else _unseen(place, source.directory, nodes)
-    if source.whole is not None and not named and (unseen := _unseen(place, source.whole, nodes)):
-        raise MachineError(f"{source.label}: {unseen}, where its text part lies.", f"Then {ELSEWHERE}.")
     if why is None and _is_there(place, record.wanted(source.directory, dtype), WITHOUT):
         tell(f"starting from {place}, converted by an earlier run")
     elif not named and (why := why or _unsuitable(place, source.directory, dtype)):
@@ -155,6 +153,14 @@ def _without_weights(directory: Path, config: str) -> Path:
     folder = folders.enter_context(temporary_folder(TEXT))
     write_companions(directory, folder, json.loads(config))
     return folder
+
+
+def require_seen(source: ModelSource, nodes: int) -> None:
+    """Raise MachineError for a text part where other nodes may not see what this one has taken out."""
+    if source.whole is None or locations.named_directory() is not None:
+        return
+    if unseen := _unseen(source.directory, source.whole, nodes):
+        raise MachineError(f"{source.label}: {unseen}, where its text part lies.", f"To be sure, {ELSEWHERE}.")
 
 
 def _copy_text_part(source: ModelSource, place: Path) -> None:

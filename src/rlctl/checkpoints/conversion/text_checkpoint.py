@@ -11,6 +11,7 @@ import torch
 
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.conversion.stream import Progress, Streamed
+from rlctl.checkpoints.hf.hf_files import WEIGHTS
 from rlctl.checkpoints.hf.hf_model import FLOATS
 from rlctl.checkpoints.hf.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 from rlctl.checkpoints.hf.text_part import TextPart, text_config, write_companions
@@ -92,14 +93,14 @@ class WholeWriter:
         tensor = self._part.tensors[name]
         self._copy_until(tensor.stored.name)
         done = self._rows.get(name, 0)
-        self._rows[name] = done + values.shape[0]
+        self._rows[name] = done + (len(values) if values.dim() else 1)
         if tensor.expert is None:
             self._writer.write(tensor.stored.name, values)
         else:
             if not self._stack.numel():
                 self._stack = torch.empty(tensor.stored.shape, dtype=dtype_of(tensor.stored.dtype))
             tensor.of(self._stack)[done : self._rows[name]].copy_(values)
-        if self._rows[name] < tensor.shape[0]:
+        if self._rows[name] < next(iter(tensor.shape), 1):
             return
         self._missing[tensor.stored.name] -= 1
         if self._missing[tensor.stored.name] == 0:
@@ -109,11 +110,11 @@ class WholeWriter:
             self._left.pop()
 
     def finish(self) -> None:
-        """Write what is left, and copy the other files."""
+        """Write what is left, and copy the other files. Copies of the weights in other formats are left out: they hold
+        the values before training, and an engine may prefer them."""
         self._copy_until("")
-        weights = {tensor.file.name for tensor in self._part.files.tensors.values()}
         for path in self._part.files.directory.iterdir():
-            if path.is_file() and path.name not in weights | {record.RECORD}:
+            if path.is_file() and not any(map(path.match, (*WEIGHTS, record.RECORD))):
                 shutil.copyfile(path, self._directory / path.name)
 
     def verify(self) -> None:

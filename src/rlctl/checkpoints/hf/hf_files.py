@@ -15,14 +15,24 @@ COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "*.py",
 )  # fmt: skip
+WEIGHTS = (
+    "*.safetensors", "consolidated*", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack",
+    "*.onnx",
+)  # fmt: skip
+"""Weights, in any format: some repositories carry copies of them next to the published ones."""
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that Git LFS has put in place of one that was not fetched."""
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is a pointer of Git LFS."""
-    with file.open("rb") as opened:
-        return opened.read(len(LFS_POINTER)) == LFS_POINTER
+    """Return whether a file is a pointer of Git LFS, as far as it can be read."""
+    if not file.is_file():  # a directory, or a pipe that would be waited for
+        return False
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def read_config(directory: Path) -> dict[str, Any]:

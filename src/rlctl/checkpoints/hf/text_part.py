@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.checkpoints.hf.hf_files import copy_companions, read_config, read_object, refuse_quantised
 from rlctl.checkpoints.hf.hf_model import SCALE
 from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors
-from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header
+from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header, shard_files
 from rlctl.checkpoints.hf.transformers_model import body_path, head_path
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ListedTensor
@@ -85,8 +85,9 @@ def _stores_head(directory: Path) -> bool | None:
     if (directory / INDEX).is_file():
         names = read_object(directory, INDEX).get("weight_map")
         return any(map(HEAD.search, names)) if isinstance(names, dict) else None
-    files = sorted(directory.glob("*.safetensors"))
-    return any(HEAD.search(name) for file in files for name in read_header(file)) if files else None
+    if not any(directory.glob("*.safetensors")):
+        return None
+    return any(HEAD.search(name) for file in shard_files(directory) for name in read_header(file))
 
 
 @cache
