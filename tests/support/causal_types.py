@@ -32,6 +32,12 @@ PLAIN = [
 TRAINED: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN},
     **dict.fromkeys(("axk1", "axk2", "deepseek_v32", "glm_moe_dsa", "youtu"), LATENT),
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "deepseek_v2": EXPERTS | {"num_key_value_heads": 4},
     "dots1": EXPERTS,
     "dbrx": {
@@ -39,6 +45,10 @@ TRAINED: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 16,
+    },
     "solar_open": {"head_dim": 16, "partial_rotary_factor": None},
     "glm4_moe_lite": LATENT | {"partial_rotary_factor": None},
     "falcon_mamba": {"layer_types": None},
