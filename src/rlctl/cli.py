@@ -21,7 +21,7 @@ from rlctl import __version__
 from rlctl.commands import output
 from rlctl.commands.parsing import App, Command, CommandLineError, Group, explained
 from rlctl.config.installed import installed_versions
-from rlctl.errors import EXIT_INTERRUPTED, InputError, RlctlError, missing_package
+from rlctl.errors import EXIT_INTERRUPTED, InputError, InterruptionError, RlctlError, missing_package
 from rlctl.telemetry import terminal
 from rlctl.telemetry.terminal import Unbreakable, open_closed_ones
 
@@ -136,7 +136,7 @@ def run(argv: list[str] | None = None) -> int:
     try:
         code = app(args=argv, prog_name="rlctl", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # Typer makes a code of a KeyboardInterrupt, and says nothing
-            output.complain("rlctl: interrupted")
+            output.report_error(InterruptionError("interrupted"))
         return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
@@ -152,7 +152,7 @@ def run(argv: list[str] | None = None) -> int:
         output.complain("rlctl: stopped")
         return 1
     except KeyboardInterrupt:
-        output.complain("rlctl: interrupted")
+        output.report_error(InterruptionError("interrupted"))
         return EXIT_INTERRUPTED
     except (RlctlError, ModuleNotFoundError) as error:
         if os.environ.get("RLCTL_DEBUG", "") not in ("", "0"):

@@ -71,6 +71,12 @@ class NoPlanError(RlctlError):
     """The layouts that came closest, each with the reason why it does not fit."""
 
 
+class InterruptionError(RlctlError):
+    """Ctrl-C or a signal stopped the command before it had a result (exit code 130)."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class VerificationError(RlctlError):
     """A check of converted or transferred data failed (exit code 5)."""
 

@@ -111,6 +111,10 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("rlctl.config.presets.preset_names", interrupted)
     assert cli.run(["presets", "ls"]) == 130
     assert capsys.readouterr().err == "rlctl: interrupted\n"
+    assert cli.run(["presets", "ls", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["error"] == {
+        "kind": "InterruptionError", "message": "interrupted", "hint": None, "exit_code": 130,
+    }  # fmt: skip
 
 
 def test_debug_shows_the_traceback() -> None:

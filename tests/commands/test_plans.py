@@ -99,6 +99,9 @@ def test_a_dry_refit_test_is_laid_out_as_training_is(capsys: pytest.CaptureFixtu
         (["plan", "--run", "x"], ["--explain"], 2, "--explain would do nothing"),
         (["plan", "--run", "x"], ["--split"], 2, "--split would do nothing"),
         (["plan", "--compare", "1node", "2nodes"], ["--top", "2"], 2, "--top would do nothing"),
+        (["plan", "--model", "Qwen/Qwen3-8B"], ["--algorithm", "distillation"], 2, "needs a teacher"),
+        (["plan", "--model", "Qwen/Qwen3-8B"], ["--teacher", "Qwen/Qwen3-32B"], 2, "learns nothing from a teacher"),
+        (["doctor", "--quick"], ["--model", "./absent"], 2, "model ./absent: there is no such directory"),
         (["plan", "--model", "Qwen/Qwen3-8B"], ["--compare", "a", "1node"], 2, "--compare a: neither pins"),
     ],
 )

@@ -62,6 +62,14 @@ def test_half_a_character_is_named_with_its_line(tiny_llama: Path) -> None:
         encoder(tiny_llama).encode(row("a \ud800"))
 
 
+def test_a_token_that_the_model_lacks_is_named_before_anything_starts(tiny_llama: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_llama, tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
+    with pytest.raises(InputError, match=r"line 1: the prompt becomes token .* and the model has 20\..*--tokenizer"):
+        encoder(directory).encode(row())
+
+
 def test_a_template_that_fails_or_cannot_be_read_is_named(tiny_llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     for content, words in ((b"{{ 1 / 0 }}", "division by zero"), (b"\xff\xfe{{", "not a UTF-8 text")):

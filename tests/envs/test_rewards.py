@@ -222,6 +222,23 @@ def test_wrong_rewards(tmp_path: Path, name: str, words: list[str]) -> None:
         assert word in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "q"}, ["line 2 has none", "Leave the row out"]),
+        ({"prompt": "q", "answer": None}, ["line 2 has none"]),
+        ({"prompt": "q", "answer": ["5", "6"]}, ["the reference answer of", "line 2 is a list", "reward function"]),
+        ({"prompt": "q", "answer": {"a": 1}}, ["line 2 is an object"]),
+    ],
+)
+def test_a_later_row_whose_answer_could_never_be_found_is_named(tmp_path: Path, row: dict, words: list[str]) -> None:
+    source = jsonl(tmp_path, {"prompt": "q", "answer": "5"}, row)
+    with pytest.raises(InputError) as raised:
+        prepare_rewards(reward("exact-match"), source)
+    assert all(word in str(raised.value) for word in words)
+    prepare_rewards(reward(user_file(tmp_path, "def score(completion, answer): return 1")), source)
+
+
 def test_no_reward_or_one_twice(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"prompt": "q", "answer": "a"})
     with pytest.raises(InputError, match=r"No reward.*--reward"):
@@ -251,7 +268,9 @@ def test_no_reward_or_one_twice(tmp_path: Path) -> None:
         ("def score(completion, answer): return float('inf')", ["returned inf", "data.jsonl, line 1"]),
         ("def score(completion, answer): return -1e308", ["returned -1e+308", "data.jsonl, line 1", "1e+30"]),
         ("def score(completion, answer): return 10 ** 400", ["returned 1000", "data.jsonl, line 1"]),
-        ("async def score(completion, answer): return 1.0", ["coroutine"]),
+        ("async def score(completion, answer): return 1.0", ["a coroutine; it must not be async."]),
+        ("class Odd(Exception):\n    def __str__(self): raise ValueError\ndef score(completion): raise Odd()", [
+            "raised Odd: an error that has no text", "mine.py, line 3"]),
     ],
 )  # fmt: skip
 def test_wrong_functions_are_refused_before_the_run(tmp_path: Path, code: str, words: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlctl.errors import InputError
-from rlctl.models.families import facts_from_hf_config, other_architecture
+from rlctl.models.families import facts_from_hf_config, other_architecture, sees
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,32 @@ def test_a_family_with_experts_has_at_least_one(key: str) -> None:
     config = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     with pytest.raises(InputError, match=f"`{key}` is 0; expected a positive whole number"):
         facts_from_hf_config(config | {"intermediate_size": 64, key: 0})
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 64, "vocab_size": 512,
+}  # fmt: skip
+GEMMA = LLAMA | {"architectures": ["Gemma3ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LLAMA | {"architectures": 3}, "`architectures` is 3; expected a list"),
+        (LLAMA | {"num_nextn_predict_layers": 10**9}, "expected a whole number below 16384"),
+        (LLAMA | {"first_k_dense_replace": 10**9}, "expected a whole number below 16384"),
+        (LLAMA | {"rope_theta": float("inf")}, "`rope_theta` is inf; expected a positive number"),
+        (LLAMA | {"rope_parameters": {"rope_theta": -1}}, "`rope_theta` is -1; expected a positive number"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0}}, "`factor` is 0; expected a positive number"),
+        (GEMMA | {"rope_parameters": {"full_attention": "yarn"}}, "`rope_parameters` hold 'yarn'; expected an object"),
+    ],
+)
+def test_a_value_that_no_model_has_is_named(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        facts_from_hf_config(config)
+    assert not sees(config)
+
+
+def test_a_key_that_is_null_counts_as_absent() -> None:
+    assert facts_from_hf_config(LLAMA | {"max_position_embeddings": None}) == facts_from_hf_config(LLAMA)

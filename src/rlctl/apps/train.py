@@ -123,7 +123,7 @@ def resumed_job(
         if starts:  # a run that was killed while it saved its last step lacks the line of it
             run.open_metrics(checkpoints[-1])
         raise InputError(
-            f"--resume: {run.path} has finished {done} steps, and {job.config.run.steps} are asked for.",
+            f"--resume: {run.path} has finished {done} steps, and run.steps is {job.config.run.steps}.",
             "Give more with --steps.",
         )
     return job

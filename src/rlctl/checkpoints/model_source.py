@@ -75,8 +75,7 @@ def _resolved(
     if local.is_dir():
         check_directory(local, weights=weights)
         return ModelSource(local.resolve(), name)
-    if local.exists() or local.is_symlink() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InputError(f"model {name}: there is no such directory.", "Give a Hugging Face directory or a hub name.")
+    require_name_or_directory(name)
     patterns = [*CONFIG_FILES, *(("*.safetensors",) if weights else ()), *(("*.py",) if trust_remote_code else ())]
     directory = from_cache(name, revision, patterns, weights)
     if directory is None:
@@ -182,6 +181,14 @@ def check_directory(directory: Path, *, weights: bool = True) -> None:
     read_config(directory)
     if weights:
         require_whole(directory)
+
+
+def require_name_or_directory(name: str) -> None:
+    """Raise InputError where a model's name is that of a place on this machine, and no directory is there."""
+    local = user_path(name)
+    meant = local.exists() or local.is_symlink() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if meant and not local.is_dir():
+        raise InputError(f"model {name}: there is no such directory.", "Give a Hugging Face directory or a hub name.")
 
 
 def stored_parameters(directory: Path) -> int:

@@ -275,7 +275,8 @@ def _settings(dtype: str | None, no_verify: bool, force: bool, show: Progress, s
 def _print(report: Report, json_: bool, address: str | None = None) -> None:
     if report.nans:
         named = ", ".join(report.nans[:8])
-        found = coloured(f"{len(report.nans)} tensors hold NaNs", "warn", sys.stderr)
+        held = "1 tensor holds" if len(report.nans) == 1 else f"{len(report.nans):,} tensors hold"
+        found = coloured(f"{held} NaNs", "warn", sys.stderr)
         message(f"{found}, which were kept: {named}")
     if json_:
         from dataclasses import asdict

@@ -131,12 +131,14 @@ def wanted(config: RlctlConfig) -> Wanted:
 
 
 def parameters(name: str | None, revision: str | None) -> int:
-    """Return the parameters of the model, by the catalog or its weights in a local directory; 0 if neither knows it."""
-    from rlctl.checkpoints.model_source import stored_parameters
+    """Return the parameters of the model, by the catalog or its weights in a local directory; 0 if neither knows it.
+    Raises InputError for a directory that is not there."""
+    from rlctl.checkpoints.model_source import require_name_or_directory, stored_parameters
     from rlctl.models import catalog
     from rlctl.planner.costs.parameters import count
 
     if name is None:
         return 0
+    require_name_or_directory(name)
     facts = catalog.lookup(name)
     return count(facts).total if facts is not None else stored_parameters(user_path(name))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rlctl.checkpoints.hf.hf_files import is_lfs_pointer
+from rlctl.checkpoints.hf.hf_files import is_lfs_pointer, read_config
 from rlctl.checkpoints.model_source import tokenizer_directory
 from rlctl.config.files import read_text
 from rlctl.config.paths import user_path
@@ -47,6 +47,8 @@ class PromptEncoder:
     """Texts that end a completion, in addition to `generation.stop`."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion, the model's own included."""
+    vocab: int | None
+    """Number of tokens that the model has; None: its configuration does not say so at its top."""
     note: str | None
     """Note about the format for the user, if there is one."""
 
@@ -70,6 +72,7 @@ class PromptEncoder:
             prompt_field=data.prompt_field,
             stop=() if template else (PLAIN_STOP,),
             stop_token_ids=end_token_ids(tokenizer, model_directory),
+            vocab=vocabulary_of(model_directory),
             note=None if template else PLAIN_NOTE,
         )
         return encoder._tried() if template else encoder
@@ -89,7 +92,14 @@ class PromptEncoder:
                 "Write the file's text as UTF-8, with both halves of each surrogate pair.",
             ) from error
         # A template writes the special tokens itself; the plain format leaves them to the tokenizer.
-        return tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
+        tokens = tuple(self.tokenizer.encode(text, add_special_tokens=self.template is None))
+        if self.vocab is not None and (beyond := [token for token in tokens if token >= self.vocab]):
+            written = repr(self.tokenizer.convert_ids_to_tokens(beyond[0]))
+            raise InputError(
+                f"{row.where}: the prompt becomes token {beyond[0]:,} ({written}), and the model has {self.vocab:,}.",
+                "The tokenizer belongs to another model: name the right one with --tokenizer.",
+            )
+        return tokens
 
     def _messages(self, row: PromptRow) -> Messages:
         """Return the row's messages, the last one by the template and with the suffix, and the system prompt where the
@@ -204,6 +214,14 @@ def require_directory(tokenizer: str | None) -> None:
     """Raises InputError where `model.tokenizer` is a path and nothing is there; a hub name is tried at loading."""
     if tokenizer and tokenizer.startswith(("/", ".", "~")) and not user_path(tokenizer).is_dir():
         raise InputError(f"--tokenizer {tokenizer}: there is no such directory.", "Give one with tokenizer.json.")
+
+
+def vocabulary_of(model_directory: Path | str) -> int | None:
+    """Return how many tokens the model in a directory has, where its configuration says so."""
+    if not (Path(model_directory) / "config.json").is_file():
+        return None
+    size = read_config(Path(model_directory)).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_directory: Path | str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from itertools import islice
 from rlctl.config.plugins import plugin_names
 from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
+from rlctl.data.prompts import CHECKED_ROWS, FilePrompts
 from rlctl.envs.extraction import choose_extraction, written_as
 from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards
 from rlctl.envs.scoring_process import ScoringProcess, Work
@@ -102,12 +103,29 @@ def _checked_name(name: str, source: PromptSource) -> str:
                 f"Reward 'ifeval' judges by `instruction_id_list` and `kwargs`, which {source[0].where} lacks.",
                 "Use data with the fields of google/IFEval.",
             )
-    elif source[0].answer is None:
-        raise InputError(
-            f"Reward {name!r} compares with a reference answer, and {source[0].where} has none.",
-            f"{_fields_of(source[0])} Name the one that holds it with --set data.answer_field=...",
-        )
+    else:
+        _require_answers(name, source)
     return name
+
+
+def _require_answers(name: str, source: PromptSource) -> None:
+    """Raise InputError for a row whose reference answer a comparison could never find right; of a dataset that is
+    mapped from the disk, the first rows are looked at."""
+    rows = 1 if source.task else len(source) if isinstance(source, FilePrompts) else min(len(source), CHECKED_ROWS)
+    for index in range(rows):
+        row = source[index]
+        if row.answer is None:
+            told = "Name the one that holds it with --set data.answer_field=..." if index == 0 else "Leave the row out."
+            raise InputError(
+                f"Reward {name!r} compares with a reference answer, and {row.where} has none.",
+                f"{_fields_of(row)} {told}",
+            )
+        if isinstance(row.answer, dict | list):
+            kind = "an object" if isinstance(row.answer, dict) else "a list"
+            raise InputError(
+                f"Reward {name!r} compares with a text or a number, and the reference answer of {row.where} is {kind}.",
+                "A reward function of your own (path/to/file.py:function) gets it as it is.",
+            )
 
 
 def _fields_of(row: PromptRow) -> str:

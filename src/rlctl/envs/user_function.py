@@ -5,6 +5,7 @@ A reward function takes one completion, or, where a parameter is called `complet
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -72,7 +73,10 @@ class UserCode:
         """Return what to raise where the function raised `error` while `doing` something."""
         place = _last_frame(error, self.path)
         kind = self.what if self.what == "Algorithm" else f"{self.what} function"
-        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {error} ({doing}; {place}).")
+        said = "an error that has no text"
+        with contextlib.suppress(Exception):  # an exception class of the user's may have a mistake in it, too
+            said = str(error)
+        return InputError(f"{kind} {self.reference} raised {type(error).__name__}: {said} ({doing}; {place}).")
 
 
 def is_reference(name: str) -> bool:
@@ -129,9 +133,11 @@ class UserFunction:
     def _number(self, value: Any, row: PromptRow) -> float:
         number = _finite(value)
         if number is None or abs(number) > LARGEST_REWARD:
-            what = "a coroutine; it must not be async" if inspect.isawaitable(value) else repr(value)[:80]
+            if inspect.iscoroutine(value):
+                value.close()
+                raise InputError(f"Reward function {self.name} returned a coroutine; it must not be async.")
             raise InputError(
-                f"Reward function {self.name} returned {what} for {row.where}.",
+                f"Reward function {self.name} returned {repr(value)[:80]} for {row.where}.",
                 f"It must return a finite number between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}.",
             )
         return number

@@ -78,9 +78,15 @@ OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "visual", "mm_v
 """Keys of a configuration that describe how a model takes in something else than text."""
 
 
+def _architectures(config: dict[str, Any]) -> list[str]:
+    """Return the classes that a configuration names. `require_kinds` tells what is no list of names."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
 def sees(config: dict[str, Any]) -> bool:
     """Return whether a configuration is of a model that takes more than text."""
-    named = [str(name) for name in config.get("architectures") or ()]
+    named = _architectures(config)
     return any(config.get(key) for key in OTHER_SENSES) or any(
         name.endswith(("ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")) for name in named
     )
@@ -97,22 +103,22 @@ def writes_nothing(config: dict[str, Any]) -> bool:
     """Return whether a configuration is of a model without a head for the next token. A repository's own code may have
     one in a class that is called like the layers below it."""
     own = config.get("auto_map")
-    named = [str(name) for name in config.get("architectures") or ()]
+    named = _architectures(config)
     return any(map(OTHER_HEADS.search, named)) and not (isinstance(own, dict) and "AutoModelForCausalLM" in own)
 
 
 def other_architecture(config: dict[str, Any]) -> str | None:
     """Return the architecture of a text model whose family has no file here; None: it has one, or is no such model."""
     require_kinds(config, by_layer=True)
-    named = [str(name) for name in config.get("architectures") or ()]
+    named = _architectures(config)
     if len(named) != 1 or config.get("is_encoder_decoder") or sees(config) or writes_nothing(config):
         return None
     return None if any(named[0] in known.architectures for known in families()) else named[0]
 
 
 def facts_from_hf_config(config: dict[str, Any]) -> ModelFacts:
-    """Facts of the model that a Hugging Face `config.json` describes."""
-    return family_of_config(config).facts(config)
+    """Facts of the model that a Hugging Face `config.json` describes. A key that is null there counts as absent."""
+    return family_of_config(config).facts({key: value for key, value in config.items() if value is not None})
 
 
 @cache

@@ -42,7 +42,12 @@ LISTS = frozenset({"architectures", "layer_types", "mlp_only_layers"})
 BY_LAYER = frozenset({"intermediate_size", "moe_intermediate_size", "num_experts"})
 """Sizes that some configurations list for each layer (HunYuan, Gemma 3n)."""
 LARGEST, MOST = 1 << 31, 1 << 14
-ENUMERATED = frozenset({"num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"})
+LARGEST_NUMBER = 1e30
+OWN_FILE = "Take the model's own file."
+ENUMERATED = frozenset({
+    "num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts", "first_k_dense_replace",
+    "num_nextn_predict_layers",
+})  # fmt: skip
 
 
 def require_kinds(config: dict[str, Any], *, by_layer: bool = False) -> None:
@@ -52,7 +57,7 @@ def require_kinds(config: dict[str, Any], *, by_layer: bool = False) -> None:
         entries = value if by_layer and key in BY_LAYER and isinstance(value, list) else [value]
         wrong = (_expected(key, entry) for entry in entries if entry is not None)
         if expected := next((why for why in wrong if why), None):
-            raise InputError(f"config.json: `{key}` is {value!r}; expected {expected}.", "Take the model's own file.")
+            raise InputError(f"config.json: `{key}` is {value!r}; expected {expected}.", OWN_FILE)
 
 
 def _expected(key: str, value: Any) -> str | None:
@@ -63,7 +68,7 @@ def _expected(key: str, value: Any) -> str | None:
         return f"a positive whole number{below}"
     if key in COUNTS and not (whole and 0 <= value < limit):
         return f"a whole number{below}"
-    if key in NUMBERS and not ((whole or isinstance(value, float)) and value > 0):
+    if key in NUMBERS and not _positive(value):
         return "a positive number"
     if key in FLAGS and not isinstance(value, bool):
         return "true or false"
@@ -79,6 +84,11 @@ def _expected(key: str, value: Any) -> str | None:
     return None
 
 
+def _positive(value: Any) -> bool:
+    """Return whether `value` is a number above 0 that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST_NUMBER
+
+
 def required(config: dict[str, Any], *keys: str) -> Any:
     """The value of a key without which nothing can be built (the first of its spellings); InputError names it where
     it is not there or 0."""
@@ -86,7 +96,7 @@ def required(config: dict[str, Any], *keys: str) -> Any:
         if config.get(key) is not None:
             if config[key] == 0:
                 why = f"config.json: `{key}` is 0; expected a positive whole number."
-                raise InputError(why, "Take the model's own file.")
+                raise InputError(why, OWN_FILE)
             return config[key]
     raise InputError(f"config.json has no `{keys[0]}`.", "Take the model's own config.json.")
 
@@ -104,12 +114,15 @@ def rope_facts(config: dict[str, Any]) -> RopeFacts:
 
 def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
     """Rotary embedding of one set of published parameters; `theta` is the base where they name none."""
+    if not isinstance(given, dict):
+        raise InputError(f"config.json: `rope_parameters` hold {given!r}; expected an object.", OWN_FILE)
     kind = given.get("rope_type", given.get("type", "default"))
     known: RopeKind | None = next((one for one in get_args(RopeKind) if one == kind), None)
     if known is None:
         raise InputError(f"config.json has rope type `{kind}`.", f"Known: {', '.join(sorted(get_args(RopeKind)))}.")
-    if not isinstance(given.get("rope_theta") or 1.0, int | float):
-        raise InputError(f"config.json: `rope_theta` is {given['rope_theta']!r}; expected a positive number.")
+    for key in ("rope_theta", *ROPE_NEEDS.get(known, ())):
+        if given.get(key) is not None and not _positive(given[key]):
+            raise InputError(f"config.json: `{key}` is {given[key]!r}; expected a positive number.", OWN_FILE)
     theta = float(given.get("rope_theta") or theta or 10_000.0)
     if known == "dynamic" and given.get("alpha"):
         raise InputError(
@@ -117,7 +130,7 @@ def rope_of(given: dict[str, Any], theta: float | None) -> RopeFacts:
         )
     scaling = {k: float(v) for k, v in given.items() if k not in ROPE_TEXT_KEYS and isinstance(v, int | float)}
     if lacking := [key for key in ROPE_NEEDS.get(known, ()) if key not in scaling]:
-        raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", "Take the model's own file.")
+        raise InputError(f"config.json: rope type `{kind}` lacks `{lacking[0]}`.", OWN_FILE)
     return RopeFacts(theta=theta, kind=known, scaling=scaling if kind != "default" else {})
 
 
@@ -127,7 +140,7 @@ def _require_activation(config: dict[str, Any], facts: ModelFacts) -> None:
     known = ACTIVATIONS[facts.activation]
     if (config.get(key) or known[0]) not in known:
         why = f"config.json: `{key}` is {config[key]!r}, but rlctl computes a {facts.family} with {known[0]}."
-        raise InputError(why, "Take the model's own file.")
+        raise InputError(why, OWN_FILE)
 
 
 def base_facts(family: str, config: dict[str, Any], **more: Any) -> ModelFacts:

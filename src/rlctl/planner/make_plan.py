@@ -26,7 +26,7 @@ PUBLISHED = (
     "Where both were published for one model and machine, Megatron-Core trained faster (NeMo-RL 0.3 on H100s: 8B on 8 "
     "of them 28 s a step against 38 s, 70B on 64 of them 28 s against 97 s)."
 )
-ON_CPUS = "On a CPU one rank of either takes about as long as of the other."
+ON_CPUS = "On a CPU, one rank of either backend takes about as long."
 
 Refusal = Callable[[Plan], str | None]
 """Says why the backend of a plan cannot do what the configuration asks for; None: it can."""

@@ -73,8 +73,11 @@ def register(name: str, factory: Factory) -> None:
 
 
 def require_algorithm(config: RlctlConfig) -> None:
-    """Raise InputError or ConfigError where `run.algorithm` names none; nothing of it is made."""
-    _factory(config.run.algorithm)
+    """Raise InputError or ConfigError where `run.algorithm` names none, or one of rlctl's own that goes with a teacher
+    and has none, or the other way round; nothing of a user's is made."""
+    factory = _factory(config.run.algorithm)
+    if config.run.algorithm in BUILT_IN:
+        _require_fitting_teacher(config, factory(config))
 
 
 def algorithm_from_config(config: RlctlConfig) -> Algorithm:
