@@ -137,6 +137,20 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
+    "dots1": ("Dots1", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
+                        "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}),
+    "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None}),
+    "exaone4": ("Exaone4", {"sliding_window": WINDOW, "layer_types": WINDOWED}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": WINDOWED, "pad_token_id": 0}),
+    "hunyuan": ("HunYuanDenseV1", {"pad_token_id": 0}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 64, "pad_token_id": 0}),
+    "seed-oss": ("SeedOss", {"pad_token_id": 0}),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1, "use_bias": True},
+    ),
+    "bitnet": ("BitNet", {"pad_token_id": 0}),
+    "persimmon": ("Persimmon", {"pad_token_id": 0}),
     "apertus": ("Apertus", {"hidden_act": "xielu", "pad_token_id": 0}),
     "gemma4": (
         "Gemma4",
@@ -276,6 +290,20 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pad_token_id": 0,
         },
     ),
+    "nemotron": ("Nemotron", {"pad_token_id": 0}),
+    "jetmoe": (
+        "JetMoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "kv_channels": 16},
+    ),
+    "recurrent-gemma": ("RecurrentGemma", {"attention_window_size": 8, "lru_width": 64, "pad_token_id": 0}),
+    "deepseek-v32": (
+        "DeepseekV32",
+        LATENT | {
+            "q_lora_rank": 32, "head_dim": 8, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 4,
+            "pad_token_id": 0,
+        },
+    ),
+    "roberta": ("Roberta", {"is_decoder": True, "pad_token_id": 1}),  # positions begin at 2
     "hrm": (
         "HrmText",
         {
@@ -318,7 +346,9 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{name}{head}")(config_class(**values)).float().eval()
     with torch.no_grad():
-        for parameter in (*model.named_parameters(), *model.named_buffers()):
+        stored = model.state_dict()
+        buffers = (own for own in model.named_buffers() if own[0] in stored)  # others follow from the configuration
+        for parameter in (*model.named_parameters(), *buffers):
             named = any(word in parameter[0] for word in ("norm", "bias", "sinks", "layer_scalar"))
             if named and parameter[1].is_floating_point():
                 parameter[1].add_(torch.randn_like(parameter[1]) * 0.2)
