@@ -145,6 +145,16 @@ def test_routers_are_frozen_by_their_names_or_not_at_all(name: str, tmp_path: Pa
         policy_backend("dtensor").refuse(adapted)
 
 
+def test_adapters_are_refused_by_the_plan_where_no_layer_takes_them(tmp_path: Path) -> None:
+    hf_model("gpt2").config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    facts = facts_in(config(tmp_path, **written))
+    spec = PolicySpec(facts, ParallelSpec(), optimizer=OptimizerConfig(), temperature=1.0)
+    policy_backend("dtensor").refuse(spec)
+    with pytest.raises(ConfigError, match=r"training\.lora\.rank is refused: layers of GPT2LMHeadModel hold no linear"):
+        policy_backend("dtensor").refuse(replace(spec, lora=LoraConfig(rank=4)))
+
+
 def config(directory: Path, **values: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(values))
     return directory

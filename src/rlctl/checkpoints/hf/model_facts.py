@@ -135,6 +135,8 @@ class Call:
 
 def describe(directory: Path) -> ModelFacts:
     """Facts of a model whose family has no file. Raises InputError where it cannot be trained, with the reason."""
+    from torch import nn
+
     calls = _watch()
     inner, unpacked = _built(directory)
     if why := next(_problems(inner), None):
@@ -165,6 +167,7 @@ def describe(directory: Path) -> ModelFacts:
         full_attention_layers=full if windows else None,
         listed=listed,
         unpacked=unpacked,
+        takes_adapters=any(type(module) is nn.Linear for module in layers_of(inner).modules()),
         left_out=tuple(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
 
