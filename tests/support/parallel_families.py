@@ -138,6 +138,32 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         MOE | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
+    "dots1": ("Dots1", {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
+                        "topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}),
+    "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None}),
+    "exaone4": ("Exaone4", {"sliding_window": WINDOW, "layer_types": WINDOWED}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": WINDOWED, "pad_token_id": 0}),
+    "hunyuan": ("HunYuanDenseV1", {"pad_token_id": 0}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 64, "pad_token_id": 0}),
+    "seed-oss": ("SeedOss", {"pad_token_id": 0}),
+    "ernie-moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1, "use_bias": True},
+    ),
+    "bitnet": ("BitNet", {"pad_token_id": 0}),
+    "persimmon": ("Persimmon", {"pad_token_id": 0}),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "layer_types": WINDOWED, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "laurel_rank": 8,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB + 1, "intermediate_size": [128] * 4,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "tie_word_embeddings": True, "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "apertus": ("Apertus", {"hidden_act": "xielu", "pad_token_id": 0}),
     "gemma4": (
         "Gemma4",
@@ -277,6 +303,20 @@ SEPARATE: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pad_token_id": 0,
         },
     ),
+    "nemotron": ("Nemotron", {"pad_token_id": 0}),
+    "jetmoe": (
+        "JetMoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "kv_channels": 16},
+    ),
+    "recurrent-gemma": ("RecurrentGemma", {"attention_window_size": 8, "lru_width": 64, "pad_token_id": 0}),
+    "deepseek-v32": (
+        "DeepseekV32",
+        LATENT | {
+            "q_lora_rank": 32, "head_dim": 8, "index_n_heads": 32, "index_head_dim": 16, "index_topk": 4,
+            "pad_token_id": 0,
+        },
+    ),
+    "roberta": ("Roberta", {"is_decoder": True, "pad_token_id": 1}),  # positions begin at 2
     "hrm": (
         "HrmText",
         {
@@ -312,7 +352,7 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
 
     name, changes = (FAMILIES | OTHERS | SEPARATE)[family]
     config = BASE | changes | {"vocab_size": vocab}
-    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     config_class = getattr(transformers, f"{name}{text}Config")
     torch.manual_seed(1)
     values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
@@ -324,10 +364,10 @@ def randomised(model: Any) -> Any:
     """The model in float32, with norms, biases and sinks that matter."""
     model, stored = model.float().eval(), model.state_dict().keys()
     with torch.no_grad():
-        for parameter in (*model.named_parameters(), *model.named_buffers()):
-            named = any(word in parameter[0] for word in ("norm", "bias", "sinks", "layer_scalar"))
-            if named and parameter[0] in stored and parameter[1].is_floating_point():
-                parameter[1].add_(torch.randn_like(parameter[1]) * 0.2)
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            named = any(word in name for word in ("norm", "bias", "sinks", "layer_scalar", "correct_output_scale"))
+            if named and name in stored and value.is_floating_point():
+                value.add_(torch.randn_like(value) * 0.2)
     return model
 
 

@@ -134,16 +134,14 @@ class Job:
             "working_directory": os.getcwd(),
             "config": self.resolved.to_json(),
             "model": {
-                "fingerprint": model_fingerprint(self.source.directory, self.source.weights),
+                "fingerprint": self.source.fingerprint(),
                 "tokenizer": self._tokenizer_fingerprint(Path(tokenizer)) if tokenizer else None,
                 "directory": str(self.source.directory),
                 "weights": str(self.source.weights),
                 "label": self.source.label,
                 "note": self.source.note,
             },
-            "teacher": model_fingerprint(self.teacher.source.directory, self.teacher.source.weights)
-            if self.teacher
-            else None,
+            "teacher": self.teacher.source.fingerprint() if self.teacher else None,
             "data": self.prompts.fingerprint(),
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),

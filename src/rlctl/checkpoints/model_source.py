@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlctl.checkpoints.hf.hf_files import read_config
 from rlctl.checkpoints.hf.safetensors_files import read_header, require_whole, shard_files
+from rlctl.checkpoints.identity import model_fingerprint
 from rlctl.checkpoints.megatron.megatron_directory import HF_FOLDER, MegatronDirectory, find
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError, RlctlError
@@ -37,6 +38,10 @@ class ModelSource:
     def weights(self) -> Path:
         """The directory that the policy loads."""
         return self.megatron or self.directory
+
+    def fingerprint(self) -> str:
+        """Digest of the model; of a text part, that of the whole model, since a dry run does not take the part out."""
+        return model_fingerprint(self.whole) if self.whole else model_fingerprint(self.directory, self.weights)
 
 
 log = logging.getLogger(__name__)

@@ -126,6 +126,8 @@ class ModelFacts:
     unpacked: str = ""
     """Why rollouts cannot share a row of tokens, as a clause about the model: each is then a row of its own, padded to
     the longest of a micro-batch. Empty: they can."""
+    takes_adapters: bool = True
+    """Whether its layers hold linear layers of torch (GPT-2's hold none)."""
     left_out: tuple[str, ...] = ()
     """Patterns of the names of stored tensors that are no part of the model, such as masks."""
 

@@ -147,6 +147,16 @@ def test_routers_are_frozen_by_their_names_or_not_at_all(name: str, tmp_path: Pa
         policy_backend("dtensor").refuse(adapted)
 
 
+def test_adapters_are_refused_by_the_plan_where_no_layer_takes_them(tmp_path: Path) -> None:
+    hf_model("gpt2").config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    facts = facts_in(config(tmp_path, **written))
+    spec = PolicySpec(facts, ParallelSpec(), optimizer=OptimizerConfig(), temperature=1.0)
+    policy_backend("dtensor").refuse(spec)
+    with pytest.raises(ConfigError, match=r"training\.lora\.rank is refused: layers of GPT2LMHeadModel hold no linear"):
+        policy_backend("dtensor").refuse(replace(spec, lora=LoraConfig(rank=4)))
+
+
 def config(directory: Path, **values: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(values))
     return directory
@@ -161,19 +171,25 @@ LONG = {
     "original_max_position_embeddings": 64, "factor": 2.0,
 }  # fmt: skip
 NOT_TRAINED = {
-    "longcat_flash": (
-        {
-            "architectures": ["LongcatFlashForCausalLM"], "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2,
-            "expert_ffn_hidden_size": 64, "ffn_hidden_size": 64, "moe_topk": 2, "kv_lora_rank": 32, "q_lora_rank": 32,
-        },
-        "transformers has some tensors for 4 and 6 experts of the same layer",
-    ),
     "gpt_neo": (
         {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "attention_types": [[["global", "local"], 2]]},
         "transformers cannot build this model: .*len\\(config.attention_layers\\)",
     ),
     "hrm_text": ({"architectures": ["HrmTextForCausalLM"]}, "not causal in a prompt \\(prefix_lm\\)"),
     "bert": ({"architectures": ["BertLMHeadModel"]}, "its attention is not causal"),
+    "big_bird": ({"architectures": ["BigBirdForCausalLM"]}, "its attention is not causal"),
+    "cpmant": ({"architectures": ["CpmAntForCausalLM"]}, "not causal in a prompt \\(prompt_types\\)"),
+    "reformer": (
+        {
+            "architectures": ["ReformerModelWithLMHead"], "is_decoder": True, "axial_pos_embds": False,
+            "attn_layers": ["local", "local"], "attention_head_size": 16,
+        },
+        "compute their gradients themselves",
+    ),
+    "longcat_flash": (
+        {"architectures": ["LongcatFlashForCausalLM"], "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2},
+        "its parameters are of 4 experts and of 6",
+    ),
     "deepseek_v2": (
         {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": None},
         "how many experts a token has \\(num_experts_per_tok\\)",
@@ -189,6 +205,13 @@ def test_what_cannot_be_trained_from_transformers_modules_is_refused(model_type:
     named = "transformers cannot build this model" in why or values["architectures"][0] in raised.value.message  # type: ignore[index]
     assert named
     assert "docs/adding_a_model.md" in (raised.value.hint or "")
+
+
+def test_attention_in_both_directions_of_xlnet_is_refused(tmp_path: Path) -> None:
+    """It takes no limit of positions, and so none of the other families' sizes."""
+    sizes = {"n_layer": 2, "n_head": 4, "d_model": 64, "d_inner": 128, "vocab_size": 64}
+    with pytest.raises(InputError, match="its attention is not causal \\(attn_type\\)"):
+        facts_in(config(tmp_path, model_type="xlnet", architectures=["XLNetLMHeadModel"], **sizes))
 
 
 NOT_PACKED = {
@@ -223,6 +246,14 @@ def test_longrope_is_trained_up_to_the_length_from_which_its_frequencies_change(
     values = {"architectures": ["Phi3ForCausalLM"], "rope_parameters": LONG, "pad_token_id": 0}
     values |= {"original_max_position_embeddings": 64}
     assert facts_in(config(tmp_path, model_type="phi3", **TINY | values)).max_length == 64
+
+
+def test_positions_that_a_model_counts_itself_are_left_to_it(tmp_path: Path) -> None:
+    """RoBERTa's first two positions are no token's: rows are not packed, and rollouts are shorter by two."""
+    values = {"architectures": ["RobertaForCausalLM"], "is_decoder": True, "pad_token_id": 1}
+    facts = facts_in(config(tmp_path, model_type="roberta", **TINY | values))
+    assert "counts positions from its padding token's number on" in facts.unpacked
+    assert facts.max_length == 126
 
 
 HUNYUAN = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}

@@ -62,6 +62,9 @@ def _not_there(spec: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "training.router_replay", "the model has no experts"
     elif spec.router_replay and spec.facts.listed:
         yield "training.router_replay", f"how routers of {spec.facts.family} weigh experts is not known"
+    if spec.lora.rank and not spec.facts.takes_adapters:
+        why = f"layers of {spec.facts.family} hold no linear layers of torch, which adapters are for"
+        yield "training.lora.rank", why
     if _has_unknown_routers(spec.facts):
         why = f"which of its tensors routers of {spec.facts.family} are is not known"
         if spec.freeze_router:

@@ -138,7 +138,7 @@ def text_part_of(source: ModelSource, tell: Callable[[str], None], *, copies: bo
             raise InputError(f"{what}, and its text part cannot be trained: {error.message}", NEXT) from error
         if not copies:
             note = planned_text_part(source.label, facts, read_config(directory)["dtype"] or "bfloat16")
-            return ModelSource(directory, source.label, note)
+            return ModelSource(directory, source.label, note, whole=source.directory)
         tell(f"taking the text part out of {source.label} once, for every run to start from: {place}")
         _copy_text_part(source, place)
     where = f"which lies in {place} ({SafetensorsDirectory.open(place).bytes / 1e9:.3g} GB)"

@@ -49,6 +49,8 @@ UNDERSTOOD = frozenset({
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
 })  # fmt: skip
 """Arguments with which `row_attention` of the dtensor backend computes, and others that change nothing."""
+CAUSAL = ("is_causal", "is_decoder", "causal")
+"""Attributes that are false in modules whose attention is that of an encoder."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
 """Names that configurations have for the number of experts that a token goes to."""
 NEXT = "A family can be added: one file in src/rlctl/models (docs/adding_a_model.md)."
@@ -133,6 +135,8 @@ class Call:
 
 def describe(directory: Path) -> ModelFacts:
     """Facts of a model whose family has no file. Raises InputError where it cannot be trained, with the reason."""
+    from torch import nn
+
     calls = _watch()
     inner, unpacked = _built(directory)
     if why := next(_problems(inner), None):
@@ -164,6 +168,7 @@ def describe(directory: Path) -> ModelFacts:
         full_attention_layers=full if windows else None,
         listed=listed,
         unpacked=unpacked,
+        takes_adapters=any(type(module) is nn.Linear for module in layers_of(inner).modules()),
         left_out=tuple(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
 
@@ -198,10 +203,9 @@ def _problems(inner: Any) -> Iterator[str]:
         return
     if not isinstance(getattr(inner.config, "hidden_size", None), int):
         yield "its layers have no one size (`hidden_size`)"
-    if any(getattr(module, "is_causal", None) is False for module in layers_of(inner).modules()):
-        yield "its attention is not causal"
-    if getattr(inner.config, "prefix_lm", False):
-        yield "its attention is not causal in a prompt (prefix_lm)"
+    yield from _not_causal(inner)
+    if any(hasattr(layer, "backward_pass") for layer in layers_of(inner)):
+        yield "its layers compute their gradients themselves, and only with dropout"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
         yield f"{scalars[0]} is a single number, which FSDP2 cannot shard"
     if shared := _shared(inner):
@@ -211,6 +215,19 @@ def _problems(inner: Any) -> Iterator[str]:
     if DYNAMIC in _ropes(inner) and "rope_type" not in inner.config.rope_parameters:
         yield f"its rotary frequencies ({DYNAMIC}) are of some layers alone, which is not known to rlctl"
     yield from _valueless(inner)
+
+
+def _not_causal(inner: Any) -> Iterator[str]:
+    """Why a token's hidden state follows from tokens behind it, as far as modules and configuration tell."""
+    inside = [*layers_of(inner).modules(), inner.get_submodule(body_path(inner))]
+    if any(getattr(module, name, None) is False for module in inside for name in CAUSAL):
+        yield "its attention is not causal"
+    if getattr(inner.config, "prefix_lm", False):
+        yield "its attention is not causal in a prompt (prefix_lm)"
+    if getattr(inner.config, "prompt_types", None):
+        yield "its attention is not causal in a prompt (prompt_types)"
+    if getattr(inner.config, "attn_type", None) == "bi":
+        yield "its attention is not causal (attn_type)"
 
 
 def _shared(inner: Any) -> str:
@@ -246,11 +263,17 @@ def _rope(inner: Any) -> RopeFacts:
 
 def _max_length(inner: Any) -> int:
     """Tokens that a rollout may have. Up to the original length, longrope's frequencies are always its short ones, and
-    dynamic ones do not change."""
+    dynamic ones do not change. The first positions of RoBERTa's table are no token's."""
     limit = int(getattr(inner.config, "max_position_embeddings", None) or 2048)
+    limit -= max((module.padding_idx + 1 for module in _counting_themselves(inner)), default=0)
     if LONGROPE not in _ropes(inner):
         return limit
     return min(limit, int(inner.config.rope_parameters["original_max_position_embeddings"]))
+
+
+def _counting_themselves(inner: Any) -> list[Any]:
+    """The embeddings, as RoBERTa's, whose first position is the number behind that of the padding token."""
+    return [module for module in inner.modules() if hasattr(module, "create_position_ids_from_input_ids")]
 
 
 def _intermediate(config: Any) -> int:
@@ -269,6 +292,9 @@ def _unpacked(inner: Any, calls: list[Call]) -> Iterator[str]:
     kinds |= {type(module).__name__ for module in inner.modules() if isinstance(module, nn.modules.conv._ConvNd)}
     if kinds:
         yield f"its layers mix tokens by {min(kinds)}, which does not know where a packed row's rollouts begin"
+        return
+    if _counting_themselves(inner):
+        yield "it counts positions from its padding token's number on (as RoBERTa does), and not from 0"
         return
     yield from _unpacked_by_calls(inner, calls)
 
@@ -400,14 +426,14 @@ def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
     ups = [tensor for tensor in listed if tensor.role == Role.EXPERT_UP]
     if not ups:
         return None
+    counts = {tensor.module_shape[0] for tensor in listed if "{expert}" in tensor.name}
+    if len(counts) > 1:
+        raise _refusal(type(inner).__name__, f"its parameters are of {min(counts)} experts and of {max(counts)}")
     with_experts = {layer for tensor in ups for layer in tensor.layers}
     dense = tuple(i for i in range(len(layers_of(inner))) if i not in with_experts)
     chosen = next((value for name in CHOSEN if (value := getattr(inner.config, name, None))), None)
     if chosen is None:
         raise _refusal(type(inner).__name__, f"its config.json does not say how many experts a token has ({CHOSEN[0]})")
-    if len(stacks := {tensor.module_shape[0] for tensor in listed if "{expert}" in tensor.name}) > 1:
-        counts = " and ".join(map(str, sorted(stacks)))
-        raise _refusal(type(inner).__name__, f"transformers has some tensors for {counts} experts of the same layer")
     per_token = max(chosen) if isinstance(chosen, list | tuple) else int(chosen)
     return MoeFacts(ups[0].module_shape[0], per_token, ups[0].shape[0], dense_layers=dense)
 
