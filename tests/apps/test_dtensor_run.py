@@ -124,6 +124,7 @@ OTHERS = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     },
     "GPTNeoX": {"num_key_value_heads": None},
+    "Olmo2": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     "Falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
 }  # fmt: skip
 

@@ -124,6 +124,9 @@ class ModelFacts:
     unpacked: str = ""
     """Why rollouts cannot share a row of tokens, as a clause about the model: each is then a row of its own, padded to
     the longest of a micro-batch. Empty: they can."""
+    plain_rope: tuple[tuple[str, float | str], ...] = ()
+    """The parameters of the rotary embedding that engines are given in place of the published (dynamic) one: both are
+    the same up to `max_length`. Empty: engines take the published one."""
     takes_adapters: bool = True
     """Whether its layers hold linear layers of torch (GPT-2's hold none)."""
     left_out: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from rlctl.backends.base import PolicySpec
 from rlctl.backends.lookup import policy_backend
+from rlctl.backends.vllm.args import engine_spec
 from rlctl.checkpoints.hf.model_facts import WATCHED, describe, facts_in
 from rlctl.checkpoints.hf.transformers_model import fill_buffers, meta_model
 from rlctl.checkpoints.rank_loading import load_rank
@@ -170,10 +171,6 @@ LONG = {
     "original_max_position_embeddings": 64, "factor": 2.0,
 }  # fmt: skip
 NOT_TRAINED = {
-    "olmo2": (
-        {"architectures": ["Olmo2ForCausalLM"], "rope_parameters": DYNAMIC, "pad_token_id": 0},
-        "vLLM computes rotary frequencies \\(dynamic\\) for the longest length always",
-    ),
     "gpt_neo": (
         {"architectures": ["GPTNeoForCausalLM"], "num_layers": 2, "attention_types": [[["global", "local"], 2]]},
         "transformers cannot build this model: .*len\\(config.attention_layers\\)",
@@ -250,6 +247,16 @@ def test_positions_that_a_model_counts_itself_are_left_to_it(tmp_path: Path) -> 
     facts = facts_in(config(tmp_path, model_type="roberta", **TINY | values))
     assert "counts positions from its padding token's number on" in facts.unpacked
     assert facts.max_length == 126
+
+
+def test_dynamic_frequencies_are_the_plain_ones_up_to_the_longest_length(tmp_path: Path) -> None:
+    values = {"architectures": ["Olmo2ForCausalLM"], "rope_parameters": DYNAMIC, "pad_token_id": 0}
+    facts = facts_in(config(tmp_path, model_type="olmo2", **TINY | values))
+    assert facts.max_length == 128
+    assert dict(facts.plain_rope) == {"rope_type": "default", "rope_theta": 10000.0}
+    engine = engine_spec(resolve(flags={}, environment={}).config, facts, tmp_path, device="cuda")
+    assert engine.arguments["max_model_len"] == 128
+    assert engine.arguments["hf_overrides"] == {"rope_parameters": dict(facts.plain_rope)}
 
 
 HUNYUAN = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}

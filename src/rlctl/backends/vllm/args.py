@@ -65,6 +65,8 @@ def engine_spec(
     }
     specific = _cpu_arguments if device == "cpu" else _gpu_arguments
     arguments |= specific(config, facts, arguments, colocated)
+    if facts.plain_rope:
+        arguments["hf_overrides"] = {"rope_parameters": dict(facts.plain_rope)}
     passed = config.vllm.passed
     if passed.get("attention_backend") == AMX_LATENT_ATTENTION and arguments["dtype"] == "float32":
         raise ConfigError(

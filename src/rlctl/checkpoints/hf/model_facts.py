@@ -42,8 +42,8 @@ FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 LONGROPE = "longrope"
 """The rotary embedding with other frequencies beyond its original length."""
 DYNAMIC = "dynamic"
-"""The one with other frequencies beyond the longest length that the configuration names. With `alpha` (HunYuan's) they
-are the same up to there in transformers and vLLM."""
+"""The one with other frequencies beyond the longest length that the configuration names. Up to there transformers has
+the plain ones, and vLLM is told to; those with `alpha` (HunYuan's) are the same in both."""
 UNDERSTOOD = frozenset({
     "scaling", "dropout", "sliding_window", "s_aux", "softcap", "row", "is_causal", "position_ids", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
@@ -111,12 +111,12 @@ def _described(directory: Path, _config: str) -> ModelFacts:
         raise InputError(answer["message"], answer["hint"])
     rows: list[dict[str, Any]] = answer.pop("listed")
     listed = tuple(ListedTensor(**{key: _as_tuple(value) for key, value in row.items()}) for row in rows)
-    plain = {key: value for key, value in answer.items() if value is not None}
+    plain = {key: _as_tuple(value) for key, value in answer.items() if value is not None}
     return facts_of(plain | {"listed": listed})
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 # A family without a file
@@ -167,6 +167,7 @@ def describe(directory: Path) -> ModelFacts:
         full_attention_layers=full if windows else None,
         listed=listed,
         unpacked=unpacked,
+        plain_rope=_plain_rope(inner),
         takes_adapters=any(type(module) is nn.Linear for module in layers_of(inner).modules()),
         left_out=tuple(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ()),
     )
@@ -211,8 +212,8 @@ def _problems(inner: Any) -> Iterator[str]:
         yield f"{shared} is the same parameter as another layer's"
     if ropes := _ropes(inner) - FIXED_ROPE - {LONGROPE, DYNAMIC}:
         yield f"its rotary frequencies ({min(ropes)}) are not known to rlctl"
-    if DYNAMIC in _ropes(inner) and not inner.config.rope_parameters.get("alpha"):
-        yield "vLLM computes rotary frequencies (dynamic) for the longest length always, transformers for a rollout's"
+    if DYNAMIC in _ropes(inner) and "rope_theta" not in inner.config.rope_parameters:
+        yield "its rotary frequencies are dynamic in some of its layers, and not in others"
     yield from _valueless(inner)
 
 
@@ -262,6 +263,15 @@ def _max_length(inner: Any) -> int:
     if LONGROPE not in _ropes(inner):
         return limit
     return min(limit, int(inner.config.rope_parameters["original_max_position_embeddings"]))
+
+
+def _plain_rope(inner: Any) -> tuple[tuple[str, float | str], ...]:
+    """The parameters of the plain rotary embedding that a dynamic one is up to the longest length; empty: none is."""
+    own = getattr(inner.config, "rope_parameters", None) or {}
+    if DYNAMIC not in _ropes(inner) or own.get("alpha"):
+        return ()
+    kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+    return tuple({"rope_type": "default", **kept}.items())
 
 
 def _counting_themselves(inner: Any) -> list[Any]:
