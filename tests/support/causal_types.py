@@ -24,7 +24,7 @@ PLAIN = [
     "ernie4_5", "exaone_moe", "flex_olmo", "gemma", "glm", "gpt-sw3", "gpt_neox_japanese", "granite_swa",
     "granitemoeshared", "helium", "hy_v3", "hy_v4", "hyperclovax", "inkling_text", "jais2", "laguna", "mellum",
     "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral", "modernbert-decoder", "nanochat", "olmo",
-    "openai-gpt", "qwen3_5_moe_text", "qwen3_5_text", "vaultgemma", "xglm",
+    "openai-gpt", "vaultgemma", "xglm",
 ]  # fmt: skip
 TRAINED: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN},

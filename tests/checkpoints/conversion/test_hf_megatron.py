@@ -533,9 +533,9 @@ def test_memory_is_that_of_a_block_and_not_of_the_model(tmp_path: Path) -> None:
     """Peak memory above start-up stays far below the model's size."""
     model = write_tiny_llama(tmp_path / "model", num_hidden_layers=60, hidden_size=512, intermediate_size=2048)
     size = open_hf_model(model).files.bytes
-    code = "import sys, resource, pathlib, torch; from rlctl.checkpoints import convert\n"
+    code = "import sys, resource, pathlib, torch; from rlctl.checkpoints.conversion import hf_megatron\n"
     code += "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-    code += "convert.hf_to_megatron(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))\n"
+    code += "hf_megatron.hf_to_megatron(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))\n"
     code += "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)"
     command = [sys.executable, "-c", code, str(model), str(tmp_path / "megatron")]
     grown = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=500).stdout)

@@ -114,10 +114,7 @@ def _with_module(module: Any, path: list[str], other: Any) -> Any:
 
 def fill_buffers(inner: Any) -> None:
     """Compute buffers that no checkpoint holds, such as rotary frequencies, of which a model that was built without
-    memory has no values. It may overwrite parameters, which are filled afterwards.
-
-    Raises InputError for a buffer that transformers cannot compute anew.
-    """
+    memory has no values. Raises InputError for one that transformers cannot compute anew."""
     import torch
 
     stored = inner.state_dict().keys()
@@ -130,10 +127,6 @@ def fill_buffers(inner: Any) -> None:
         if any(_is_unset(buffer).any() for name, buffer in computed.items() if name not in truths):
             body = inner.get_submodule(body_path(inner))
             (body if hasattr(body, "_init_weights") else inner)._init_weights(body)  # Falcon-H1's layers, Gemma 3n's
-        for path, module in inner.named_modules():
-            own = (buffer for name, buffer in module.named_buffers(path, recurse=False) if name in computed)
-            if any(_is_unset(buffer).any() for buffer in own if buffer.dtype != torch.bool):
-                _model_around(inner, path)._init_weights(module)  # with its parameters: Gemma 3n's AltUp
         first = {name: buffer.clone() for name, buffer in truths.items()}
         for buffer in truths.values():  # no truth value says that there is none: one that was set is set again
             buffer.logical_not_()
@@ -148,19 +141,15 @@ def fill_buffers(inner: Any) -> None:
 
 def _compute_buffers(inner: Any) -> None:
     """Have the innermost model around each module compute its buffers: some need what that model alone knows."""
+    models = {path: module for path, module in inner.named_modules() if hasattr(module, "_init_weights")}
     for path, module in inner.named_modules():
         if not list(module.buffers(recurse=False)):
             continue
         if not list(module.parameters(recurse=False)):
-            _model_around(inner, path)._init_weights(module)
+            around = [name for name in models if not name or f"{path}.".startswith(f"{name}.")]
+            models[max(around, key=len)]._init_weights(module)
         elif hasattr(module, "embed_scale"):  # Gemma's embedding
             module.embed_scale.fill_(module.scalar_embed_scale)
-
-
-def _model_around(inner: Any, path: str) -> Any:
-    """The innermost model of transformers that holds the module at a path, or is it."""
-    models = {name: module for name, module in inner.named_modules() if hasattr(module, "_init_weights")}
-    return models[max((name for name in models if not name or f"{path}.".startswith(f"{name}.")), key=len)]
 
 
 def _no_value(buffer: Tensor) -> float:
