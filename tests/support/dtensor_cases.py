@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +89,8 @@ def run_memory(rank: int, tiny: tuple[Case, Path], large: tuple[Case, Path, Mode
 
     Pages of the mapped file are the kernel's, which takes them back, and are not counted."""
     make_worker(rank, *tiny)  # imports what is imported once
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed would be taken again without being seen
     before, most, done = _kilobytes("RssAnon"), [0], threading.Event()
 
     def watch() -> None:
