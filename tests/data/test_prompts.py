@@ -250,6 +250,17 @@ def test_other_kinds_of_file_are_refused_with_a_way_on(tmp_path: Path, name: str
         open_file(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("q.csv", "unknown kind of data file"), ("./nowhere", "there is no such file or directory")]
+)
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.data.prompts.open_hub", lambda *_: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError, match=words):
+        open_prompts(DataConfig(name=name))
+
+
 def test_an_address_is_no_file() -> None:
     with pytest.raises(InputError, match=r"https://example\.com/d\.jsonl: rlctl downloads no files"):
         open_prompts(DataConfig(name="https://example.com/d.jsonl"))

@@ -49,11 +49,13 @@ def open_prompts(data: DataConfig, seed: int = 0) -> PromptSource:
         )
     path = Path(name)
     kind = FILE_SUFFIXES.get(path.suffix.lower())
-    if kind is None and path.is_file():
+    if kind is None and (path.is_file() or path.suffix.lower() in OTHER_SUFFIXES):
         way = OTHER_SUFFIXES.get(path.suffix.lower(), "")
         raise InputError(f"{name}: unknown kind of data file.", f"Known are {', '.join(FILE_SUFFIXES)}. {way}".strip())
     if path.exists() and not path.is_file() and (kind or not path.is_dir()):
         raise InputError(f"Data file {name} cannot be read: {problem_with(path)}.", "Give a file.")
+    if kind is None and name.startswith((".", "/")) and not path.exists():
+        raise InputError(f"--data {name}: there is no such file or directory.", "Check the path.")
     if kind is None:
         return open_hub(name, data)
     if "://" in name:
