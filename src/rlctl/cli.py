@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),
     "rollouts": ("rlctl.commands.rollouts_", "Show completions that a run has sampled, with their rewards."),
     "plan": ("rlctl.commands.plan", "Show how a run would be laid out, and why."),
-    "convert": ("rlctl.commands.convert", "Convert checkpoints (Hugging Face, Megatron), and take text parts out."),
+    "convert": ("rlctl.commands.convert", "Convert checkpoints, and take the text part out of a model."),
     "refit-test": ("rlctl.commands.refit_test", "Transfer weights into the engines and verify every tensor."),
     "report": ("rlctl.commands.report", "Write the report of a run, or compare several on one page."),
     "doctor": ("rlctl.commands.doctor", "Check this machine, line by line, with a fix for each problem."),
