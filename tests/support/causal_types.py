@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from support.parallel_families import BASE, WINDOW, randomised
@@ -69,5 +70,5 @@ def causal_model(model_type: str, vocab: int) -> Any:
         values["layer_types"] = (kinds * 4)[: values["num_hidden_layers"]]
     values |= TRAINED[model_type]
     torch.manual_seed(1)
-    made = kind(**{key: value for key, value in values.items() if value is not None})
+    made = kind(**{key: copy.deepcopy(value) for key, value in values.items() if value is not None})  # it may change it
     return randomised(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(made))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -343,7 +344,8 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
     text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
     config_class = getattr(transformers, f"{name}{text}Config")
     torch.manual_seed(1)
-    values = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
+    given = copy.deepcopy(config)  # a configuration may change what it is given
+    values = {k: v for k, v in given.items() if v is not None or k == "q_lora_rank" or k == "sliding_window"}
     head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     return randomised(getattr(transformers, f"{name}{head}")(config_class(**values)))
 
