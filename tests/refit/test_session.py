@@ -219,6 +219,7 @@ def be_impatient(worker: Any, seconds: float) -> None:
     worker.weight_transfer_engine.receiver.ring.timeout_s = seconds
 
 
+@pytest.mark.slow
 def test_sender_that_hangs_is_a_timeout_with_rank_and_phase(engine: HostedEngine, make_source: MakeSource) -> None:
     source = make_source(engine.model, tp=2, victims=True)
     session = open_session(source, engine)

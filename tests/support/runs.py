@@ -55,6 +55,11 @@ def resume(run_dir: Path, *more: str) -> list[str]:
     return [str(Path(sys.executable).with_name("rlctl")), "train", "grpo", "--resume", "--run-dir", str(run_dir), *more]
 
 
+def layout(*sizes: str) -> list[str]:
+    """The words of a command line that give the policy these sizes."""
+    return [word for size in sizes for word in ("--set", f"training.{size}")]
+
+
 def finish(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -60,10 +61,10 @@ def test_plan_takes_a_recipes_overrides_and_our_own_keys(capsys: pytest.CaptureF
     assert "KEY=VALUE would do nothing" in capsys.readouterr().err
 
 
-def test_a_dry_run_is_refused_in_the_words_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_is_refused_in_the_words_of_the_run(capsys: pytest.CaptureFixture[str], tiny_llama: Path) -> None:
     for line in (
         ["--model", "./absent"],
-        ["--set", "training.tp=7", "--preset", "laptop"],
+        ["--model", str(tiny_llama), "--gpu", "cpu", "--reward", "exact-match", "--set", "training.tp=7"],
         ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--reward", "tasks"],
         ["--model", "Qwen/Qwen3-0.6B", "--gpu", "cpu", "--set", "run.algorithm=pgo"],
     ):

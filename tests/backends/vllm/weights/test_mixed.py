@@ -62,9 +62,9 @@ def sampled(engine: FamilyEngine) -> list[tuple[list[int], np.ndarray]]:
 @pytest.mark.parametrize(
     ("family", "tp"),
     [
-        pytest.param("deepseek_v3", 1, marks=pytest.mark.guard),
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.guard),
         ("llama-tied", 1),
-        ("qwen3_moe", 1),
+        ("deepseek_v3", 1),  # three minutes: a CPU multiplies FP8 numbers one by one
         ("qwen3_moe", 2),
         ("deepseek_v3", 2),
     ],
