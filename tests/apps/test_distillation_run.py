@@ -15,6 +15,8 @@ from support.commands import Run
 from support.tiny_models import write_tiny_llama
 
 LAYOUT = ("--gpu", "cpu", "--set", "training.threads=1", "--set", "generation.threads=1", "--set", "training.tp=1")
+SHARED = ("--set", "teacher.tp=2", "--set", "training.dp=1", "--set", "batch.optimizer_steps=2")
+"""A teacher on two ranks next to a student on one."""
 LEARNS = ("--prompts", "4", "--generations", "8", "--max-new-tokens", "8", "--lr", "3e-3", "--seed", "1")
 
 
@@ -42,36 +44,47 @@ def command(student: Path, teacher: Path, prompts: Path, *more: str) -> list[str
 
 @pytest.mark.slow
 @pytest.mark.guard
-def test_a_student_comes_nearer_to_a_larger_teacher_and_goes_on_where_it_was(
+def test_a_student_comes_nearer_to_a_larger_teacher_also_when_it_is_resumed(
     run_here: Run, tiny_llama: Path, teacher: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    layout = ("--set", "teacher.tp=2", "--set", "training.dp=1", "--set", "batch.optimizer_steps=2")
-    done = run_here(*command(tiny_llama, teacher, prompts, *layout, "--steps", "14", "--run-dir", str(whole)))
+    run = tmp_path / "run"
+    done = run_here(*command(tiny_llama, teacher, prompts, *SHARED, "--steps", "3", "--run-dir", str(run)))
     assert done.returncode == 0, done.stderr
-    lines = read_metrics(whole / "metrics.jsonl")
+    assert "mean reward" not in done.stdout + (run / "report.html").read_text()
+    assert "step 1/3 length" in done.stderr
+    assert "no reward" in run_here("rollouts", str(run)).stdout
+    sample = json.loads((run / "rollouts" / "step_1.jsonl").read_text().splitlines()[0])
+    assert (sample["reward"], sample["terms"]) == (None, {})
+    assert (run / "logs" / "teacher-1.log").exists()
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["plan"]["teacher"]["tp"], manifest["config"]["teacher.dp"]["origin"]) == (2, "planner")
+
+    done = run_here("train", "grpo", "--resume", "--run-dir", str(run), "--steps", "14")
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(run / "metrics.jsonl")
+    assert len(lines) == 14
     kl = [line["teacher_kl"] for line in lines]
     assert fmean(kl[-4:]) < 0.85 * fmean(kl[:4]), kl
     assert not any("reward" in name or name == "groups_without_signal" for line in lines for name in line)
     assert all(line["seconds"]["reward"] == 0 for line in lines)
-    assert "mean reward" not in done.stdout + (whole / "report.html").read_text()
-    assert "step 1/14 length" in done.stderr
-    sample = json.loads((whole / "rollouts" / "step_1.jsonl").read_text().splitlines()[0])
-    assert (sample["reward"], sample["terms"]) == (None, {})
-    assert (whole / "logs" / "teacher-1.log").exists()
-    manifest = json.loads((whole / "manifest.json").read_text())
-    assert (manifest["plan"]["teacher"]["tp"], manifest["config"]["teacher.dp"]["origin"]) == (2, "planner")
-
-    done = run_here(*command(tiny_llama, teacher, prompts, *layout, "--steps", "3", "--run-dir", str(part)))
-    assert done.returncode == 0, done.stderr
-    assert "no reward" in run_here("rollouts", str(part)).stdout
-    done = run_here("train", "grpo", "--resume", "--run-dir", str(part), "--steps", "5")
-    assert done.returncode == 0, done.stderr
-    resumed = read_metrics(part / "metrics.jsonl")
-    assert [line["teacher_kl"] for line in resumed] == pytest.approx(kl[:5], rel=1e-4)
-    done = run_here("train", "grpo", "--resume", "--run-dir", str(part), "--steps", "9", "--teacher", str(tiny_llama))
+    done = run_here("train", "grpo", "--resume", "--run-dir", str(run), "--steps", "15", "--teacher", str(tiny_llama))
     assert done.returncode == 2
     assert f"{tiny_llama} is not the teacher that the run began with" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_student_that_is_resumed_goes_on_where_it_was(
+    run_here: Run, tiny_llama: Path, teacher: Path, prompts: Path, tmp_path: Path
+) -> None:
+    for name, steps in (("whole", "5"), ("part", "3")):
+        begun = command(tiny_llama, teacher, prompts, *SHARED, "--steps", steps, "--run-dir", str(tmp_path / name))
+        assert run_here(*begun).returncode == 0
+    done = run_here("train", "grpo", "--resume", "--run-dir", str(tmp_path / "part"), "--steps", "5")
+    assert done.returncode == 0, done.stderr
+    whole, part = (
+        [line["teacher_kl"] for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "part")
+    )
+    assert part == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -124,6 +124,11 @@ def test_a_dry_run_shows_tasks_and_engines_of_each_model(run_here: Run, tiny_lla
     models = json.loads(run_here(*asked, "--json").stdout)["models"]
     assert [model["model"] for model in models] == [tiny_llama.name, "other"]
     assert all(model["config"]["generation.temperature"]["value"] == 1.0 for model in models)
+    done = run_here(*asked, "--output", str(tmp_path / "absent" / "samples.jsonl"))
+    assert done.returncode == 2
+    assert f"there is no directory {tmp_path / 'absent'}" in " ".join(done.stderr.split())
+    assert run_here(*asked, "--output", str(tmp_path / "samples.jsonl")).returncode == 0
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 def test_one_sample_is_greedy_unless_a_temperature_is_set() -> None:

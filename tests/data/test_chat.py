@@ -25,6 +25,13 @@ NO_SYSTEM = (
 )
 
 
+IN_PARTS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
 def row(prompt: str | list[dict[str, str]] = "2 + 3?") -> PromptRow:
     return PromptRow(0, "d.jsonl, line 1", prompt, "5")
 
@@ -223,6 +230,20 @@ def test_end_tokens_are_the_model_s_the_tokenizer_s_and_the_template_s(tiny_llam
 def test_a_template_that_does_not_render_is_refused_at_once(tiny_llama: Path, template: str) -> None:
     with pytest.raises(InputError, match="chat template"):
         encoder(tiny_llama, ModelConfig(chat_template=template))
+
+
+@pytest.mark.parametrize("template", ["Answer.", "{{ messages[0]['role'] }}"])
+def test_a_template_that_leaves_the_prompt_out_is_refused(tiny_llama: Path, template: str) -> None:
+    with pytest.raises(InputError, match="leaves out what the user says"):
+        encoder(tiny_llama, ModelConfig(chat_template="{{ '' }}" + template))
+
+
+def test_a_template_that_takes_content_in_parts_is_given_parts(tiny_llama: Path) -> None:
+    """As those of models that take images do; with a text in their place nothing would be written."""
+    made = encoder(tiny_llama, ModelConfig(chat_template=IN_PARTS), system_prompt="Add.")
+    plain = encoder(tiny_llama, ModelConfig(chat_template=DEFAULT_SYSTEM), system_prompt="Add.")
+    assert made.text(row()) == plain.text(row())
+    assert made.stop_token_ids == plain.stop_token_ids
 
 
 def test_a_template_without_system_role_is_refused_with_a_system_prompt(tiny_llama: Path) -> None:

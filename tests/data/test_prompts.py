@@ -342,6 +342,17 @@ def test_a_directory_of_data_files_loads_as_a_dataset(tmp_path: Path, monkeypatc
     assert open_file(tmp_path / "data")[0].answer == "b"
 
 
+def test_a_directory_of_all_kinds_of_files_is_not_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.data.prompts.DATASET_FILES", 3)
+    for number in range(4):
+        (tmp_path / f"folder-{number}").mkdir()
+        (tmp_path / f"folder-{number}" / "file").touch()
+    with pytest.raises(InputError, match="the directory holds more than 3 files"):
+        open_file(tmp_path)
+
+
 def test_wrong_splits_and_fields_of_a_dataset(saved_dataset: Path) -> None:
     with pytest.raises(InputError, match=r"no split 'tset'\. Did you mean test"):
         open_file(saved_dataset / "splits", split="tset")

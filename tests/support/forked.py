@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest  # noqa: F401 - the main module, which each process imports
+import torch._dynamo  # noqa: F401 - torch imports it when the first optimizer is made, and takes seconds for it
 
 from rlctl.backends.megatron import cpu
 
 cpu.install()
 
-from support import host_states, parallel_cases, parallel_families  # noqa: E402, F401
+import transformers.models.auto.modeling_auto  # noqa: E402, F401
+
+import rlctl.backends.dtensor.worker  # noqa: E402, F401
+from rlctl.backends.dtensor import checkpoint, lora, model, optimizer, tensor_parallel, value_worker  # noqa: E402, F401
+from support import (  # noqa: E402, F401
+    critic_cases,
+    dtensor_adapters,
+    dtensor_cases,
+    dtensor_critics,
+    host_states,
+    parallel_cases,
+    parallel_families,
+)
+
+# What is imported stays. Megatron-Core collects garbage at every save and load, which would look through all of it.
+gc.collect()
+gc.freeze()

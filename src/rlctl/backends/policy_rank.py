@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,9 @@ class PolicyRank(ABC):
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         self.prepare()
+        # What was imported stays. Megatron-Core collects garbage at every save, and would look through all of it.
+        gc.collect()
+        gc.freeze()
         if spec.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         limit = datetime.timedelta(seconds=spec.timeout_s)

@@ -126,6 +126,10 @@ def evaluate(
     found = contenders(model or [], [Path(run) for run in run_dir or []], step or [], resolved, n)
     job = evaluation(found, task or [], n, k or default_ks(n), limit)
     if dry_run:
+        if output is not None:
+            from rlctl.runs.sample_file import require_place
+
+            require_place(output)
         show_plans(job, json_, explain)
     else:
         measure(job, output, json_)

@@ -51,6 +51,8 @@ class PromptEncoder:
     """Number of tokens that the model has; None: its configuration does not say so at its top."""
     note: str | None
     """Note about the format for the user, if there is one."""
+    in_parts: bool = False
+    """Whether the template takes the content of a message as a list of parts, as those of models with images do."""
 
     @classmethod
     def build(
@@ -119,9 +121,12 @@ class PromptEncoder:
             return _plain(messages)
         from jinja2 import TemplateError
 
+        shown: Any = messages
+        if self.in_parts:
+            shown = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, add_generation_prompt=not answered
+                shown, chat_template=self.template, tokenize=False, add_generation_prompt=not answered
             )
             return cast(str, text)  # without `tokenize` it is a text
         # A template is a program: what it computes with may be missing or zero.
@@ -133,15 +138,24 @@ class PromptEncoder:
 
     def _tried(self) -> PromptEncoder:
         """Return this encoder after trying its template, with what that showed."""
-        user = {"role": "user", "content": "?"}
-        text = self._render([user])
+        if not self._writes_prompts():
+            if self.in_parts:
+                why = "The chat template leaves out what the user says: all prompts would be the same."
+                raise InputError(why, "Give another with --chat-template.")
+            return replace(self, in_parts=True)._tried()
         encoder = self._with_end_of_turn()
         if self.system_prompt is None:
             return encoder
+        user = {"role": "user", "content": "?"}
+        text = self._render([user])
         with_system = self._render([{"role": "system", "content": self.system_prompt}, user])
         # An empty system message is there to displace the template's own; where there is none it only costs tokens.
         pointless = self.system_prompt == "" and len(text) <= len(with_system)
         return replace(encoder, system_prompt=None) if pointless else encoder
+
+    def _writes_prompts(self) -> bool:
+        """Whether the template writes what the user says."""
+        return len({self._render([{"role": "user", "content": text}]) for text in "?!"}) == 2
 
     def _with_end_of_turn(self) -> PromptEncoder:
         """Adds the special token that the template writes after an answer; it need not be the tokenizer's end token."""

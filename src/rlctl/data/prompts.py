@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,8 @@ OTHER_SUFFIXES = {
 """How files of other kinds become data."""
 ONE_OBJECT = "Each line must be one JSON object; jq -c '.' writes objects so, and jq -c '.[]' the objects of a list."
 LINE_LIMIT_BYTES = 64 << 20
+DATASET_FILES = 20_000
+"""Most files of a local directory that is looked through for a dataset."""
 CHECKED_ROWS = 1000
 """Rows of a dataset whose fields are checked when it is opened; the rest when they are drawn."""
 
@@ -192,6 +195,11 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
         return HubPrompts(name, _from_disk(path, data), data)
+    if more_files(Path(path), DATASET_FILES):  # datasets would look at each of them, for minutes
+        raise InputError(
+            f"--data {name}: the directory holds more than {DATASET_FILES:,} files.",
+            "Name the folder of the dataset itself, or one of its files.",
+        )
     try:
         loaded = datasets.load_dataset(path, configuration or None, split=data.split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -202,6 +210,16 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
             "name:configuration) that is in the local cache or that the hub can be reached for.",
         ) from error
     return HubPrompts(name, loaded, data)
+
+
+def more_files(directory: Path, limit: int) -> bool:
+    """Whether more than `limit` files lie in a directory and below it. False where there is none."""
+    count = 0
+    for _, _, files in os.walk(directory):
+        count += len(files)
+        if count > limit:
+            return True
+    return False
 
 
 def _from_disk(path: str, data: DataConfig) -> Dataset:

@@ -6,6 +6,7 @@ that samples of other settings are never mixed with them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,6 +24,17 @@ Pair = tuple[str, str]
 """A task and a model, by their labels."""
 
 
+def require_place(path: Path) -> None:
+    """Raise InputError where no file of samples can be written; makes nothing."""
+    problem = problem_with(path) if path.exists() else None
+    if not path.parent.is_dir():
+        problem = f"there is no directory {path.parent}"
+    elif problem is None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = os.strerror(errno.EACCES)
+    if problem:
+        raise InputError(f"--output {path} cannot be written: {problem}.", "Name another file.")
+
+
 class SampleFile:
     """The samples of tasks and models: those that the file has, and those that are added to it. Without a path they
     are kept in memory alone. Use it in a `with` block."""
@@ -35,8 +47,7 @@ class SampleFile:
         self._file = None
         if path is None:
             return
-        if path.exists() and (problem := problem_with(path)):
-            raise InputError(f"--output {path} cannot be written: {problem}.", "Name another file.")
+        require_place(path)
         try:
             self._file = path.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
