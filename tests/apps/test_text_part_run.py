@@ -20,7 +20,7 @@ RLCTL = str(Path(sys.executable).with_name("rlctl"))
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.guard), "dtensor"])
 def test_a_model_with_images_is_trained_on_text_and_published_whole(here: Any, backend: str, tmp_path: Path) -> None:
-    """Gemma 3: run, resumed (with dtensor), completed by its engine as by transformers, and exported into the whole model."""
+    """Gemma 3: run, with dtensor resumed, completed by its engine as by transformers, and exported into the whole."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
 
     model, run = write_multimodal(tmp_path / "gemma", "gemma3"), tmp_path / "run"
