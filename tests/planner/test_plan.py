@@ -19,7 +19,7 @@ from rlctl.planner.costs.time import offload_seconds
 from rlctl.planner.from_config import cluster_from_config, pins_from_config, plan_from_config
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts, cpu_device, device_named, make_cluster, match_device
 from rlctl.planner.inputs.constants import DEFAULTS
-from rlctl.planner.inputs.workload import Workload
+from rlctl.planner.inputs.workload import Goal, Workload
 from rlctl.planner.make_plan import make_plan, refuse_unrunnable
 from rlctl.planner.result import Plan
 from rlctl.planner.search.rules import training_problems
@@ -689,6 +689,20 @@ def test_a_cpu_is_divided_by_cores() -> None:
 def test_devices_of_engines_that_cannot_be_are_refused(pins: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_plan(model("Qwen3-8B"), make_cluster("h100"), Workload(), pins)
+
+
+@pytest.mark.parametrize("goal", ["fast", "frugal"])
+def test_one_gpu_is_not_divided(goal: Goal) -> None:
+    """Nor is a part of one GPU, with the goal that looks for the fewest."""
+    facts, work = model("Qwen3-0.6B"), Workload(prompts=12, generations=4, max_length=512, goal=goal)
+    for pins, words in (
+        ({"generation.devices": 1}, "leaves the policy none of the 1 GPU"),
+        ({"generation.colocated": False}, "there is one GPU"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_plan(facts, make_cluster("h100", 1, 1), work, pins)
+        made = make_plan(facts, make_cluster("h100", 1, 4), work, pins)
+        assert made.training.parallel.world_size + made.generation.gpus <= made.cluster.gpus
 
 
 def test_engines_on_the_policys_gpus_take_turns_with_it_and_leave_no_tail() -> None:

@@ -191,8 +191,12 @@ APART = ("generation.colocated", "generation.devices")
 
 
 def _check_devices(request: Request) -> None:
-    """Raises ConfigError for a pinned `generation.devices` that cannot be, whatever the layout."""
+    """Raises ConfigError for engines with devices of their own where that cannot be, whatever the layout."""
     own, total = request.pin("generation.devices"), request.cluster.devices
+    alone = total < 2 and not request.cluster.is_cpu  # the two sides share a single core, and never a GPU
+    if own is None and alone and request.pin("generation.colocated") is False and request.workload.rollouts:
+        why = "generation.colocated = false gives the engines GPUs of their own, and there is one GPU."
+        raise ConfigError(why, "Leave it out: the two sides take turns on this one. Or use more GPUs.")
     if own is None:
         return
     kind = "cores" if request.cluster.is_cpu else "GPUs"
@@ -201,9 +205,9 @@ def _check_devices(request: Request) -> None:
             f"generation.devices = {own} gives the engines {kind} of their own, and generation.colocated is true.",
             "Leave one of the two out.",
         )
-    if own >= max(2, total):
+    if own >= (total if alone else max(2, total)):
         raise ConfigError(
-            f"generation.devices = {own} leaves the policy none of the {total} {kind}.",
+            f"generation.devices = {own} leaves the policy none of the {total} {kind if total > 1 else kind[:-1]}.",
             f"Give the engines at most {total - 1}." if total > 1 else "Leave it out: the two sides share this one.",
         )
 

@@ -134,6 +134,8 @@ def _split(request: Request, log: _RejectionLog) -> list[Plan]:
 def _divisions(request: Request) -> list[_Sides]:
     """The divisions to try: of one node any, of some nodes halves, and of many whole nodes."""
     cluster, total = request.cluster, request.cluster.devices
+    if total < 2 and not cluster.is_cpu:
+        return []
     node = max(1, total // cluster.nodes)
     parts = MOST_PARTS if request.workload.overlaps else MOST_PARTS // 2
     halves = 1 < cluster.nodes <= MOST_PARTS // 2 and node % 2 == 0 and not cluster.is_cpu
