@@ -289,15 +289,14 @@ def open_with_fault(
     return session, victim
 
 
-@pytest.mark.parametrize(
-    ("side", "mover"),
-    [
-        ("policy", "shared-memory"),
-        ("engine", "collective"),
-        pytest.param("policy", "collective", marks=pytest.mark.slow),
-        pytest.param("engine", "shared-memory", marks=pytest.mark.slow),
-    ],
-)
+def each_side_of_each_mover(*quick: tuple[str, str]) -> Any:
+    """Every pair as a case of a test; those that are not `quick` are slow."""
+    pairs = [(side, mover) for side in ("policy", "engine") for mover in ("shared-memory", "collective")]
+    marked = [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
+    return pytest.mark.parametrize(("side", "mover"), marked)
+
+
+@each_side_of_each_mover(("policy", "shared-memory"), ("engine", "collective"))
 def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(
     mover: str, side: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,15 +313,7 @@ def test_a_killed_process_is_named_at_once_and_the_rest_goes_on(
     victim.kill()
 
 
-@pytest.mark.parametrize(
-    ("side", "mover"),
-    [
-        ("policy", "collective"),
-        ("engine", "shared-memory"),
-        pytest.param("policy", "shared-memory", marks=pytest.mark.slow),
-        pytest.param("engine", "collective", marks=pytest.mark.slow),
-    ],
-)
+@each_side_of_each_mover(("policy", "collective"), ("engine", "shared-memory"))
 def test_a_process_that_hangs_is_a_timeout_with_rank_and_phase(mover: str, side: str, stage: Stage) -> None:
     session, victim = open_with_fault(stage, mover, side, "hang", timeout_s=60)
     (session.engines if side == "policy" else session.policy).call(refit_workers.FaultySource.be_impatient, 3.0)
