@@ -180,13 +180,14 @@ def test_a_dry_resume_shows_what_the_run_goes_on_with(files, tiny_llama, capsys)
     assert "`batch.prompts` = 4" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_to_start_leaves_nothing_at_its_place(files, tiny_llama):
+def test_a_run_that_fails_to_start_can_be_started_again_at_the_same_place(files, tiny_llama):
     rlctl = str(Path(sys.executable).with_name("rlctl"))  # a process of its own: this one may be part of a Ray session
-    command = [rlctl, *train(tiny_llama, "--ray-address", "127.0.0.1:1")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "--ray-address 127.0.0.1:1" in done.stderr
-    assert not (files / "run").exists()
+    for _ in range(2):
+        command = [rlctl, *train(tiny_llama, "--ray-address", "127.0.0.1:1")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 3, done.stderr
+        assert "--ray-address 127.0.0.1:1" in done.stderr
+        assert not (files / "run").exists()
 
 
 def test_runs_without_a_name_that_begin_at_the_same_time_each_have_a_directory(tmp_path):

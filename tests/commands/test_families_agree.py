@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +57,14 @@ def test_shards_reach_the_engine_through_every_mover(placement: Any, family: str
 
 @pytest.mark.slow
 @pytest.mark.guard
-def test_a_bfloat16_engine_keeps_its_router_bias_in_float32(placement: Any, tmp_path: Path) -> None:
-    """Fingerprints are of bits: rounded on either side or on the way, the bias would differ. One crew for both ways."""
+def test_a_bfloat16_engine_keeps_its_router_bias_in_float32(run_here: Run, tmp_path: Path) -> None:
+    """Fingerprints are of bits: rounded on either side or on the way, the bias would differ."""
     model = write_tiny_family(tmp_path / "model", "deepseek_v3")
-    sizes = {"model.dtype": "bfloat16", "training.threads": 1, "generation.threads": 1}
-    job = refit_test_job(
-        resolve(flags={"model.name": str(model), "cluster.gpu": "cpu", **sizes}, environment={}), "auto", 2, print
-    )
-    with start_crew(job.crew(), tmp_path) as crew:
-        crew.policy.load_model(job.source.weights)
-        for receive in ("direct", "loader"):
-            found = refit_crew(replace(job, receive=receive), crew, job.config.refit, print).to_json()
-            assert found["passed"], found
-            assert found["mismatched"] == found["unread"] == []
-            assert found["receive"] == receive
+    for receive in ("direct", "loader"):
+        found = refit_test(run_here, model, "--receive", receive, "--set", "model.dtype=bfloat16")
+        assert found["passed"], found
+        assert found["mismatched"] == found["unread"] == []
+        assert found["receive"] == receive
 
 
 def refit_test(run_here: Run, model: Path, *more: str) -> dict:

@@ -101,7 +101,7 @@ def disturb(arguments: list[str], run_dir: Path, log: Path, kind: str, after: in
 def test_a_run_whose_processes_are_killed_resumes_to_the_same_numbers(undisturbed, tiny_llama, tmp_path, seed):
     """Every kind of process is killed once; no checkpoint is lost, and no step is skipped or repeated."""
     choose = random.Random(seed)
-    kinds, steps = (["driver", "policy-0"], 8) if seed == 0 else (["driver", *WORKERS, *OF_RAY], STEPS)
+    kinds, steps = (["driver", "policy-0"], 12) if seed == 0 else (["driver", *WORKERS, *OF_RAY], STEPS)
     choose.shuffle(kinds)
     run_dir, log = tmp_path / "run", tmp_path / "log"
     arguments, ended = long_run(tiny_llama, run_dir, steps), False

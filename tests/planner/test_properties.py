@@ -99,7 +99,7 @@ def outcome(
         return error
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(MODELS, MACHINES, workloads(), PINS)
 def test_a_request_has_a_plan_that_holds_or_an_error_that_helps(
     facts: ModelFacts, cluster: ClusterFacts, workload: Workload, pins: dict[str, Any]

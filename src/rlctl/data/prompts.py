@@ -195,7 +195,7 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
     path, _, configuration = name.partition(":")
     if any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):  # of `save_to_disk`
         return HubPrompts(name, _from_disk(path, data), data)
-    if more_files(Path(path), DATASET_FILES):  # datasets would look at each of them, for minutes
+    if _has_more_files(Path(path), DATASET_FILES):  # datasets would look at each of them, for minutes
         raise InputError(
             f"--data {name}: the directory holds more than {DATASET_FILES:,} files.",
             "Name the folder of the dataset itself, or one of its files.",
@@ -212,7 +212,7 @@ def open_hub(name: str, data: DataConfig) -> HubPrompts:
     return HubPrompts(name, loaded, data)
 
 
-def more_files(directory: Path, limit: int) -> bool:
+def _has_more_files(directory: Path, limit: int) -> bool:
     """Whether more than `limit` files lie in a directory and below it. False where there is none."""
     count = 0
     for _, _, files in os.walk(directory):
