@@ -6,11 +6,12 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlctl
-from rlctl.apps.evaluate import Evaluation, contenders, evaluation, open_task
+from rlctl.apps.evaluate import Encoded, Evaluation, contenders, evaluation, open_task
 from rlctl.config.load import Resolved, resolve
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
@@ -187,6 +188,27 @@ def test_a_file_is_not_judged_by_the_scorer_of_a_run_s_own_task(tmp_path: Path) 
     terms = [{"name": "task", "weight": 2.0}, {"name": "math-verify"}]
     task = one_of(resolver(reward__terms=terms), str(file)).tasks[0]
     assert [(term.name, term.weight) for term in task.rewards.terms] == [("exact-match", 2.0), ("math-verify", 1.0)]
+
+
+@pytest.mark.usefixtures("untried")
+def test_samples_are_bound_to_the_text_of_a_reward_function_and_of_a_chat_template(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    reward, template, task = tmp_path / "reward.py", tmp_path / "chat.jinja", tmp_path / "q.jsonl"
+    task.write_text('{"prompt": "3 + 4?", "answer": "7"}\n')
+    own = {"model__chat_template": str(template), "reward__terms": [{"name": f"{reward}:right"}]}
+
+    def settings(returned: int, end: str) -> dict[str, Any]:
+        reward.write_text(f"def right(completion):\n    return {returned}\n")
+        template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}" + end)
+        asked = resolver(generation__max_new_tokens=4, cluster__gpu="cpu", **own)
+        job = evaluation(contenders([str(tiny_llama)], [], [], asked, 1), [str(task)], 1, [1], 1)
+        return Encoded.of(job, job.contenders[0], lambda _: None).settings(job.tasks[0])
+
+    first, again, scored, written = settings(0, ":"), settings(0, ":"), settings(1, ":"), settings(0, "?")
+    assert first == again
+    assert {key for key in first if first[key] != scored[key]} == {"scorers"}
+    assert {key for key in first if first[key] != written[key]} == {"chat_template"}
 
 
 def without_validation(path: Path) -> list[dict]:

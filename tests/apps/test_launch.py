@@ -196,15 +196,16 @@ def test_runs_without_a_name_that_begin_at_the_same_time_each_have_a_directory(t
     assert unused_place(tmp_path / "file" / "sums") == tmp_path / "file" / "sums"  # which nobody can make
 
 
-def begun(arguments: list[str], path: Path, data: str | list[str] = "sums.jsonl") -> None:
-    """The directory of a run that was begun with `arguments` and finished two steps."""
+def begun(arguments: list[str], path: Path, data: str | list[str] = "sums.jsonl", **more: Any) -> None:
+    """The directory of a run that was begun with `arguments` and finished two steps; `more`: further flags."""
     from rlctl.commands import options
 
     flags = dict(zip(arguments[2::2], arguments[3::2], strict=True))
-    resolved = options.resolve_config(
-        model=flags["--model"], gpu="cpu", data=data, reward=["exact-match"], steps=4, prompts=2,
-        generations=2, max_new_tokens=4, run_dir=flags["--run-dir"],
-    )  # fmt: skip
+    own = {
+        "model": flags["--model"], "gpu": "cpu", "data": data, "reward": ["exact-match"], "steps": 4, "prompts": 2,
+        "generations": 2, "max_new_tokens": 4, "run_dir": flags["--run-dir"],
+    }  # fmt: skip
+    resolved = options.resolve_config(**own | more)
     directory = RunDirectory(path)
     directory.create()
     directory.write_manifest(prepare_job(resolved).manifest())
@@ -352,6 +353,23 @@ def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied)
     assert job.config.batch.prompts == 4
     assert sum("going on although" in line for line in said) == 2
     assert any("`batch.prompts` = 4" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("edited", "said"),
+    [("reward.py", r"the file of the reward .*reward\.py:right is not"), ("chat.jinja", "the text of --chat-template")],
+)
+def test_a_reward_function_or_a_chat_template_that_was_edited_is_a_change(files, tiny_llama, edited, said):
+    (files / "reward.py").write_text("def right(completion):\n    return 1.0\n")
+    (files / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    begun(train(tiny_llama), files / "run", reward=["reward.py:right"], chat_template="chat.jinja")
+    assert go_on(files / "run")[0].config.run.steps == 4
+    with (files / edited).open("a") as file:
+        file.write("\n\n\n")
+    with pytest.raises(InputError, match=said):
+        go_on(files / "run")
+    _, told = go_on(files / "run", allow_changes=True)
+    assert sum("going on although" in line for line in told) == 1
 
 
 def test_a_damaged_run_directory_is_a_sentence(files, capsys):

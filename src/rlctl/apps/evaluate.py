@@ -26,7 +26,7 @@ from rlctl.config.load import DEFAULT, Resolved, from_sources
 from rlctl.config.schema import DataConfig, RewardConfig, RewardTerm, RlctlConfig
 from rlctl.config.sources import Source, Value
 from rlctl.data.benchmarks import BENCHMARKS, known_benchmark, near_benchmark, open_benchmark
-from rlctl.data.chat import PromptEncoder, load_tokenizer
+from rlctl.data.chat import PromptEncoder, load_tokenizer, template_digest
 from rlctl.data.gym import MOST_QUESTIONS
 from rlctl.data.prompt_rows import GYM_PREFIX, PromptRow, PromptSource
 from rlctl.data.prompts import FILE_SUFFIXES, open_prompts
@@ -35,6 +35,7 @@ from rlctl.envs.reward_worker import GroupScores, RewardWorker, ScoreRequest
 from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.statistics import Estimate, Sampled, metrics_of
+from rlctl.envs.user_function import reward_digest
 from rlctl.errors import InputError, listed
 from rlctl.rollouts.prompt_order import PromptOrder
 from rlctl.rollouts.source import sample_seed
@@ -293,6 +294,7 @@ class Encoded:
         """Return what the samples of a task follow from. The number of prompts and of samples is left out: each sample
         follows from its own seed, so that a file can grow."""
         data, config, sampling = task.data, self.job.config, self.sampling(task)
+        template = config.model.chat_template
         return {
             "model": self.identity,
             "data": task.source.fingerprint(),
@@ -306,9 +308,9 @@ class Encoded:
             "system_prompt": data.system_prompt,
             "prompt_template": data.prompt_template,
             "prompt_suffix": data.prompt_suffix,
-            "chat_template": config.model.chat_template,
+            "chat_template": template_digest(template) if template else None,
             "tokenizer": config.model.tokenizer,
-            "scorers": [f"{term.weight:g} x {term.name}" for term in task.rewards.terms],
+            "scorers": [_identity_of(term) for term in task.rewards.terms],
             "extract": task.rewards.extraction,
         }
 
@@ -316,6 +318,12 @@ class Encoded:
         """Return row and number of each sample that the file lacks."""
         there = file.samples(task.label, self.contender.label)
         return [(row, sample) for row in task.rows for sample in range(samples) if (row, sample) not in there]
+
+
+def _identity_of(term: RewardTerm) -> str:
+    """Return weight and name of a scorer, and the digest of a function's file."""
+    digest = reward_digest(term.name)
+    return f"{term.weight:g} x {term.name}" + (f" ({digest})" if digest else "")
 
 
 def _sample(one: Encoded, job: Evaluation, file: SampleFile, tell: Tell, progress: WorkProgress) -> None:

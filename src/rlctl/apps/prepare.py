@@ -30,10 +30,11 @@ from rlctl.config.installed import installed_versions
 from rlctl.config.load import Resolved
 from rlctl.config.passthrough import without_effect
 from rlctl.config.schema import LoggerName, ModelConfig, RlctlConfig
-from rlctl.data.chat import read_template, require_directory
+from rlctl.data.chat import read_template, require_directory, template_digest
 from rlctl.data.mixing import source_settings
 from rlctl.envs.rewards import any_reward, mixed_rewards, require_known
 from rlctl.envs.scorers import Rewards
+from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError, MachineError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import local_gpus, plan_from_config
@@ -125,7 +126,7 @@ class Job:
 
     def manifest(self) -> dict[str, Any]:
         """The record that the run directory keeps and a resume compares."""
-        tokenizer = self.config.model.tokenizer
+        tokenizer, template = self.config.model.tokenizer, self.config.model.chat_template
         return {
             "rlctl": __version__,
             "python": platform.python_version(),
@@ -136,6 +137,7 @@ class Job:
             "model": {
                 "fingerprint": self.source.fingerprint(),
                 "tokenizer": self._tokenizer_fingerprint(Path(tokenizer)) if tokenizer else None,
+                "chat_template": template_digest(template) if template else None,
                 "directory": str(self.source.directory),
                 "weights": str(self.source.weights),
                 "label": self.source.label,
@@ -143,6 +145,7 @@ class Job:
             },
             "teacher": self.teacher.source.fingerprint() if self.teacher else None,
             "data": self.prompts.fingerprint(),
+            "rewards": [reward_digest(name) for name in self.rewards.scorers] if self.rewards else [],
             "validation": self.validation.fingerprint if self.validation else None,
             "algorithm": self.algorithm.manifest(),
             "curves": {metric.name: metric.curve for metric in self.metrics if metric.curve},
@@ -356,19 +359,27 @@ def _with_max_length(resolved: Resolved, facts: ModelFacts, longest_prompt: int)
 
 
 def content_changes(stored: dict[str, Any], job: Job) -> list[str]:
-    """Compare data, model and tokenizer with the stored manifest; return a clause for each difference."""
-    then, now = stored.get("data", {}), job.prompts.fingerprint()
+    """Compare data, rewards, model and tokenizer with the stored manifest; return a clause for each difference."""
+    manifest = job.manifest()
+    then, now = stored.get("data", {}), manifest["data"]
     found = []
     if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
         found.append(f"--data is not what the run began with ({', '.join(changed)} changed)")
-    if stored.get("algorithm") != job.algorithm.manifest():
+    if stored.get("algorithm") != manifest["algorithm"]:
         found.append("the file of loss.function or run.algorithm is not the one that the run began with")
-    begun_with, model = stored.get("model", {}), job.manifest()["model"]
+    # Where there are more or fewer scorers than there were, the configuration has told so.
+    rewards, scorers = manifest["rewards"], job.rewards.scorers if job.rewards else ()
+    for name, before, after in zip(scorers, stored.get("rewards", rewards), rewards, strict=False):
+        if before != after:
+            found.append(f"the file of the reward {name} is not the one that the run began with")
+    begun_with, model = stored.get("model", {}), manifest["model"]
     if begun_with.get("fingerprint") != model["fingerprint"]:
         found.append(f"{job.source.weights} does not hold the model that the run began with")
     if begun_with.get("tokenizer") != model["tokenizer"]:
         found.append(f"{job.config.model.tokenizer} does not hold the tokenizer that the run began with")
-    if stored.get("teacher") != job.manifest()["teacher"]:
+    if begun_with.get("chat_template", model["chat_template"]) != model["chat_template"]:
+        found.append("the text of --chat-template is not the one that the run began with")
+    if stored.get("teacher") != manifest["teacher"]:
         found.append(f"{job.config.teacher.model} is not the teacher that the run began with")
     return found
 

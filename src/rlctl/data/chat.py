@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import dataclass, replace
@@ -186,6 +187,11 @@ def read_template(template: str) -> str:
             f"--chat-template {template}: no such file, and not a template itself.", "A template contains {{ or {%."
         )
     return read_text(path, "--chat-template")
+
+
+def template_digest(template: str) -> str:
+    """Return the SHA-256 of the text of a template, which is given or in the file that is named."""
+    return hashlib.sha256(read_template(template).encode()).hexdigest()
 
 
 def load_tokenizer(model_directory: Path | str, model: ModelConfig) -> PreTrainedTokenizerBase:

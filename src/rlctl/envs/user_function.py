@@ -97,6 +97,11 @@ def split_reference(name: str, what: str = "Reward") -> tuple[Path, str]:
     return path, function
 
 
+def reward_digest(name: str) -> str | None:
+    """Return the SHA-256 of the file of a reward function; None for a scorer that is no file of the user's."""
+    return UserCode.read(name, "Reward").fingerprint if is_reference(name) else None
+
+
 class UserFunction:
     """A reward function that is loaded, and what its signature takes."""
 
