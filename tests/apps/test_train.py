@@ -17,6 +17,8 @@ import pytest
 from rlctl.cluster.session_files import family_shared_memory
 from rlctl.planner.views.run_comparison import compare_memory, compare_run
 from rlctl.rl.agreement import LIMITS
+from rlctl.rl.algorithms.algorithm import NAMES_OF_A_STEP
+from rlctl.rl.algorithms.grpo import Grpo
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from support.processes import beyond_loopback, family_of
@@ -55,6 +57,7 @@ def test_a_run_leaves_every_metric_and_its_directory_complete(uninterrupted):
             "reward_mean", "reward_std", "response_tokens_mean", "entropy", "clip_fraction", "grad_norm", "lr",
             "tokens_per_s", "padding_fraction", "accuracy",
         } <= set(line)  # fmt: skip
+        assert set(line) <= NAMES_OF_A_STEP | {metric.name.split("/")[0] for metric in Grpo.metrics}
         assert set(line["seconds"]) == {phase.value for phase in Phase} | {"total"}
         parts = [value for name, value in line["seconds"].items() if name != "total"]
         assert sum(parts) == pytest.approx(line["seconds"]["total"], abs=1e-6)

@@ -45,6 +45,18 @@ def reference(batch):
 
 def exits(batch):
     raise SystemExit(3)
+
+def pairs(batch):
+    return plain(batch), [("mine", plain(batch))]
+
+def tokens(batch):
+    return plain(batch), {"tokens": batch.entropy_R}
+
+def part_of_another(batch):
+    return plain(batch), {"mine": batch.entropy_R, "mine/half": batch.entropy_R / 2}
+
+def seldom(batch):
+    return plain(batch), {"mine" if len(batch.logprobs_R) == 7 else "other": batch.entropy_R}
 """
 ALGORITHM = """
 from rlctl.rl.algorithms.algorithm import Algorithm
@@ -249,11 +261,20 @@ def test_the_manifest_follows_the_text_of_the_loss(losses: Path) -> None:
         ("reference", "TypeError.*losses.py, line 17"),
         ("absent", "no function 'absent'"),
         ("exits", "ended with exit code 3"),
+        ("pairs", "returned [('mine', tensor"),
+        ("tokens", "The metric 'tokens' of the loss function .*losses.py:tokens has the name of another one"),
+        ("part_of_another", "The metric 'mine/half' of"),
     ],
 )
 def test_what_is_wrong_with_a_loss_is_said_before_a_run(losses: Path, function: str, said: str) -> None:
-    with pytest.raises(Exception, match=said.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(Exception, match=re.sub(r"([()\[])", r"\\\1", said)):
         configured(loss={"function": f"{losses}:{function}"})
+
+
+def test_a_loss_whose_metrics_change_their_names_is_named(losses: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:seldom"})
+    with pytest.raises(InputError, match=r"losses\.py:seldom returned the metrics other, and mine when it was tried"):
+        RunLoss(algorithm)(token_batch())
 
 
 def test_a_loss_gets_the_log_probs_that_are_asked_for(losses: Path) -> None:

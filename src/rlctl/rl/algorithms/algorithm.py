@@ -46,6 +46,18 @@ MEASURED_ALWAYS = (
 and not training: mean and maximum of |d|, the KL divergence by k3, and the mean of exp(|d|), which NeMo-RL calls the
 multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
+NAMES_OF_A_STEP = frozenset({
+    "accuracy", "critic", "dropped_groups", "entropy", "grad_norm", "groups_without_signal", "imbalance",
+    "importance", "length_penalty", "logprob_diff", "loss", "lr", "micro_batches", "missing_groups",
+    "offloaded_bytes", "optimizer_steps", "padding_fraction", "positions", "prompt_tokens_mean",
+    "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
+    "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts", "sampling_rounds",
+    "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps", "staleness", "step",
+    "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",
+    "truncated_fraction", "unshared_tokens", "validation", "validation_at_start", "versions_since_admission",
+    "weight_version",
+})  # fmt: skip
+"""Names in metrics.jsonl that every algorithm's steps may have; no algorithm's own metric can be called so."""
 SQUARES = "/squares"
 """Ending of the name of a sum of squares."""
 

@@ -24,7 +24,7 @@ from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.user_function import UserCode, is_reference
 from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError, suggest
-from rlctl.rl.algorithms.algorithm import Algorithm
+from rlctl.rl.algorithms.algorithm import NAMES_OF_A_STEP, Algorithm
 from rlctl.telemetry.metrics import Metric
 
 if TYPE_CHECKING:
@@ -94,9 +94,25 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
             f"The algorithm {config.run.algorithm} needs {' and '.join(missing)}.", f"Add --set loss.needs=[{needs}]."
         )
     if not config.loss.function:
+        _require_free_names(algorithm, f"algorithm {config.run.algorithm}")
         return algorithm
     code = UserCode.read(config.loss.function, "Loss")
-    return UserLoss(algorithm, code, _tried(UserLoss(algorithm, code)))
+    loss = UserLoss(algorithm, code, _tried(UserLoss(algorithm, code)))
+    _require_free_names(loss, f"loss function {code.reference}")
+    return loss
+
+
+def _require_free_names(algorithm: Algorithm, what: str) -> None:
+    """Raise ConfigError for a metric of `what` that would replace another one in metrics.jsonl."""
+    names = [metric.name for metric in algorithm.metrics]
+    for name in names:
+        parts = name.split("/")
+        outer = {"/".join(parts[:count]) for count in range(1, len(parts))}
+        if parts[0] in NAMES_OF_A_STEP or outer.intersection(names) or names.count(name) > 1:
+            raise ConfigError(
+                f"The metric {name!r} of the {what} has the name of another one.",
+                "Call it otherwise, such as own/NAME.",
+            )
 
 
 def _require_fitting_teacher(config: RlctlConfig, algorithm: Algorithm) -> None:
@@ -246,6 +262,17 @@ class UserLoss(Algorithm):
             raise self.code.error(error, "computing a loss") from error
         answer: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         loss_R, values = answer
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise InputError(
+                f"Loss function {self.code.reference} returned {repr(values)[:80]} as its metrics.",
+                'It returns the loss alone, or (loss, {"name": values}).',
+            )
+        if self._names and values.keys() != set(self._names):
+            raise InputError(
+                f"Loss function {self.code.reference} returned the metrics {', '.join(values) or '(none)'}, and "
+                f"{', '.join(self._names)} when it was tried.",
+                "It returns the same ones for every batch.",
+            )
         shape = batch.logprobs_R.shape
         for what, value in (("the loss", loss_R), *((f"metric {name}", value) for name, value in values.items())):
             if not isinstance(value, torch.Tensor) or value.shape != shape:
