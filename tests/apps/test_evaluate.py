@@ -100,6 +100,10 @@ def test_answers_are_judged_and_samples_that_the_file_has_are_not_sampled_again(
         (["--task", "absent.jsonl"], "absent.jsonl does not exist"),
         (["--task", "gsm8k:absent.jsonl"], "--task gsm8k:absent.jsonl: Data file absent.jsonl does not exist"),
         ([], "There is no task."),
+        (
+            ["--task", "reasoning-gym:chain_sum", "--reward", "exact-match"],
+            "no effect on --task reasoning-gym:chain_sum",
+        ),
         (["--task", "reasoning-gym:chain_sum", "--k", "4"], "pass@4 needs at least 4 samples"),
         (["--task", "reasoning-gym:chain_sum", "--step", "4"], "there is no --run-dir"),
         (["--task", "reasoning-gym:chain_sum", "--set", "run.steps=4"], "has no effect on an evaluation"),

@@ -201,6 +201,19 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
     return Task(name, source, data, plan, tuple(order.at(place) for place in range(count)))
 
 
+def refuse_idle_reward(rewards: Sequence[str], names: Sequence[str]) -> None:
+    """Raise InputError where --reward would judge no task, since all of them bring scorers of their own."""
+    if rewards and names and all(_brings_scorer(name) for name in names) and set(rewards) != {"task"}:
+        raise InputError(
+            f"--reward {rewards[0]} has no effect on --task {names[0]}, which brings a scorer of its own.",
+            "Leave it out, or put the questions into a .jsonl file.",
+        )
+
+
+def _brings_scorer(name: str) -> bool:
+    return name.startswith(GYM_PREFIX) or known_benchmark(name) is not None
+
+
 def _require_source(name: str) -> None:
     """Raises InputError for a name that is neither a file nor could be one of the hub's."""
     if "/" in name or Path(name).suffix.lower() in FILE_SUFFIXES or Path(name).exists():

@@ -115,7 +115,7 @@ def evaluate(
     those of the first model's run, where the command line does not set them.
     """
     options.require_dry_run(explain, dry_run)
-    from rlctl.apps.evaluate import contenders, evaluation
+    from rlctl.apps.evaluate import contenders, evaluation, refuse_idle_reward
     from rlctl.envs.statistics import default_ks
 
     def resolved(name: str | None) -> Resolved:
@@ -123,6 +123,7 @@ def evaluate(
         refuse_training_keys(found, UNREAD_KEYS, "an evaluation")
         return found
 
+    refuse_idle_reward(reward or [], task or [])
     found = contenders(model or [], [Path(run) for run in run_dir or []], step or [], resolved, n)
     job = evaluation(found, task or [], n, k or default_ks(n), limit)
     if dry_run:
