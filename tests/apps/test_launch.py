@@ -347,6 +347,22 @@ def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():
     assert (merged.config.filter.groups, merged.origin["filter.groups"]) == ("keep", "default")
 
 
+@pytest.mark.parametrize(
+    ("begun_with", "change", "said"),
+    [
+        (["training.lora.rank=4"], {"set_": ["training.lora.rank=8"]}, "`training.lora.rank` = 8 .* begun with 4"),
+        ([], {"algorithm": "ppo"}, "`advantage.baseline` = 'critic' .*algorithm ppo.* begun with 'mean'"),
+    ],
+)
+def test_a_change_that_no_checkpoint_can_be_loaded_with_is_refused_whatever_is_allowed(
+    files, tiny_llama, begun_with, change, said
+):
+    begun(train(tiny_llama), files / "run", set_=begun_with)
+    assert go_on(files / "run", allow_changes=True, prompts=4)[0].config.batch.prompts == 4
+    with pytest.raises(InputError, match=f"{said}, and no checkpoint of the run can be loaded with that"):
+        go_on(files / "run", allow_changes=True, **change)
+
+
 def test_changes_can_be_allowed_and_are_told(files, tiny_llama, tiny_llama_tied):
     begun(train(tiny_llama), files / "run")
     job, said = go_on(files / "run", allow_changes=True, model=str(tiny_llama_tied), prompts=4)

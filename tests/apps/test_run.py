@@ -15,7 +15,7 @@ from rlctl.apps.run import RunJournal, RunSummary, how_to_resume
 from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.model_source import ModelSource
 from rlctl.config.schema import RlctlConfig
-from rlctl.errors import MachineError
+from rlctl.errors import InputError, MachineError
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.display import Display
@@ -89,6 +89,27 @@ def test_the_end_of_a_run_has_a_colour_at_a_terminal(monkeypatch: pytest.MonkeyP
 
     assert first(False) == "\x1b[32mfinished\x1b[0m step 3 in 4 s"
     assert first(True).startswith("\x1b[33mstopped after\x1b[0m step 3")
+
+
+def test_a_manifest_whose_changes_the_checkpoint_cannot_be_loaded_with_does_not_replace_the_stored_one(
+    tmp_path: Path,
+) -> None:
+    def loads(_: Path) -> None:
+        raise InputError("the checkpoint holds no critic.")
+
+    run = RunDirectory(tmp_path)
+    run.write_manifest({"config": {}, "command": "before"})
+    new = run.new_checkpoint(2)
+    new.begin()
+    new.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
+    policy: Any = SimpleNamespace(damaged_files=lambda *_: [], load_saved=loads)
+    with Display(steps=3) as display:
+        with pytest.raises(InputError):
+            run_module._load_newest(run, policy, display, {"config": {}, "command": "after"})
+        assert run.manifest()["command"] == "before"
+        policy.load_saved = lambda _: None
+        run_module._load_newest(run, policy, display, {"config": {}, "command": "after"})
+        assert run.manifest()["command"] == "after"
 
 
 def test_commands_to_go_on_with_can_be_copied(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def _train(
 ) -> tuple[int, bool]:
     """Start the processes, run the steps, stop the processes; return the finished steps and whether a stop was
     requested."""
+    manifest = job.manifest()
     with contextlib.ExitStack() as stack:
         job = _converted(job, display)
         display.doing("starting Ray")
@@ -129,7 +130,7 @@ def _train(
         stop.trouble = dead_process
         crew = stack.enter_context(start_crew(job.crew_spec(), run.logs, display.doing))
         policy = _load_policy(job, crew, display)
-        resume_from = _load_newest(run, policy, display) if resume else None
+        resume_from = _load_newest(run, policy, display, manifest) if resume else None
         loggers = _loggers(job, run, resume_from, display, stack)
         sync = crew.weight_sync(
             job.config.refit, None if resume_from else job.source, offload=job.offload, tell=display.say,
@@ -247,15 +248,19 @@ def _load_policy(job: Job, crew: Crew, display: Display) -> PolicyClient:
     return policy
 
 
-def _load_newest(run: RunDirectory, policy: PolicyClient, display: Display) -> Checkpoint | None:
-    """Bring the policy to where the run goes on from; None: there is no checkpoint yet."""
+def _load_newest(
+    run: RunDirectory, policy: PolicyClient, display: Display, manifest: dict[str, Any]
+) -> Checkpoint | None:
+    """Bring the policy to where the run goes on from; None: there is no checkpoint yet. Only then does `manifest`
+    replace the stored one: with a change that the checkpoint cannot be loaded with, the run stays what it was."""
     display.doing("checking the checkpoint")
     found = newest_intact(run, policy, display.say)
     if found is None:
         display.say("no checkpoint yet: starting again from step 1")
-        return None
-    display.say(f"resuming after step {found.step}")
-    policy.load_saved(found.policy)
+    else:
+        display.say(f"resuming after step {found.step}")
+        policy.load_saved(found.policy)
+    run.write_manifest(manifest)
     return found
 
 

@@ -39,6 +39,10 @@ CHANGEABLE = (
 )  # fmt: skip
 
 
+# Changes with which no checkpoint can be loaded, whatever is allowed: it holds other adapters, or no critic.
+UNLOADABLE = ("`training.lora.rank`", "`training.lora.targets`", "`advantage.baseline` = 'critic'")
+
+
 def train_grpo(
     resolved: Resolved, *, resume: bool, quiet: bool, allow_changes: bool = False, loop: type[Loop] | None = None
 ) -> RunSummary:
@@ -81,7 +85,6 @@ def _resume(
         run.recover_partial(display.say)
         job = resumed_job(run, resolved, display.say, allow_changes=allow_changes)
         display.steps = job.config.run.steps
-        run.write_manifest(job.manifest())
         _introduce(display, job, run)
         return run_training(job, run, display, stop, resume=True, loop=loop)
 
@@ -110,6 +113,11 @@ def resumed_job(
     changes = [*edited, *version_changes(stored, tell), *changes]
     if changes and not allow_changes:
         raise _refusal(changes[0])
+    if (lost := [change for change in changes if change.startswith(UNLOADABLE)]) and run.checkpoints():
+        raise InputError(
+            f"--resume: {lost[0]}, and no checkpoint of the run can be loaded with that.",
+            "Leave it out, or start a new run.",
+        )
     with run.opened_from_here():
         job = prepare_job(merged, tell, starts=starts)
     for change in [*changes, *content_changes(stored, job)]:
