@@ -78,7 +78,7 @@ class Scorer:
 def validating(
     asked: RlctlConfig, rewards: Sequence[tuple[float, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Validation, Engines]:
-    engines, plan = Engines(), SimpleNamespace(timeout_s=1.0)
+    engines, plan = Engines(), SimpleNamespace(timeout_s=1.0, terms=())
     monkeypatch.setattr(validation, "generate_groups", engines.generate)
     data = ValidationSet("d", ROWS, ((1, 2), (3,), (4,)), Sampling(8, temperature=0.0), plan, {})  # type: ignore[arg-type]
     return Validation(asked, data, engines, Scorer(rewards), engines), engines  # type: ignore[arg-type]
@@ -134,7 +134,18 @@ def test_a_plateau_ends_the_run_and_is_gone_on_with(monkeypatch: pytest.MonkeyPa
 def test_checkpoints_from_before_validation_was_wanted_can_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     part, _ = validating(config(stop_after=1), [], monkeypatch)
     part.restore({})
-    assert part.state() == {"best": None, "since": 0}
+    state = part.state()
+    assert (state["best"], state["since"]) == (None, 0)
+
+
+def test_a_resume_that_measures_something_else_looks_for_the_best_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, _ = validating(config(stop_after=1), [(9.0,)] * 3, monkeypatch)
+    part.measure(1)
+    for samples, ends in ((1, True), (2, False)):
+        resumed, _ = validating(config(stop_after=1, samples=samples), [(0.5,) * samples] * 3, monkeypatch)
+        resumed.restore(part.state())
+        resumed.measure(2)
+        assert (resumed.plateau is not None) == ends
 
 
 def test_the_metric_of_the_best_ends_the_run_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ afterwards, so that training goes on as it would have without.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from rlctl.envs.reward_worker import RewardWorker
 from rlctl.envs.rewards import prepare_rewards
 from rlctl.envs.scorers import RewardPlan
 from rlctl.envs.statistics import Estimate
+from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
@@ -127,6 +130,11 @@ class Validation:
         self._engines, self._rewards, self._sync = engines, rewards, sync
         self.metric = metric_of_the_best(config)
         self._best, self._since = -math.inf, 0
+        wanted = config.validation
+        scorers = [(term.name, term.weight, reward_digest(term.name)) for term in data.rewards.terms]
+        of = (self.metric, data.fingerprint, len(data.rows), scorers, wanted.samples, wanted.temperature)
+        self._of = sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
+        """Digest of what the best value follows from, apart from the weights."""
 
     def due(self, step: int) -> bool:
         """Return whether to validate after `step` finished steps."""
@@ -181,11 +189,15 @@ class Validation:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the best value so far and the validations since then, as JSON."""
-        return {"best": self._best if math.isfinite(self._best) else None, "since": self._since}
+        """Return the best value so far, the validations since then, and what they measure, as JSON."""
+        return {"best": self._best if math.isfinite(self._best) else None, "since": self._since, "of": self._of}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; a checkpoint of a run that did not validate has none."""
+        """Go on from what `state` returned; a checkpoint of a run that did not validate has none. Values of other
+        prompts, scorers or sampling, which a resume may change, cannot be compared: the best one is then looked for
+        anew."""
+        if state.get("of", self._of) != self._of:
+            return
         best, since = state.get("best"), state.get("since")
         self._best = float(best) if isinstance(best, int | float) else -math.inf
         self._since = since if isinstance(since, int) else 0
