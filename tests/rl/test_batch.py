@@ -101,6 +101,15 @@ def test_truncated_rollouts_count_in_their_group_and_are_not_learned_from():
     assert [row.advantage for row in part] == [expected[0], expected[2]]
 
 
+@pytest.mark.parametrize(("level", "divisor"), [("sequence", 8), ("constant", 10)])
+def test_a_mean_over_rollouts_is_over_those_that_are_learned_from(level: str, divisor: int):
+    one = group(0, [1.0, 0.0], [8, 4])
+    cut = replace(one, rollouts=(one.rollouts[0], replace(one.rollouts[1], stop_reason="length")))
+    algorithm = grpo(filter={"truncated": "mask"}, loss={"level": level, "length_divisor": 10})
+    (part,) = make_batch([cut], algorithm, 1).minibatches
+    assert [(row.sample, row.token_weight) for row in part] == [(0, 1 / divisor)]
+
+
 def with_terms(position: int, terms: dict[str, list[float]], tokens: list[int]) -> RolloutGroup:
     one = group(position, [0.0] * len(tokens), tokens)
     scored = [
