@@ -295,6 +295,11 @@ class AdvantageConfig(Section):
     whiten: bool = False
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
 
+    @property
+    def compares(self) -> bool:
+        """Whether the rollouts of a group are compared with each other."""
+        return self.baseline in ("mean", "leave-one-out") or self.normalize_std
+
 
 LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
 """Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
@@ -810,8 +815,7 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_groups_that_are_compared(self) -> RlctlConfig:
-        compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
-        compared = compared and self.learns_from_rewards
+        compared = self.advantage.compares and self.learns_from_rewards
         if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
             return self
         key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"
