@@ -219,6 +219,15 @@ def test_layers_that_do_not_divide_shorten_the_end_stages() -> None:
     assert ParallelSpec(pp=4).stage_layers(5) is None
 
 
+def test_the_fullest_stage_may_be_the_third() -> None:
+    """GLM-4.5 has experts from its fourth layer on: stages of 1, 3, 3, ... layers have 0, 1, 3, ..."""
+    facts, choice = model("GLM-4.5"), TrainingChoice(ParallelSpec(pp=32, ep=8, dp=8), recompute="full")
+    cluster = make_cluster("h100", 32)
+    peak = training_memory(facts, choice, Workload(), cluster, 0.0, 64)
+    weights = [state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice)]
+    assert peak.parts["weights"] == weights[2] > 1.2 * weights[1]
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "gib"),
     [("Llama-3.1-8B", 1, 14.99), ("Qwen3-32B", 1, 61.03), ("Qwen3-32B", 2, 30.59), ("Qwen3-0.6B", 1, 1.12)],

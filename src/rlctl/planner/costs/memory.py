@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.parameters import RankParameters, Stage, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.parameters import (
+    RankParameters,
+    Stage,
+    rank_parameters,
+    stages,
+    trained_parameters,
+    unlike_stages,
+)
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.workload import Workload
@@ -206,8 +213,8 @@ def training_memory(
 ) -> PhaseMemory:
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
     found = []
-    tokens, last = choice.micro_batch_tokens / choice.parallel.cp, choice.parallel.pp - 1
-    for stage in dict.fromkeys(stages(facts, choice)[i] for i in (0, min(1, last), last)):
+    tokens = choice.micro_batch_tokens / choice.parallel.cp
+    for stage in unlike_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
