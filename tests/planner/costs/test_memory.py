@@ -82,6 +82,14 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     assert trained_parameters(LLAMA_8B, stage, attention).total == split
 
 
+def test_float32_weights_wait_in_host_memory_as_they_are() -> None:
+    choice, cluster = TrainingChoice(ParallelSpec(dp=8), precision="float32"), make_cluster("h100")
+    (stage,) = stages(LLAMA_8B, choice)
+    states = state_bytes(LLAMA_8B, stage, choice)
+    asleep = host_memory(LLAMA_8B, choice, cluster, True, 0.0) - host_memory(LLAMA_8B, choice, cluster, False, 0.0)
+    assert asleep == pytest.approx(8 * (states["weights"] + states["optimizer"]))
+
+
 def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
     plain = TrainingChoice(ParallelSpec(dp=8), sharding="full", reference=True)
     (stage,) = stages(LLAMA_8B, plain)
