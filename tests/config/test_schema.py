@@ -44,3 +44,27 @@ def test_what_does_not_go_with_a_critic_or_without_one_is_named(algorithm: str, 
 
 def test_reinforce_plus_plus_compares_over_the_batch_and_needs_no_group() -> None:
     resolved("batch.generations=1", algorithm="reinforce++")
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["optimizer.lr=1e-6", "scheduler.decay=cosine", "scheduler.min_lr=1e-5"],
+         "scheduler.min_lr = 1e-05 is above optimizer.lr = 1e-06"),
+        (["optimizer.lr=1e-6", "scheduler.warmup_steps=2", "scheduler.init_lr=1e-5"],
+         "scheduler.init_lr = 1e-05 is above optimizer.lr = 1e-06"),
+        (["scheduler.decay=linear", "scheduler.warmup_steps=5", "scheduler.decay_steps=5"],
+         "scheduler.decay_steps = 5 is not above scheduler.warmup_steps = 5"),
+        (["critic.scheduler.decay=linear", "critic.scheduler.min_lr=1"],
+         "critic.scheduler.min_lr = 1 is above critic.lr = 1e-05"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_does_not_fall_from_the_learning_rate_is_refused(sets: list[str], said: str) -> None:
+    """The rate would rise instead, or be `min_lr` from the end of the warm-up on."""
+    with pytest.raises(ConfigError) as error:
+        resolved(*sets)
+    assert said in f"{error.value.message} {error.value.hint}"
+
+
+def test_a_bound_of_a_schedule_that_is_not_used_may_be_any() -> None:
+    resolved("scheduler.min_lr=1", "scheduler.init_lr=1", "scheduler.decay_steps=1")

@@ -36,7 +36,7 @@ def test_leave_one_out_is_rloo(rewards: list[float]) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
+@pytest.mark.parametrize("baseline", ["mean", "leave-one-out", "none"])
 def test_equal_rewards_have_no_advantage(baseline: str) -> None:
     got = group_advantages(np.full(6, 0.1), baseline)
     np.testing.assert_allclose(got, 0.0, atol=1e-9)
@@ -67,7 +67,7 @@ def test_sequence_level_weights_average_sequence_means() -> None:
 def test_an_empty_response_weighs_nothing(level: str) -> None:
     weights_N = token_weights(np.array([0, 2]), level)
     assert weights_N[0] == 0
-    assert weights_N[1] == (0.5 if level == "token" else 0.25)
+    assert weights_N[1] == 0.5
     assert (token_weights(np.array([0, 0]), level) == 0).all()
 
 

@@ -101,7 +101,16 @@ def test_truncated_rollouts_count_in_their_group_and_are_not_learned_from():
     assert [row.advantage for row in part] == [expected[0], expected[2]]
 
 
-def with_terms(position: int, terms: dict[str, list[float]], tokens: list[int]) -> RolloutGroup:
+@pytest.mark.parametrize(("level", "divisor"), [("sequence", 8), ("constant", 10)])
+def test_a_mean_over_rollouts_is_over_those_that_are_learned_from(level: str, divisor: int):
+    one = group(0, [1.0, 0.0], [8, 4])
+    cut = replace(one, rollouts=(one.rollouts[0], replace(one.rollouts[1], stop_reason="length")))
+    algorithm = grpo(filter={"truncated": "mask"}, loss={"level": level, "length_divisor": 10})
+    (part,) = make_batch([cut], algorithm, 1).minibatches
+    assert [(row.sample, row.token_weight) for row in part] == [(0, 1 / divisor)]
+
+
+def with_terms(position: int, terms: dict[str, list[Any]], tokens: list[int]) -> RolloutGroup:
     one = group(position, [0.0] * len(tokens), tokens)
     scored = [
         replace(rollout, terms={name: values[number] for name, values in terms.items()})
@@ -126,6 +135,36 @@ def test_each_term_is_normalised_by_itself_and_the_sum_over_the_batch():
         algorithm = grpo(reward=reward, advantage={"per_term": True, "whiten": whiten}, filter={"groups": "drop"})
         (part,) = make_batch(groups, algorithm, 1).minibatches
         np.testing.assert_allclose([row.advantage for row in part], expected, rtol=1e-12)
+
+
+def test_each_term_has_the_weight_that_its_source_gives_it():
+    """A function's score has the name of its file's whole path, and a source of prompts can have terms of its own."""
+    terms = {"/home/me/form.py:form": [10.0, 30.0, 10.0], "exact-match": [1.0, 0.0, 0.0]}
+    form, right = (group_advantages(np.array(values)) for values in terms.values())
+
+    def reward(form: float, right: float) -> dict[str, Any]:
+        return {"terms": [{"name": "form.py:form", "weight": form}, {"name": "exact-match", "weight": right}]}
+
+    sources = [{"name": "own", "reward": reward(0.25, 3.0)}, {"name": "other"}]
+    algorithm = grpo(reward=reward(5.0, 1.0), data={"sources": sources}, advantage={"per_term": True})
+    one = with_terms(0, terms, [3, 3, 3])
+    groups = [replace(one, prompt=replace(one.prompt, source=name)) for name in ("own", "other")]
+    own, other = algorithm.batch_advantages(groups)
+    np.testing.assert_allclose(own, 0.25 * form + 3.0 * right, rtol=1e-12)
+    np.testing.assert_allclose(other, 5.0 * form + right, rtol=1e-12)
+
+
+def test_a_term_compares_the_rollouts_that_it_applies_to():
+    terms = {"right": [1.0, 0.0, 0.0], "form": [None, 3.0, 1.0], "alone": [None, None, 2.0], "other": [None] * 3}
+    options = {"reward": {"terms": [{"name": name} for name in terms]}, "filter": {"groups": "drop"}}
+    one, right = with_terms(0, terms, [3, 3, 3]), group_advantages(np.array([1.0, 0.0, 0.0]))
+    algorithm = grpo(**options, advantage={"per_term": True})
+    form = [0.0, *group_advantages(np.array([3.0, 1.0]))]
+    np.testing.assert_allclose(algorithm.batch_advantages([one])[0], right + form, rtol=1e-12)
+    assert algorithm.trains_on(one)
+    assert not algorithm.trains_on(with_terms(0, terms | {"right": [0.0] * 3, "form": [None, 1.0, 1.0]}, [3, 3, 3]))
+    plain = grpo(**options, advantage={"per_term": True, "baseline": "none", "normalize_std": False})
+    assert plain.batch_advantages([one])[0].tolist() == [1.0, 3.0, 3.0]
 
 
 def test_the_cost_of_length_is_part_of_what_rollouts_are_compared_by():

@@ -295,6 +295,11 @@ class AdvantageConfig(Section):
     whiten: bool = False
     """Give the advantages of all tokens of a step's batch the mean 0 and the standard deviation 1."""
 
+    @property
+    def compares(self) -> bool:
+        """Whether the rollouts of a group are compared with each other."""
+        return self.baseline in ("mean", "leave-one-out") or self.normalize_std
+
 
 LogprobColumn = Literal["old_logprobs", "reference_logprobs", "teacher_logprobs"]
 """Log-probs of response tokens that are computed before training: by the policy's ranks, or by those of a teacher."""
@@ -800,6 +805,24 @@ class RlctlConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def validate_schedules_of_learning_rates(self) -> RlctlConfig:
+        critic = self.critic
+        schedules = [("", "optimizer.lr", self.optimizer.lr, self.scheduler)]
+        for prefix, name, lr, one in [*schedules, ("critic.", "critic.lr", critic.lr, critic.scheduler)]:
+            used = {"init_lr": one.warmup_steps > 0, "min_lr": one.decay != "constant"}
+            for key in (key for key, has_effect in used.items() if has_effect and getattr(one, key) > lr):
+                raise ValueError(
+                    f"{prefix}scheduler.{key} = {getattr(one, key):g} is above {name} = {lr:g}, which is the highest "
+                    "learning rate of a schedule: lower one or raise the other"
+                )
+            if used["min_lr"] and one.decay_steps is not None and one.decay_steps <= one.warmup_steps:
+                raise ValueError(
+                    f"{prefix}scheduler.decay_steps = {one.decay_steps} is not above {prefix}scheduler.warmup_steps = "
+                    f"{one.warmup_steps}: the decay begins after the warm-up and ends at step decay_steps"
+                )
+        return self
+
+    @model_validator(mode="after")
     def validate_rollouts_end_before_the_run(self) -> RlctlConfig:
         if self.rollout_timeout_s >= self.cluster.step_timeout_s:
             raise ValueError(
@@ -810,8 +833,7 @@ class RlctlConfig(Section):
 
     @model_validator(mode="after")
     def validate_groups_that_are_compared(self) -> RlctlConfig:
-        compared = self.advantage.baseline in ("mean", "leave-one-out") or self.advantage.normalize_std
-        compared = compared and self.learns_from_rewards
+        compared = self.advantage.compares and self.learns_from_rewards
         if self.batch.generations > 1 or not (compared or self.filter.groups != "keep"):
             return self
         key = "advantage.normalize_std = true" if compared else f"filter.groups = {self.filter.groups}"

@@ -28,7 +28,8 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
     - `normalize_std` divides by the group's sample standard deviation (G - 1 degrees of freedom, as published
       implementations of GRPO do). Without it each prompt weighs as its rewards do (Dr. GRPO, arXiv 2503.20783).
 
-    Equal rewards have exactly the advantage 0 wherever there is a baseline, whatever the rounding of their mean.
+    Equal rewards have exactly the advantage 0 wherever they are compared, whatever the rounding of their mean: without
+    a baseline too, where `normalize_std` finds no deviation to divide by.
 
     Raises ValueError when a group has a single rollout, and this has to be compared with others.
     """
@@ -38,9 +39,9 @@ def group_advantages(rewards_G: np.ndarray, baseline: Baseline = "mean", normali
         return rewards_G
     if size < 2:
         raise ValueError("a group needs at least two rollouts to have a baseline")
-    deviation_G = rewards_G - rewards_G.sum() / size
     if not np.ptp(rewards_G):
-        deviation_G = np.zeros(size)
+        return np.zeros(size)
+    deviation_G = rewards_G - rewards_G.sum() / size
     match baseline:
         case "mean":
             advantages_G = deviation_G
@@ -89,19 +90,20 @@ def token_weights(response_tokens_N: np.ndarray, level: Level, divisor: float = 
     mask, must hold the whole mini-batch, of all data-parallel ranks.
 
     - `token`: 1 / (all response tokens); long rollouts weigh more (DAPO, arXiv 2503.14476, section 3.3).
-    - `sequence`: 1 / (N * tokens of this rollout); the mean over rollouts of their token means (GRPO, arXiv 2402.03300,
+    - `sequence`: 1 / (n * tokens of this rollout); the mean over rollouts of their token means (GRPO, arXiv 2402.03300,
       equation 3).
-    - `constant`: 1 / (N * divisor); the mean over rollouts of their token sums, by the same divisor for short and long
+    - `constant`: 1 / (n * divisor); the mean over rollouts of their token sums, by the same divisor for short and long
       ones (Dr. GRPO, arXiv 2503.20783, section 3.1; REINFORCE and RLOO with the divisor 1).
 
-    A rollout without response tokens has weight 0 (and counts in N).
+    n counts the rollouts with response tokens. One without, or of which none is learned from, has weight 0.
     """
     tokens_N = np.asarray(response_tokens_N, dtype=np.float64)
+    rollouts = np.count_nonzero(tokens_N)
     match level:
         case "token":
             denominator_N = np.full_like(tokens_N, tokens_N.sum())
         case "sequence":
-            denominator_N = tokens_N * len(tokens_N)
+            denominator_N = tokens_N * rollouts
         case "constant":
-            denominator_N = np.full_like(tokens_N, divisor * len(tokens_N))
+            denominator_N = np.full_like(tokens_N, divisor * rollouts)
     return np.divide(1.0, denominator_N, out=np.zeros_like(tokens_N), where=tokens_N > 0)

@@ -82,6 +82,14 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     assert trained_parameters(LLAMA_8B, stage, attention).total == split
 
 
+def test_float32_weights_wait_in_host_memory_as_they_are() -> None:
+    choice, cluster = TrainingChoice(ParallelSpec(dp=8), precision="float32"), make_cluster("h100")
+    (stage,) = stages(LLAMA_8B, choice)
+    states = state_bytes(LLAMA_8B, stage, choice)
+    asleep = host_memory(LLAMA_8B, choice, cluster, True, 0.0) - host_memory(LLAMA_8B, choice, cluster, False, 0.0)
+    assert asleep == pytest.approx(8 * (states["weights"] + states["optimizer"]))
+
+
 def test_fsdp_shards_adapters_and_a_critic_as_it_does_the_weights() -> None:
     plain = TrainingChoice(ParallelSpec(dp=8), sharding="full", reference=True)
     (stage,) = stages(LLAMA_8B, plain)
@@ -217,6 +225,15 @@ def test_layers_that_do_not_divide_shorten_the_end_stages() -> None:
     assert ParallelSpec(pp=8).stage_layers(61) == [7, 8, 8, 8, 8, 8, 8, 6]
     assert ParallelSpec(pp=16).stage_layers(61) is not None
     assert ParallelSpec(pp=4).stage_layers(5) is None
+
+
+def test_the_fullest_stage_may_be_the_third() -> None:
+    """GLM-4.5 has experts from its fourth layer on: stages of 1, 3, 3, ... layers have 0, 1, 3, ..."""
+    facts, choice = model("GLM-4.5"), TrainingChoice(ParallelSpec(pp=32, ep=8, dp=8), recompute="full")
+    cluster = make_cluster("h100", 32)
+    peak = training_memory(facts, choice, Workload(), cluster, 0.0, 64)
+    weights = [state_bytes(facts, stage, choice)["weights"] for stage in stages(facts, choice)]
+    assert peak.parts["weights"] == weights[2] > 1.2 * weights[1]
 
 
 @pytest.mark.parametrize(

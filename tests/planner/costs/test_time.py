@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.time import logprobs_time, remote_share, training_time
+from rlctl.planner.costs.time import logprobs_time, remote_share, state_traffic, training_time
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
 from rlctl.planner.inputs.workload import Workload
 from support.catalog import model
@@ -43,6 +45,11 @@ def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
     # Of 8 parameters a rank receives 7: 2 bytes in front of each pass, half of the first hidden, and 4 of gradients.
     moved = data[4096].micro_batches * (1 + 2 + 4) * 8.03e9 * 7 / 8
     assert data[4096].data == pytest.approx(moved / (450e9 * 0.75), rel=0.01)
+
+
+def test_states_of_fsdp_in_host_memory_are_two_moments() -> None:
+    traffic = [state_traffic(replace(choice(fsdp, dp=8), optimizer_offload=True)) for fsdp in (False, True)]
+    assert traffic == [24, 16], "the float32 weights of FSDP2 stay on the device"
 
 
 def test_over_nodes_a_ring_has_the_network_of_all_its_ranks_and_copies_spare_it() -> None:

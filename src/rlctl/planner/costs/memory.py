@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.parameters import RankParameters, Stage, rank_parameters, stages, trained_parameters
+from rlctl.planner.costs.parameters import (
+    RankParameters,
+    Stage,
+    rank_parameters,
+    stages,
+    trained_parameters,
+    unlike_stages,
+)
 from rlctl.planner.inputs.cluster import GIB, ClusterFacts
 from rlctl.planner.inputs.constants import DEFAULTS, OPTIMIZER_PART_BYTES, Constants
 from rlctl.planner.inputs.workload import Workload
@@ -41,8 +48,9 @@ def element_bytes(choice: TrainingChoice) -> int:
 
 
 def master_and_moments(choice: TrainingChoice) -> int:
-    """Bytes of optimizer states a parameter: the float32 weight next to one in bfloat16, and two moments."""
-    return 8 if choice.precision == "float32" else 12
+    """Bytes of optimizer states a parameter: the float32 weight next to one in bfloat16, and two moments. FSDP2's
+    weights are float32 themselves."""
+    return MOMENTS_BYTES + (0 if choice.precision == "float32" or choice.sharding == "full" else 4)
 
 
 def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict[str, float]:
@@ -64,11 +72,12 @@ def state_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice) -> dict
         critic = {"critic": sum(states.values())} if choice.critic and not choice.critic_offload else {}
         return states | {"gathered": _gathered_bytes(params, choice)} | critic | frozen
     shards = master_and_moments(choice) * updated
-    # FP8 keeps quantised copies of the matrices next to the BF16 ones.
-    weights = element + (choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0)
+    # FP8 keeps quantised copies of the layers' matrices next to the BF16 ones; embedding and head have none.
+    copies = choice.float8_copies if choice.precision == "fp8" else 0.5 if choice.precision == "fp4" else 0
+    weights = element * params.total + copies * (params.total - params.tables)
     gradients = 4 if choice.precision == "float32" else choice.gradient_bytes
     states = {
-        "weights": weights * params.total + (element * trained.total if choice.adapters else 0.0),
+        "weights": weights + (element * trained.total if choice.adapters else 0.0),
         "gradients": gradients * trained.total,
         "optimizer": 0.0 if choice.optimizer_offload else shards,
     }
@@ -206,8 +215,8 @@ def training_memory(
 ) -> PhaseMemory:
     """The training phase on the fullest pipeline stage. `asleep`: what a sleeping engine keeps on the same device."""
     found = []
-    tokens, last = choice.micro_batch_tokens / choice.parallel.cp, choice.parallel.pp - 1
-    for stage in dict.fromkeys(stages(facts, choice)[i] for i in (0, min(1, last), last)):
+    tokens = choice.micro_batch_tokens / choice.parallel.cp
+    for stage in unlike_stages(facts, choice):
         parts = state_bytes(facts, stage, choice)
         parts["activations"] = activation_bytes(facts, stage, choice, micro_batches, constants)
         parts["logits"] = logit_bytes(facts, choice, tokens, True, constants) if stage.head else 0.0
@@ -285,11 +294,11 @@ def host_memory(
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
     full = choice.sharding == "full"
-    states = MOMENTS_BYTES if full else master_and_moments(choice)
-    worst = max(states * params.owned(choice.parallel) for params in trained)
+    worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
     held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    weights = max(4 * one.owned(choice.parallel) if full else 2 * one.total for one in held) * copies
+    element = element_bytes(choice)
+    weights = max(4 * one.owned(choice.parallel) if full else element * one.total for one in held) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
     asleep = weights + engine_weights if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker

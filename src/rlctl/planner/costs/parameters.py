@@ -180,6 +180,14 @@ def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
     return _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
 
 
+def unlike_stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
+    """Return the first stage of each kind: those after it hold as much, and fewer micro-batches at once."""
+    kinds: dict[tuple[int, int, bool, bool], Stage] = {}
+    for stage in stages(facts, choice):
+        kinds.setdefault((stage.dense_layers, stage.moe_layers, stage.embedding, stage.head), stage)
+    return tuple(kinds.values())
+
+
 @lru_cache(maxsize=4096)
 def _stages(facts: ModelFacts, pp: int, first: int | None, last: int | None) -> tuple[Stage, ...]:
     parallel = ParallelSpec(pp=pp, first_stage_layers=first, last_stage_layers=last)

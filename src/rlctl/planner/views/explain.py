@@ -59,7 +59,6 @@ def _memory(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]:
     )
     states = mem.state_bytes(plan.facts, stage, replace(t, optimizer_offload=False))
     per_token = mem.layer_activation_bytes(plan.facts, t, stage.moe_layers > 0, constants)
-    element = mem.element_bytes(t)
     return [
         f"  fullest stage: {stage.layers} layers{', embedding' * stage.embedding}{', head' * stage.head}; "
         f"{params.dense / 1e9:.3f}B dense parameters a rank (TP {t.parallel.tp}), "
@@ -68,7 +67,7 @@ def _memory(plan: Plan, t: TrainingChoice, constants: Constants) -> list[str]:
         f"{states['weights'] / params.total:.2f} bytes"
         + (f" ({t.float8_copies} copies of the matrices in float8 among them)" if t.precision == "fp8" else "")
         + f"; gradients {states['gradients'] / GIB:.2f}",
-        f"  {states_of} {states['optimizer'] / GIB:.2f} GiB = {8 if element == 4 else 12} bytes x (dense / "
+        f"  {states_of} {states['optimizer'] / GIB:.2f} GiB = {mem.master_and_moments(t)} bytes x (dense / "
         f"{t.parallel.dp * t.parallel.cp} ranks + experts / {t.parallel.expert_dp})"
         + (", in host memory" if t.optimizer_offload else ""),
         f"  activations: {per_token:,.0f} bytes a token and layer, {t.micro_batch_tokens // t.parallel.cp:,} tokens, "

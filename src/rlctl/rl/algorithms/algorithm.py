@@ -17,12 +17,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlctl.backends.batch import LogprobColumn, LossOutput, MinibatchResult, TokenBatch
-from rlctl.config.schema import LossConfig, RlctlConfig
+from rlctl.config.schema import LossConfig, RewardTerm, RlctlConfig
+from rlctl.data.mixing import source_settings
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.rl.advantages import overlong_penalty, token_weights, whitened
 from rlctl.telemetry.metrics import Metric, nested
@@ -98,7 +100,7 @@ class Algorithm(ABC):
 
     def trains_on(self, group: RolloutGroup) -> bool:
         """Return whether the algorithm keeps a group for any of what it compares the rollouts by."""
-        return any(weight and self.keeps(rewards_G) for weight, rewards_G in self.compared(group))
+        return any(weight and self.keeps(values_G[~np.isnan(values_G)]) for weight, values_G in self.compared(group))
 
     @abstractmethod
     def advantages(self, rewards_G: np.ndarray) -> np.ndarray:
@@ -109,7 +111,7 @@ class Algorithm(ABC):
         prompts replaces this; here it is `advantages` of each group, and what the section `advantage` says of terms
         and of the batch."""
         found = [
-            np.sum([weight * self.advantages(rewards_G) for weight, rewards_G in self.compared(group)], axis=0)
+            np.sum([weight * self._of_applying(values_G) for weight, values_G in self.compared(group)], axis=0)
             for group in groups
         ]
         if not self.config.advantage.whiten or self.config.has_critic or not groups:
@@ -121,16 +123,30 @@ class Algorithm(ABC):
     def compared(self, group: RolloutGroup) -> list[tuple[float, np.ndarray]]:
         """Return what the rollouts of a group are compared by, as (weight, values [G]): their rewards with the cost of
         their lengths, or with `advantage.per_term` each term of the reward and that cost by themselves (GDPO, arXiv
-        2601.05242)."""
+        2601.05242). A term is NaN for rollouts that it does not apply to, and is left out where it applies to none."""
         penalties_G = self.length_penalties(group)
         if not (self.config.advantage.per_term and group.rollouts[0].terms):
             return [(1.0, group.rewards_G + penalties_G)]
-        weights = {term.name: term.weight for term in self.config.reward.terms}
-        found = [
-            (weights.get(name, 1.0), np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64))
-            for name in group.rollouts[0].terms
-        ]
+        # They are in the order of the configured ones, or the task's own scorer is there alone. Rollouts from before a
+        # resume that changed the terms may have more or fewer.
+        names = group.rollouts[0].terms
+        weights = [term.weight for term in self._terms[group.prompt.source]] or [1.0]
+        values_G = (np.array([rollout.terms[name] for rollout in group.rollouts], dtype=np.float64) for name in names)
+        found = [pair for pair in zip(weights, values_G, strict=False) if not np.isnan(pair[1]).all()]
         return [*found, (1.0, penalties_G)] if penalties_G.any() else found
+
+    def _of_applying(self, values_G: np.ndarray) -> np.ndarray:
+        """Return the advantages among the rollouts that a term applies to; the others have none, nor has one alone that
+        is to be compared."""
+        applies_G, found_G = ~np.isnan(values_G), np.zeros(len(values_G))
+        if applies_G.sum() > self.config.advantage.compares:
+            found_G[applies_G] = self.advantages(values_G[applies_G])
+        return found_G
+
+    @cached_property
+    def _terms(self) -> dict[str, tuple[RewardTerm, ...]]:
+        """The reward terms of each source of prompts, by its label."""
+        return {source.label: source.reward.terms for source in source_settings(self.config)}
 
     def length_penalties(self, group: RolloutGroup) -> np.ndarray:
         """Return what the length of each rollout costs, float64 [G], at most 0."""
