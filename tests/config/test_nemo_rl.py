@@ -110,6 +110,7 @@ def test_defaults_are_merged_and_arithmetic_is_done_after_the_merge() -> None:
         ("${mul:${.b}, ${..a}}", 56),
         ("${oc.env:RLCTL_NO_SUCH_NAME, fallback}", "fallback"),
         ("${oc.decode:${oc.env:RLCTL_NO_SUCH_NAME, '16'}}", 16),
+        ("${oc.decode:${oc.env:RLCTL_NO_SUCH_NAME, 16}}", 16),
         ("${oc.select:policy.b, 5}", 7),
         ("${oc.select:policy.nothing, ${mul:${a}, 2}}", 16),
         ("${oc.select:policy.nothing}", None),
@@ -130,6 +131,7 @@ def test_references_and_resolvers(tmp_path: Path, text: str, value: Any) -> None
         ({"model_name": "${policy.precision}", "precision": "${policy.model_name}"}, "back to itself"),
         ({"model_name": "${mul:2"}, "never closed"),
         ({"model_name": "${oc.env:RLCTL_NO_SUCH_NAME}"}, "RLCTL_NO_SUCH_NAME is not set"),
+        ({"model_name": "${oc.env:RLCTL_NO_SUCH_NAME, a, b}"}, "oc.env"),
         ({"model_name": "${div:1, 0}"}, "division by zero"),
         ({"model_name": "${oc.decode:[1], 2}"}, "oc.decode"),
         ({"model_name": "${oc.select:a, b, c}"}, "oc.select"),
@@ -224,6 +226,26 @@ def test_dtensor_alone_is_imported() -> None:
     assert result.values["optimizer.beta2"] == 0.999
     assert result.values["training.backend"] == "dtensor"
     assert not any("dtensor" in line for line in result.unsupported)
+
+
+@pytest.mark.parametrize("word", ["yes", "On", "TRUE"])
+def test_booleans_are_those_of_yaml_1_1(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"defaults: {RECIPES / 'base.yaml'}\npolicy: {{megatron_cfg: {{enabled: {word}}}}}\n")
+    assert import_recipe(path).values["training.backend"] == "megatron"
+
+
+def test_a_text_in_place_of_a_boolean_stops_a_run(tmp_path: Path) -> None:
+    result = recipe(tmp_path, policy__megatron_cfg__enabled="true", policy__megatron_cfg__env_vars={"FLAG": "true"})
+    assert status(result, "policy.megatron_cfg.enabled") == "not yet"
+    assert status(recipe(tmp_path, logger={"wandb": {"name": "on"}}), "logger.wandb.name") != "not yet"
+
+
+def test_what_a_merge_key_brings_in_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("x: &x {seed: 1, max_num_steps: 7}\ngrpo: {<<: *x, seed: 2}\n")
+    values = import_recipe(path).values
+    assert (values["run.seed"], values["run.steps"]) == (2, 7)
 
 
 def test_the_other_spelling_of_the_dtensor_section_is_read(tmp_path: Path) -> None:
@@ -518,20 +540,31 @@ def test_a_dtensor_recipe_runs_on_megatron_when_that_is_asked_for() -> None:
           ("CosineAnnealingLR", {"T_max": 90, "eta_min": 1e-7})],
          {"warmup_steps": 10, "decay": "cosine", "decay_steps": 100, "min_lr": 1e-7}),
         ([("ConstantLR", {"factor": 1.0, "total_iters": 10_000_000_000})], {"warmup_steps": 0}),
+        ([("LinearLR", {"total_iters": 6})], {"warmup_steps": 6, "init_lr": 5e-6 / 3}),
     ],
 )  # fmt: skip
 def test_torch_schedulers_are_the_schedule(tmp_path: Path, schedulers: list[Any], expected: dict[str, Any]) -> None:
     listed = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in schedulers]
     path = tmp_path / "r.yaml"
-    policy = {"scheduler": [*listed, {"milestones": [50]}]}
+    policy = {"scheduler": [*listed, {"milestones": [schedulers[0][1].get("total_iters")]}]}
     path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
     values = import_recipe(path).values
     assert {name: values[f"scheduler.{name}"] for name in expected} == pytest.approx(expected)
 
 
-def test_other_torch_schedulers_stop_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedulers", "milestones"),
+    [
+        ([("StepLR", {"step_size": 3})], None),
+        ([("ConstantLR", {})], None),  # torch's own factor is a third
+        ([("LinearLR", {"total_iters": 50}), ("ConstantLR", {"factor": 1.0})], [10]),
+        ([("LinearLR", {"total_iters": 10}), ("CosineAnnealingLR", {"T_max": 90})], [50]),
+    ],
+)
+def test_other_torch_schedulers_stop_a_run(tmp_path: Path, schedulers: list[Any], milestones: list[int] | None) -> None:
     path = tmp_path / "r.yaml"
-    policy = {"scheduler": [{"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 3}}]}
+    listed = [{"name": f"torch.optim.lr_scheduler.{name}", "kwargs": kwargs} for name, kwargs in schedulers]
+    policy = {"scheduler": [*listed, {"milestones": milestones}]}
     path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
     assert any(line.startswith("policy.scheduler") for line in import_recipe(path).unsupported)
 
@@ -678,6 +711,21 @@ def test_a_list_of_sources_settles_what_a_recipe_s_data_set_stands_for(tmp_path:
 def test_several_datasets_are_imported_and_named(tmp_path: Path) -> None:
     data = {"_override_": True, "train": [{"dataset_name": "DeepScaler"}, {"dataset_name": "DAPOMath17K"}]}
     assert status(recipe(tmp_path, data=data), "data.train") == "not yet"
+
+
+def test_a_subset_of_a_dataset_is_part_of_its_name(tmp_path: Path) -> None:
+    train = {"dataset_name": "ResponseDataset", "data_path": "openai/gsm8k", "subset": "main", "split": "train"}
+    both = recipe(tmp_path, data={"train": train, "validation": {**train, "split": "test"}}).values
+    assert (both["data.name"], both["validation.data.name"]) == ("openai/gsm8k:main", "openai/gsm8k:main")
+
+
+@pytest.mark.parametrize("changes", [{"metric_name": "val:val_loss"}, {"higher_is_better": False}])
+def test_checkpoints_that_are_best_in_another_sense_are_a_difference(tmp_path: Path, changes: dict[str, Any]) -> None:
+    validation = {"data": {"validation": {"dataset_name": "AIME2024"}}, "grpo": {"val_period": 1}}
+    kept = {"enabled": True, "save_period": 1, "keep_top_k": 2, "metric_name": "val_reward"}
+    assert status(recipe(tmp_path, **validation, checkpointing=kept), "checkpointing.keep_top_k") == "mapped"
+    result = recipe(tmp_path, **validation, checkpointing=kept | changes)
+    assert status(result, "checkpointing.keep_top_k") == "changed"
 
 
 def test_the_best_checkpoints_are_kept_where_the_recipe_names_a_metric(tmp_path: Path) -> None:
@@ -879,6 +927,30 @@ def test_a_mapping_is_merged_into_the_section_that_it_overrides() -> None:
     assert (merged.training.backend, merged.training.tp, merged.training.pp) == ("megatron", 2, 2)
     added = overridden("+policy.generation.vllm_kwargs={max_num_seqs: 64}").config
     assert added.generation.max_concurrent == 64
+
+
+def test_a_mapping_may_be_in_hydra_s_form() -> None:
+    assert Override.parse("++a={b:1,c: 2,d:{e:'x,y:z'},f:http://h/p}").value == {
+        "b": 1, "c": 2, "d": {"e": "x,y:z"}, "f": "http://h/p",
+    }  # fmt: skip
+
+
+def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    schedules = [{"name": "LinearLR", "kwargs": {"total_iters": 4}}, {"name": "ConstantLR", "kwargs": {"factor": 1}}]
+    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": {"scheduler": schedules}}))
+    longer = Override.parse("policy.scheduler.0.kwargs.total_iters=9")
+    assert import_recipe(path, [longer]).values["scheduler.warmup_steps"] == 9
+    with pytest.raises(ConfigError, match="the list has 2 values"):
+        import_recipe(path, [Override.parse("policy.scheduler.2.kwargs.factor=1")])
+
+
+def test_an_override_under_a_name_that_both_have_is_followed_by_references(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    own = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": "${cluster.gpus_per_node}"}}
+    path.write_text(yaml.safe_dump({"defaults": str(FORM), "policy": {"generation": {"colocated": own}}}))
+    resolved = resolve(files=[path], overrides=["cluster.gpus_per_node=4"], environment={})
+    assert (resolved.config.cluster.gpus_per_node, resolved.config.generation.devices) == (4, 4)
 
 
 def test_overrides_of_rlctl_s_own_keys_are_set() -> None:

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
 from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
 from rlctl.config.nemo_rl.mapping_rules import LOGGERS
+from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
@@ -249,7 +250,8 @@ def sources_in_order(
     """
     sources: list[Source] = []
     own = [text for text in overrides if field(text.lstrip("+").partition("=")[0].strip()) is not None]
-    for_recipe = [text for text in overrides if text not in own]
+    # References of a recipe lead also to the keys that it has under rlctl's own names (`cluster.gpus_per_node`).
+    for_recipe = [text for text in overrides if text not in own or text.lstrip("+").partition("=")[0].strip() in RULES]
     overridden: list[Source] = []
 
     def add_presets(chain: Iterable[Preset]) -> None:
@@ -271,8 +273,8 @@ def sources_in_order(
             add_presets(below)
             values = last.values
         sources.append(Source(flatten(values, f"file {path}")))
-    if for_recipe and not recipes:
-        overridden += recipe_sources(None, for_recipe)
+    if not recipes and (alone := [text for text in for_recipe if text not in own]):
+        overridden += recipe_sources(None, alone)
     stated = [SetSource(text.lstrip("+")) for text in own]
     sources.insert(0, AlgorithmSource())
     return [*sources, EnvironmentSource(environment), FlagSource(flags), *overridden, *map(SetSource, sets), *stated]
@@ -297,7 +299,11 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         *(f"left out: {line}" for line in recipe.unknown),
         *(f"runs differently: {line}" for line in recipe.changed),
     ]
-    if named := [f"{recipe.source[value.key]} is rlctl's {value.key}" for value in values[True]]:
+    if named := [
+        f"{recipe.source[value.key]} is rlctl's {value.key}"
+        for value in values[True]
+        if recipe.source[value.key] != value.key
+    ]:
         notes.append(f"note: {'; '.join(named)}")
     return Source(values[False], notes, refusals[False]), Source(values[True], (), refusals[True])
 

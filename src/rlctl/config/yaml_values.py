@@ -40,6 +40,7 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1
+MERGE = "tag:yaml.org,2002:merge"
 CORE_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")}
 Loader.yaml_constructors = {
     tag: build for tag, build in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in CORE_TAGS
@@ -74,11 +75,12 @@ def require_size(root: yaml.Node) -> None:
 
 
 def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    own = [key for key, _ in node.value if key.tag != MERGE]  # these win over what `<<` merges in
     given = yaml.SafeLoader.construct_mapping(loader, node, deep=True)  # refuses keys that cannot be hashed
-    if len(given) < len(node.value):
-        keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    keys = [loader.construct_object(key, deep=True) for key in own]
+    if len(set(keys)) < len(keys):
         index = next(index for index, key in enumerate(keys) if key in keys[:index])
-        raise refusal(f"the key {keys[index]!r} is given twice", node.value[index][0])
+        raise refusal(f"the key {keys[index]!r} is given twice", own[index])
     return given
 
 
@@ -96,6 +98,7 @@ def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:
 
 RESOLVERS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "merge": (r"<<", "<"),
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "int": (r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     "float": (
@@ -108,6 +111,16 @@ for kind, (pattern, first) in RESOLVERS.items():
 Loader.add_constructor("tag:yaml.org,2002:map", construct_mapping)
 Loader.add_constructor("tag:yaml.org,2002:int", construct_int)
 Loader.add_constructor("tag:yaml.org,2002:float", construct_float)
+Loader.add_constructor(MERGE, yaml.SafeLoader.construct_yaml_str)  # where it is no key
+
+
+class OldBooleans(Loader):
+    """Loader for which `yes`, `no`, `on` and `off` are true and false, as in YAML 1.1 and hence in OmegaConf."""
+
+
+OldBooleans.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$"), list("yYnNoO")
+)
 
 
 def parse_value(text: str) -> Any:
@@ -120,13 +133,13 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def read_mapping(path: Path, what: str) -> dict[str, Any]:
+def read_mapping(path: Path, what: str, loader: type[Loader] = Loader) -> dict[str, Any]:
     """Return the top-level mapping of a YAML file; `what` names the file in errors ("--config", "preset"). Raises
     ConfigError when the file is absent, unreadable, not YAML, or not a mapping with text keys."""
     log.info("reading %s", path)
     text = read_text(path, what, FILE_LIMIT_BYTES)
     try:
-        value = yaml.load(text, Loader)
+        value = yaml.load(text, loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} {path} is not valid YAML: {explain(error)}.") from error
     except RecursionError as error:

@@ -732,31 +732,40 @@ def betas(found: Found) -> None:
 
 
 def torch_schedulers(found: Found) -> None:
-    """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine."""
-    steps = found.value if isinstance(found.value, list) else [found.value]
-    steps = [step for step in steps if isinstance(step, dict) and "name" in step]
+    """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine. `milestones` says at which
+    step torch's SequentialLR goes from one to the next, wherever the first is by then."""
+    listed = [
+        step for step in (found.value if isinstance(found.value, list) else [found.value]) if isinstance(step, dict)
+    ]
+    milestones = next((step["milestones"] for step in listed if step.get("milestones")), None)
     warmup, after = None, []
-    for step in steps:
+    for step in (step for step in listed if "name" in step):
         name, options = str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}
         if name == "LinearLR" and warmup is None and not after and options.get("end_factor", 1) == 1:
             warmup = options
         else:
             after.append((name, options))
-    kind, options = after[0] if after else ("ConstantLR", {})
+    kind, options = after[0] if after else ("ConstantLR", {"factor": 1})
     rate = found.get("policy.optimizer.kwargs.lr")
-    known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1) == 1)
+    # What a scheduler's arguments leave out is torch's default.
+    known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
+    warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
+    next_at = milestones[0] if warmup is not None and after and milestones else warmup_steps
     if found.value is None:
         found.skip("the learning rate is constant")
     elif len(after) > 1 or not known or not isinstance(rate, int | float):
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
+    elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
+        why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
+        found.say("not yet", f"{why}: give both the same number", "scheduler.warmup_steps")
     else:
-        found.set("scheduler.warmup_steps", (warmup or {}).get("total_iters", 0))
-        found.set("scheduler.init_lr", (warmup or {}).get("start_factor", 0) * rate)
+        found.set("scheduler.warmup_steps", warmup_steps)
+        found.set("scheduler.init_lr", 0 if warmup is None else warmup.get("start_factor", 1 / 3) * rate)
         if kind == "CosineAnnealingLR":
             found.set("scheduler.decay", "cosine")
             found.set("scheduler.min_lr", options.get("eta_min", 0))
-            found.set("scheduler.decay_steps", (warmup or {}).get("total_iters", 0) + options.get("T_max", 1))
-        found.say("mapped", f"scheduler: {(warmup or {}).get('total_iters', 0)} steps of warm-up, then {kind}")
+            found.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
+        found.say("mapped", f"scheduler: {warmup_steps} steps of warm-up, then {kind}")
 
 
 tokenizer = when(
@@ -795,7 +804,8 @@ def validation_set(found: Found) -> tuple[str, str, str, str | None] | None:
         return DATASETS.get(str(name))
     places = ("data.validation.", "data.default.", "data.")
     keys = {key: next((v for p in places if (v := found.get(p + key)) is not None), None)
-            for key in ("input_key", "output_key")}  # fmt: skip
+            for key in ("input_key", "output_key", "subset")}  # fmt: skip
+    path = f"{path}:{keys['subset']}" if path and keys["subset"] else path
     return (str(path), keys["input_key"] or "input", keys["output_key"] or "output", None) if path else None
 
 
@@ -827,6 +837,7 @@ def dataset(found: Found) -> None:
         return
     path = data_value(found, "data_path") or data_value(found, "train_data_path")
     if found.value == "ResponseDataset":
+        path = f"{path}:{subset}" if path and (subset := data_value(found, "subset")) else path
         fields = (path, data_value(found, "input_key") or "input", data_value(found, "output_key") or "output", None)
     else:
         fields = DATASETS.get(str(found.value), (None, "", "", None))
@@ -936,18 +947,19 @@ def dynamic_batching(found: Found) -> None:
 
 def kept_checkpoints(found: Found) -> None:
     """Keep the newest where no metric is named, else the best by the mean reward of training."""
-    metric = found.get("checkpointing.metric_name")
+    metric, highest = found.get("checkpointing.metric_name"), found.get("checkpointing.higher_is_better") is not False
     if found.get("checkpointing.enabled") is False:
         found.skip("checkpoints are off")
     elif found.value is None or metric is None:
         found.map("run.keep_last", found.value)
-    elif (every := _validated_at_saves(found)) and str(metric).startswith("val"):
+    elif (every := _validated_at_saves(found)) and highest and re.match("val(?!.*loss)", str(metric)):
         found.set("run.keep_best", found.value)
         found.set("run.keep_best_by", "validation/reward_mean")
         found.say("mapped", f"run.keep_best: {found.value}, by the mean reward of validation, every {every} steps")
     else:
         found.set("run.keep_best", found.value)
-        note = f"run.keep_best: {found.value}, by the mean reward of training instead of {metric}; and the newest"
+        theirs = str(metric) if highest else f"the lowest {metric}"
+        note = f"run.keep_best: {found.value}, by the mean reward of training instead of {theirs}; and the newest"
         found.say("changed", note)
 
 

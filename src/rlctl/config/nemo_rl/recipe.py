@@ -6,6 +6,7 @@ every key is mapped or reported with the reason.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import os
@@ -21,7 +22,7 @@ from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import,
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.schema import RlctlConfig
-from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, parse_value, read_mapping
+from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, OldBooleans, parse_value, read_mapping
 from rlctl.errors import ConfigError, InputError
 
 OWN = RlctlConfig.model_fields.keys()
@@ -35,6 +36,12 @@ OF_THE_ALGORITHM = ("loss_fn", "data", "env", "teacher", "teachers", "value")
 
 ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
 """Sections that a run goes on without where they refer to what is not there."""
+
+
+HYDRA_PAIR = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.]+):(?!\s|//)""")
+"""A text in quotes, or a key of a mapping in Hydra's form, which has no space behind the colon: `{a:1}`."""
+
+BOOLEAN_TEXTS = ("true", "false", "yes", "no", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class Override:
         remove, key = key.startswith("~"), key.lstrip("+~").strip()
         if not key or not (equals or remove):
             raise ConfigError(f"{text}: there is no value.", "Write key=value, for example policy.model_name=NAME.")
+        if value.startswith("{"):
+            value = HYDRA_PAIR.sub(lambda found: found[1] or f"{found[2]}: ", value)
         return cls(key, parse_value(value), remove)
 
 
@@ -104,6 +113,9 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         elif rule is None:
             written = value.text if isinstance(value, Unresolved) else value
             result.entries.append(Entry(key, written, "not known", "rlctl does not know this key"))
+        elif isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not _takes_any_text(key):
+            why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
+            result.entries.append(Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable"))
         else:
             _apply_rule(rule, Found(result, key, value, known))
     finish(result, known)
@@ -114,6 +126,11 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     order = {key: index for index, key in enumerate(leaves)}
     result.entries.sort(key=lambda entry: order.get(entry.key, len(order)))
     return result
+
+
+def _takes_any_text(key: str) -> bool:
+    """Return whether a text such as `on` may be meant as a text: a variable's value, a name in a logger."""
+    return ".env_vars." in key or key.startswith("logger.")
 
 
 def _apply_rule(rule: Rule, found: Found) -> None:
@@ -185,25 +202,41 @@ def read_recipe(
 
 
 def _apply(override: Override, merged: dict[str, Any]) -> None:
-    *sections, name = override.key.split(".")
-    place = merged
-    for section in sections:
-        below = place.get(section)
-        if not isinstance(below, dict):
-            below = place[section] = {}
-        place = below
-    if name not in place and not knows(override.key):
-        ours = override.key in OTHER_TRAINERS or is_section(sections[0] if sections else name)
+    keys = override.key.split(".")
+    if not knows(override.key) and override.key not in _paths(merged):
+        ours = override.key in OTHER_TRAINERS or is_section(keys[0])
         close = [nearest(override.key)] if ours else _close(override.key, 0.6)
         meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
         raise ConfigError(f"unknown key `{override.key}`: neither the recipe nor rlctl has it.", meant)
-    if override.remove:
-        place.pop(name, None)
-    elif isinstance(override.value, Mapping):
-        below = place.get(name)
-        place[name] = _merge(below if isinstance(below, Mapping) else {}, override.value)
-    else:
-        place[name] = override.value
+    _change(merged, keys, override)
+
+
+def _paths(values: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of sections, values and places in lists."""
+    items = enumerate(values) if isinstance(values, list) else values.items() if isinstance(values, Mapping) else ()
+    for name, value in items:
+        yield f"{prefix}{name}"
+        yield from _paths(value, f"{prefix}{name}.")
+
+
+def _change(place: dict[str, Any] | list[Any], keys: Sequence[str], override: Override) -> None:
+    """Apply an override below a section, or below a list, whose values are counted from 0."""
+    name, *below = keys
+    at: Any = name
+    if isinstance(place, list):
+        if not name.isdecimal() or int(name) >= len(place):
+            raise ConfigError(f"`{override.key}`: the list has {len(place)} values, counted from 0, and no `{name}`.")
+        at = int(name)
+    now = place[at] if isinstance(place, list) else place.get(at)
+    if below:
+        # A list may be that of another key, too, by an anchor.
+        place[at] = copy.deepcopy(now) if isinstance(now, list) else now if isinstance(now, dict) else {}
+        _change(place[at], below, override)
+    elif not override.remove:
+        merges = isinstance(override.value, Mapping)
+        place[at] = _merge(now if isinstance(now, Mapping) else {}, override.value) if merges else override.value
+    elif isinstance(place, list) or name in place:
+        del place[at]
 
 
 def _tolerant(value: Any, root: _Root, at: tuple[str, ...]) -> Any:
@@ -223,7 +256,7 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> di
     files.append(place)
     if place in chain:
         raise ConfigError(f"{path}: its chain of `defaults` comes back to itself.")
-    values = read_mapping(path, "NeMo-RL recipe" if not chain else f"`defaults` of {chain[-1].name}:")
+    values = read_mapping(path, "NeMo-RL recipe" if not chain else f"`defaults` of {chain[-1].name}:", OldBooleans)
     parents = values.pop("defaults", None) or []
     merged: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
@@ -281,16 +314,19 @@ SELECT = "oc.select"
 
 
 def _variable(name: Any, *otherwise: Any) -> Any:
+    if len(otherwise) > 1:
+        raise ConfigError(f"${{oc.env:...}} takes a name and a default, and has {len(otherwise) + 1} arguments.")
     if str(name) not in os.environ and not otherwise:
         raise ConfigError(f"the environment variable {name} is not set.")
     return os.environ.get(str(name), *otherwise)
 
 
 def _decoded(text: Any, *more: Any) -> Any:
-    """Return the value that a text spells, such as the number of an environment variable."""
-    if more or not (text is None or isinstance(text, str)):
+    """Return the value that a text spells, such as the number of an environment variable, whose default may already
+    be a value."""
+    if more or isinstance(text, list | Mapping):
         raise ConfigError(f"${{oc.decode:...}} takes one text, and has {', '.join(map(str, (text, *more)))}.")
-    return None if text is None else parse_value(text)
+    return parse_value(text) if isinstance(text, str) else text
 
 
 class Absent(ConfigError):
