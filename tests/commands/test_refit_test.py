@@ -130,6 +130,12 @@ OTHERS = {
         "block_ffn_dim_multiplier": 1.0,
     },
     "Apertus": {"num_key_value_heads": 2, "hidden_act": "xielu"},
+    "Gemma3n": {
+        "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64, "intermediate_size": [256, 256],
+        "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0], "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
     "Gemma4": {
         "num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 64, "sliding_window": 64,
         "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16,
@@ -151,13 +157,13 @@ def test_a_family_that_transformers_alone_knows_reaches_an_engine(run_here: Run,
     import transformers
 
     torch.manual_seed(0)
-    text = "Text" if family == "Gemma4" else ""
-    settings = getattr(transformers, f"{family}{text}Config")(**SIZES, **OTHERS[family])
+    text = "Text" if family in ("Gemma3n", "Gemma4") else ""
+    settings = getattr(transformers, f"{family}{text}Config")(**(SIZES | OTHERS[family]))
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "bias" in name:
+            if "bias" in name or "output_scale" in name:
                 parameter.normal_(std=0.1)
     model.save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")

@@ -153,6 +153,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bitnet": ("BitNet", {"pad_token_id": 0}),
     "persimmon": ("Persimmon", {"pad_token_id": 0}),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "layer_types": WINDOWED, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "laurel_rank": 8,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB + 1, "intermediate_size": [128] * 4,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "tie_word_embeddings": True, "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "apertus": ("Apertus", {"hidden_act": "xielu", "pad_token_id": 0}),
     "gemma4": (
         "Gemma4",
@@ -341,7 +353,7 @@ def hf_model(family: str, vocab: int = VOCAB) -> Any:
 
     name, changes = (FAMILIES | OTHERS | SEPARATE)[family]
     config = BASE | changes | {"vocab_size": vocab}
-    text = "Text" if name in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else ""
     config_class = getattr(transformers, f"{name}{text}Config")
     torch.manual_seed(1)
     given = copy.deepcopy(config)  # a configuration may change what it is given
@@ -355,7 +367,7 @@ def randomised(model: Any) -> Any:
     model, stored = model.float().eval(), model.state_dict().keys()
     with torch.no_grad():
         for name, value in (*model.named_parameters(), *model.named_buffers()):
-            named = any(word in name for word in ("norm", "bias", "sinks", "layer_scalar"))
+            named = any(word in name for word in ("norm", "bias", "sinks", "layer_scalar", "output_scale"))
             if named and name in stored and value.is_floating_point():
                 value.add_(torch.randn_like(value) * 0.2)
     return model

@@ -29,6 +29,10 @@ from rlctl.backends.batch import (
 from rlctl.data.rollouts import ROUTED_EXPERTS, RolloutColumns
 from rlctl.errors import InputError
 
+FILLER = 1
+"""The token that rows are padded with. It is not 0, which most models have for padding themselves: its embedding may be
+zero, and layers that take the root of its mean square (Gemma 3n) have no finite gradient there, which would spread."""
+
 
 @dataclass(frozen=True)
 class RowUnit:
@@ -153,7 +157,7 @@ def build_row(
         tokens += [prompt, *(part[0] for part in parts)]
         positions += [np.arange(len(prompt)), *(len(prompt) + np.arange(len(part[0])) for part in parts)]
         if (short := width - (offset - start)) > 0:  # behind the rollout, where causal attention never looks
-            tokens.append(np.zeros(short, np.int64))
+            tokens.append(np.full(short, FILLER))
             positions.append(offset - start + np.arange(short))
             offset, padding = offset + short, padding + short
         lengths = tuple(len(part[0]) for part in parts)
@@ -276,7 +280,7 @@ def _to_device(
     padding = max(multiple, -(-length // multiple) * multiple) - length
     if padding:
         units = [*units, RowUnit(length, padding)]
-        tokens, positions = [*tokens, np.zeros(padding, np.int64)], [*positions, np.arange(padding)]
+        tokens, positions = [*tokens, np.full(padding, FILLER)], [*positions, np.arange(padding)]
 
     def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)

@@ -178,13 +178,6 @@ NOT_TRAINED = {
     "hrm_text": ({"architectures": ["HrmTextForCausalLM"]}, "not causal in a prompt \\(prefix_lm\\)"),
     "bert": ({"architectures": ["BertLMHeadModel"]}, "its attention is not causal"),
     "big_bird": ({"architectures": ["BigBirdForCausalLM"]}, "its attention is not causal"),
-    "gemma3n_text": (
-        {
-            "architectures": ["Gemma3nForCausalLM"], "intermediate_size": [128, 128], "num_kv_shared_layers": 0,
-            "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0, 0.0],
-        },
-        "its layers \\(AltUp\\) have no finite gradient",
-    ),
     "cpmant": ({"architectures": ["CpmAntForCausalLM"]}, "not causal in a prompt \\(prompt_types\\)"),
     "reformer": (
         {

@@ -282,7 +282,17 @@ def _on_meta(spec: PolicySpec, *, headless: bool) -> Any:
     name = f"{ATTENTION}_selective" if spec.recompute == "selective" else ATTENTION
     inner = meta_model(Path(spec.model_dir), None if spec.facts.unpacked else name, headless=headless)
     inner.get_input_embeddings().padding_idx = None  # a row pads with nothing that is trained on: no token is left out
+    if any(hasattr(layer, "altup") for layer in layers_of(inner)):
+        inner.get_input_embeddings().register_forward_hook(_finite_at_zero)
     return inner
+
+
+def _finite_at_zero(_module: nn.Module, _given: Any, embedded: Tensor) -> None:
+    """Have the gradient of an embedding that is zero be 0 where it is not finite: Gemma 3n takes the root of the mean
+    square of each embedding, and a model that was never trained has zeros for its padding token."""
+    if embedded.requires_grad:
+        zero = (embedded.detach() == 0).all(-1, keepdim=True)
+        embedded.register_hook(lambda gradient: gradient.masked_fill(zero & ~gradient.isfinite(), 0.0))
 
 
 def _recompute(model: PolicyModel, mode: str) -> None:

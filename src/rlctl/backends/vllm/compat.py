@@ -172,6 +172,37 @@ def find_own_experts() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
+def embed_for_each_layer() -> None:
+    """Have Gemma 3n, as a model of text alone, add each layer's own embedding of a token; before the model is loaded.
+
+    vLLM computes these embeddings in its model of text, images and sound alone (0.32: without them the log-probs are
+    others, and nothing is said). Two more things are as in transformers then: nothing is divided by the length of a
+    vector that is zero, such as the embedding of padding may be, and the epsilon of the norm behind the projection of
+    embeddings is that of projections divided by the root of the width, which vLLM does not divide.
+    """
+    try:
+        from vllm.model_executor.models import gemma3n
+    except ImportError:
+        return
+    plain = gemma3n.Gemma3nForCausalLM.forward
+    if getattr(plain, "embeds", False):
+        return
+
+    def forward(self: Any, input_ids: Any, positions: Any, *, per_layer_inputs: Any = None, **given: Any) -> Any:
+        if per_layer_inputs is None and input_ids is not None:
+            sizes, decoder = (
+                (self.config.num_hidden_layers, self.config.hidden_size_per_layer_input),
+                self.model.self_decoder,
+            )
+            per_layer_inputs = decoder.get_per_layer_input_embeddings(input_ids).view(-1, *sizes)
+            decoder.per_layer_projection_norm.variance_epsilon = self.config.rms_norm_eps * self.config.hidden_size
+        return plain(self, input_ids, positions, per_layer_inputs=per_layer_inputs, **given)
+
+    forward.embeds = True  # type: ignore[attr-defined]
+    gemma3n.Gemma3nForCausalLM.forward = forward
+    gemma3n.EPS = gemma3n.EPS.new_tensor(1e-5).sqrt()
+
+
 def gather_unequal_parts() -> None:
     """Give the CPU platform's groups the two collectives by which experts of several replicas exchange tokens; before
     the model is loaded. It has none where ranks hold different numbers of tokens (0.32: NotImplementedError)."""

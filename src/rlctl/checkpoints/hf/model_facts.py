@@ -206,8 +206,6 @@ def _problems(inner: Any) -> Iterator[str]:
     yield from _not_causal(inner)
     if any(hasattr(layer, "backward_pass") for layer in layers_of(inner)):
         yield "its layers compute their gradients themselves, and only with dropout"
-    if any(hasattr(layer, "altup") for layer in layers_of(inner)):
-        yield "its layers (AltUp) have no finite gradient at a token whose embedding is zero, such as padding"
     if scalars := [name for name, parameter in inner.named_parameters() if not parameter.dim()]:
         yield f"{scalars[0]} is a single number, which FSDP2 cannot shard"
     if shared := _shared(inner):

@@ -124,9 +124,11 @@ def fill_buffers(inner: Any) -> None:
         for buffer in computed.values():
             buffer.fill_(_no_value(buffer))  # so that one which transformers leaves out is found
         _compute_buffers(inner)
-        if any(_is_unset(buffer).any() for name, buffer in computed.items() if name not in truths):
+        if _unset(computed, truths):
             body = inner.get_submodule(body_path(inner))
             (body if hasattr(body, "_init_weights") else inner)._init_weights(body)  # Falcon-H1's layers, Gemma 3n's
+        for path in sorted({name.rpartition(".")[0] for name in _unset(computed, truths)}):
+            _model_around(inner, path)._init_weights(inner.get_submodule(path))  # Gemma 3n's AltUp, its weights too
         first = {name: buffer.clone() for name, buffer in truths.items()}
         for buffer in truths.values():  # no truth value says that there is none: one that was set is set again
             buffer.logical_not_()
@@ -141,15 +143,24 @@ def fill_buffers(inner: Any) -> None:
 
 def _compute_buffers(inner: Any) -> None:
     """Have the innermost model around each module compute its buffers: some need what that model alone knows."""
-    models = {path: module for path, module in inner.named_modules() if hasattr(module, "_init_weights")}
     for path, module in inner.named_modules():
         if not list(module.buffers(recurse=False)):
             continue
         if not list(module.parameters(recurse=False)):
-            around = [name for name in models if not name or f"{path}.".startswith(f"{name}.")]
-            models[max(around, key=len)]._init_weights(module)
+            _model_around(inner, path)._init_weights(module)
         elif hasattr(module, "embed_scale"):  # Gemma's embedding
             module.embed_scale.fill_(module.scalar_embed_scale)
+
+
+def _model_around(inner: Any, path: str) -> Any:
+    """The innermost model around a module, which knows how to compute what it holds."""
+    around = [module for name, module in inner.named_modules() if f"{path}.".startswith(f"{name}." if name else "")]
+    return next(module for module in reversed(around) if hasattr(module, "_init_weights"))
+
+
+def _unset(computed: dict[str, Tensor], truths: dict[str, Tensor]) -> list[str]:
+    """Names of buffers without a value, as far as their values tell."""
+    return [name for name, buffer in computed.items() if name not in truths and _is_unset(buffer).any()]
 
 
 def _no_value(buffer: Tensor) -> float:

@@ -185,6 +185,7 @@ class RlctlTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 warm_up()  # every worker process imports this before it makes the model
 compat.register_transfer_engine(TRANSFER_BACKEND, RlctlTransferEngine)
+compat.embed_for_each_layer()
 if current_platform.is_cpu():
     compat.rotate_every_head()
     compat.find_own_experts()
