@@ -220,7 +220,7 @@ def go_on(path: Path, *, allow_changes: bool = False, **flags: Any) -> tuple[Job
     from rlctl.commands import options
 
     said: list[str] = []
-    resolved = options.resolve_config(run_dir=str(path), **flags)
+    resolved = options.resolve_config(run_dir=str(path), resume=True, **flags)
     return resumed_job(RunDirectory(path), resolved, said.append, allow_changes=allow_changes), said
 
 
@@ -246,6 +246,23 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
     assert [line["step"] for line in read_metrics(files / "run" / "metrics.jsonl")] == [2]  # as if it was killed then
     assert run(train(tiny_llama, "--allow-changes")) == 2
     assert "--allow-changes is for --resume" in capsys.readouterr().err
+
+
+def test_flags_of_a_resume_are_read_on_top_of_what_the_run_has(files, tiny_llama, capsys):
+    validating = ["validation.every=1", "validation.data.name=sums.jsonl", "run.checkpoint_every=2"]
+    begun(train(tiny_llama), files / "run", set_=validating)
+    stop = "validation.stop_after=3"
+    job, _ = go_on(files / "run", set_=[stop, "run.keep_best_by=validation/accuracy"])
+    assert (job.config.validation.stop_after, job.config.run.keep_best_by) == (3, "validation/accuracy")
+    stored, origin = RunDirectory(files / "run").manifest()["config"], job.resolved.origin
+    changed = {key for key, entry in stored.items() if entry["origin"] != origin[key]}
+    assert changed == {"validation.stop_after", "run.keep_best_by"}
+    (files / "runs").mkdir()
+    moved = shutil.move(files / "run", files / "runs" / "moved")
+    assert run(["train", "grpo", "--resume", "--set", stop, "--dry-run", "--json"]) == 0, "the newest is found"
+    assert json.loads(capsys.readouterr().out)["config"]["run.checkpoint_every"] == {"value": 2, "origin": "--set"}
+    assert run(["train", "grpo", "--resume", "--run-dir", str(moved), "--set", "validation.stop_after=0"]) == 2
+    assert "`validation.stop_after` = 0 (--set)" in capsys.readouterr().err
 
 
 def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_tied):
