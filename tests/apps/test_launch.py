@@ -18,7 +18,7 @@ from rlctl.apps.prepare import Job, prepare_job
 from rlctl.apps.train import continued, resumed_job, unused_place
 from rlctl.cli import run
 from rlctl.config.load import resolve
-from rlctl.errors import InputError
+from rlctl.errors import ConfigError, InputError
 from rlctl.runs.directory import MANIFEST, RunDirectory, write_json
 from rlctl.telemetry.metrics import read_metrics
 
@@ -362,6 +362,17 @@ def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():
     assert (merged.config.loss.clip_high, merged.origin["loss.clip_high"]) == (4e-4, "algorithm gspo")
     assert (merged.config.loss.clip_low, merged.origin["loss.clip_low"]) == (0.1, "--set")
     assert (merged.config.filter.groups, merged.origin["filter.groups"]) == ("keep", "default")
+
+
+def test_a_run_of_ppo_that_goes_on_without_a_critic_is_told_which_of_its_keys_to_set_back():
+    critic = ["critic.warmup_steps=2", "critic.scheduler.decay=linear"]
+    stored = {"config": resolve(flags={"run.algorithm": "ppo"}, sets=critic, environment={}).to_json()}
+    with pytest.raises(ConfigError) as told:
+        continued(stored, resolve(flags={"run.algorithm": "grpo"}, environment={}))
+    back = ["critic.scheduler.decay=constant", "critic.warmup_steps=0"]
+    assert "--set " + " --set ".join(back) in str(told.value)
+    merged, _ = continued(stored, resolve(flags={"run.algorithm": "grpo"}, sets=back, environment={}))
+    assert not merged.config.has_critic
 
 
 @pytest.mark.parametrize(
