@@ -18,7 +18,7 @@ from rlctl.apps.prepare import Job, prepare_job
 from rlctl.apps.train import continued, resumed_job, unused_place
 from rlctl.cli import run
 from rlctl.config.load import resolve
-from rlctl.errors import InputError
+from rlctl.errors import ConfigError, InputError
 from rlctl.runs.directory import MANIFEST, RunDirectory, write_json
 from rlctl.telemetry.metrics import read_metrics
 
@@ -220,7 +220,7 @@ def go_on(path: Path, *, allow_changes: bool = False, **flags: Any) -> tuple[Job
     from rlctl.commands import options
 
     said: list[str] = []
-    resolved = options.resolve_config(run_dir=str(path), **flags)
+    resolved = options.resolve_config(run_dir=str(path), resume=True, **flags)
     return resumed_job(RunDirectory(path), resolved, said.append, allow_changes=allow_changes), said
 
 
@@ -246,6 +246,23 @@ def test_a_resume_takes_what_may_change_and_refuses_what_may_not(files, tiny_lla
     assert [line["step"] for line in read_metrics(files / "run" / "metrics.jsonl")] == [2]  # as if it was killed then
     assert run(train(tiny_llama, "--allow-changes")) == 2
     assert "--allow-changes is for --resume" in capsys.readouterr().err
+
+
+def test_flags_of_a_resume_are_read_on_top_of_what_the_run_has(files, tiny_llama, capsys):
+    validating = ["validation.every=1", "validation.data.name=sums.jsonl", "run.checkpoint_every=2"]
+    begun(train(tiny_llama), files / "run", set_=validating)
+    stop = "validation.stop_after=3"
+    job, _ = go_on(files / "run", set_=[stop, "run.keep_best_by=validation/accuracy"])
+    assert (job.config.validation.stop_after, job.config.run.keep_best_by) == (3, "validation/accuracy")
+    stored, origin = RunDirectory(files / "run").manifest()["config"], job.resolved.origin
+    changed = {key for key, entry in stored.items() if entry["origin"] != origin[key]}
+    assert changed == {"validation.stop_after", "run.keep_best_by"}
+    (files / "runs").mkdir()
+    moved = shutil.move(files / "run", files / "runs" / "moved")
+    assert run(["train", "grpo", "--resume", "--set", stop, "--dry-run", "--json"]) == 0, "the newest is found"
+    assert json.loads(capsys.readouterr().out)["config"]["run.checkpoint_every"] == {"value": 2, "origin": "--set"}
+    assert run(["train", "grpo", "--resume", "--run-dir", str(moved), "--set", "validation.stop_after=0"]) == 2
+    assert "`validation.stop_after` = 0 (--set)" in capsys.readouterr().err
 
 
 def test_a_resume_knows_model_and_data_by_content(files, tiny_llama, tiny_llama_tied):
@@ -345,6 +362,17 @@ def test_another_algorithm_brings_its_own_settings_and_leaves_the_users():
     assert (merged.config.loss.clip_high, merged.origin["loss.clip_high"]) == (4e-4, "algorithm gspo")
     assert (merged.config.loss.clip_low, merged.origin["loss.clip_low"]) == (0.1, "--set")
     assert (merged.config.filter.groups, merged.origin["filter.groups"]) == ("keep", "default")
+
+
+def test_a_run_of_ppo_that_goes_on_without_a_critic_is_told_which_of_its_keys_to_set_back():
+    critic = ["critic.warmup_steps=2", "critic.scheduler.decay=linear"]
+    stored = {"config": resolve(flags={"run.algorithm": "ppo"}, sets=critic, environment={}).to_json()}
+    with pytest.raises(ConfigError) as told:
+        continued(stored, resolve(flags={"run.algorithm": "grpo"}, environment={}))
+    back = ["critic.scheduler.decay=constant", "critic.warmup_steps=0"]
+    assert "--set " + " --set ".join(back) in str(told.value)
+    merged, _ = continued(stored, resolve(flags={"run.algorithm": "grpo"}, sets=back, environment={}))
+    assert not merged.config.has_critic
 
 
 @pytest.mark.parametrize(

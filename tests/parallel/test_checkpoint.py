@@ -11,7 +11,7 @@ import torch
 
 from rlctl.backends.clients import only_result
 from rlctl.config.parallel import ParallelSpec
-from support.parallel_cases import Case, assemble, run_checkpoint
+from support.parallel_cases import Case, assemble, run_checkpoint, run_checkpoint_of_no_step
 from support.pool import Pool
 from support.reference import hf_model, make_batch, megatron_weights
 
@@ -49,6 +49,23 @@ def test_same_parallelism_is_bitwise(pools: Pools, case: Case, tmp_path: Path) -
     assert straight == resumed
     for name, value in kept.items():
         assert torch.equal(loaded[name], value), name
+
+
+HOSTED = Case(dtype="bfloat16", optimizer_offload=True)
+
+
+@pytest.mark.parametrize("case", [Case(), SAME["dp2"], SAME["ep2"], HOSTED], ids=["alone", "dp2", "ep2", "hosted"])
+def test_a_policy_that_has_taken_no_step_is_saved(pools: Pools, case: Case, tmp_path: Path) -> None:
+    weights = megatron_weights(case.kind, hf_model(case.kind).state_dict())
+    (tmp_path / "policy").mkdir()
+    pool = pools(case.parallel.world_size)
+    ranks = pool.run(run_checkpoint_of_no_step, case, weights, make_batch(), tmp_path / "policy")
+    straight, saved, loaded = ([rank[run] for rank in ranks] for run in range(3))
+    plain = assemble([params for _, params in straight])[0]
+    for others in (saved, loaded):
+        assert [result for result, _ in others] == [result for result, _ in straight]
+        after = assemble([params for _, params in others])[0]
+        assert all(torch.equal(after[name], value) for name, value in plain.items())
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGED.values(), ids=CHANGED.keys())

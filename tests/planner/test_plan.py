@@ -103,6 +103,8 @@ def test_a_backend_that_refuses_what_is_asked_for_is_not_chosen() -> None:
     ):
         made = but(able)
         assert (made.backend, why in rule_of(made)) == (chosen, True), rule_of(made)
+        said = "megatron: megatron has no such thing; dtensor: dtensor has no such thing"
+        assert "; ".join(made.not_runnable_because) == ("" if able != "neither" else said)
     assert set(asked) == {"megatron", "dtensor"}
 
 
@@ -113,6 +115,11 @@ def test_a_family_that_only_dtensor_can_train_goes_to_it() -> None:
     assert (made.backend, made.runnable) == ("dtensor", True)
     assert "megatron cannot: model.name: family olmo2 has no weight map yet" in rule_of(made)
     assert not make_plan(facts, make_cluster("h100"), Workload(), {"training.backend": "megatron"}).runnable
+    neither = make_plan(
+        facts, make_cluster("h100"), Workload(), refusal=lambda plan: f"{plan.backend} has no such thing."
+    )
+    family, other = neither.not_runnable_because
+    assert ("olmo2 has no weight map" in family, other) == (True, "dtensor: dtensor has no such thing")
 
 
 def test_70b_needs_model_parallelism() -> None:

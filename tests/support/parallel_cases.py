@@ -237,6 +237,25 @@ def run_checkpoint(
     return [straight], kept, [resumed], list(pieces(worker, "data"))
 
 
+def run_checkpoint_of_no_step(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+) -> list[tuple[Any, list[Any]]]:
+    """Result and params of the first step: without a save, with one before it, and from that."""
+
+    def first_step(worker: MegatronWorker) -> tuple[Any, list[Any]]:
+        worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+        return worker.train_minibatch(0, Loss(), Optim().lr), list(pieces(worker, "data"))
+
+    found = [first_step(make_worker(rank, case, weights))]
+    worker = make_worker(rank, case, weights)
+    worker.save_begin(directory)
+    worker.save_finish()
+    found.append(first_step(worker))
+    worker = make_worker(rank, case, None)
+    worker.load_saved(directory)
+    return [*found, first_step(worker)]
+
+
 def column_by_rollout(worker: MegatronWorker, shard: Any, column: str) -> dict[tuple[int, int], Tensor]:
     out = {}
     for micro, row in zip(shard.minibatches[0], worker._rows[0], strict=True):

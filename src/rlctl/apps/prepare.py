@@ -301,7 +301,7 @@ def shown_plan(resolved: Resolved, top: int, tell: Tell) -> Plan:
         tell(f"This machine has no GPU; planned for {ASSUMED_GPU.upper()}. Another type: --gpu.")
     length, limit = config.model.max_length, facts.max_length
     too_long = [f"model.max_length = {length}: the model takes {limit}"] if length and length > limit else []
-    return replace(plan, blocked=(*resolved.refusals, *too_long))
+    return replace(plan, blocked=(*plan.blocked, *resolved.refusals, *too_long))
 
 
 def _require_places(config: RlctlConfig) -> None:

@@ -22,7 +22,7 @@ from rlctl.config.paths import user_path
 from rlctl.config.sources import ALGORITHM, Source, Value
 from rlctl.errors import InputError
 from rlctl.rl.loop import Loop
-from rlctl.runs.directory import RunDirectory, is_edited, newest_run
+from rlctl.runs.directory import MANIFEST, RunDirectory, is_edited, newest_run
 from rlctl.runs.interrupt import StopRequest
 from rlctl.telemetry.display import Display
 from rlctl.telemetry.metrics import read_metrics
@@ -93,6 +93,17 @@ def run_to_resume(resolved: Resolved) -> RunDirectory:
     """Return the run that `--run-dir` names, or the newest."""
     named = resolved.config.run.dir
     return RunDirectory(Path(named) if named else newest_run(RUNS))
+
+
+def values_of_run(place: Any) -> list[Value]:
+    """Return what the user of the run in `place` (None: the newest) has set, for the command line to be read on top of.
+    Where there is no run, nothing: the resume says so."""
+    run = RunDirectory(user_path(place) if isinstance(place, str) else newest_run(RUNS))
+    if not (run.path / MANIFEST).exists():
+        return []
+    # The run may have been moved, and algorithm and planner decide again.
+    values = (value for value in stored_values(run.manifest()["config"]) if value.key != "run.dir")
+    return [value for value in values if not value.origin.startswith((ALGORITHM, PLANNER))]
 
 
 def dry_resume(resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool) -> DryRun:

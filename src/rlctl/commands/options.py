@@ -201,6 +201,9 @@ def resolve_config(
     from rlctl.config.load import resolve
     from rlctl.config.sources import Flag
 
+    stored = None
+    if params.get("resume"):
+        from rlctl.apps.train import values_of_run as stored
     if params.get("reward"):
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     if params.get("async_") is not None:
@@ -211,7 +214,9 @@ def resolve_config(
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
         flags |= {key: Flag(several.name, value) for key, value in listed.items()}
-    resolved = resolve(preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [])
+    resolved = resolve(
+        preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
+    )
     # A run that goes on has the mode of its manifest, and a comparison may have both modes.
     elsewhere = params.get("resume") or params.get("compare")
     if "max_staleness" in given and resolved.config.rollouts.mode == "sync" and not elsewhere:

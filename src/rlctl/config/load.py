@@ -8,7 +8,7 @@ The planner's values are added afterwards with `Resolved.with_values`, and repla
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,21 @@ def resolve(
     sets: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
+    stored: Callable[[Any], Sequence[Value]] | None = None,
 ) -> Resolved:
     """Merge all sources and validate the result.
 
     `flags` maps dotted keys to values or `Flag`s, `sets` holds `section.key=value` texts, `environment` is by default
-    the process's own, `overrides` are like `sets` and may also have NeMo-RL's keys. Raises ConfigError with each wrong
-    key or value, where it came from, and the nearest known key.
+    the process's own, `overrides` are like `sets` and may also have NeMo-RL's keys. Where a run is resumed, `stored`
+    returns the values that its user has set, given the `run.dir` of the sources: they are weaker than all but the
+    algorithm's. Raises ConfigError with each wrong key or value, where it came from, and the nearest known key.
     """
     environment = os.environ if environment is None else environment
-    return from_sources(sources_in_order(preset, files, environment, flags or {}, sets, overrides))
+    sources = sources_in_order(preset, files, environment, flags or {}, sets, overrides)
+    if stored is not None:
+        places = [value.value for source in sources for value in source.values if value.key == "run.dir"]
+        sources.insert(1, Source(stored(places[-1] if places else None)))
+    return from_sources(sources)
 
 
 def stored_values(config: Mapping[str, Any]) -> list[Value]:

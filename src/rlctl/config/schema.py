@@ -6,6 +6,7 @@ Where a key is `None` by default, the planner decides it (parallelism, batches) 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -761,6 +762,16 @@ class RunConfig(Section):
     """Name of the run in loggers; unset: the name of its directory."""
 
 
+def _changed(section: Section, plain: Section, prefix: str) -> Iterator[tuple[str, object]]:
+    """Yield each key of `section` whose value is not that of `plain`, with the value of `plain`."""
+    for name in type(section).model_fields:
+        value, usual = getattr(section, name), getattr(plain, name)
+        if isinstance(value, Section):
+            yield from _changed(value, usual, f"{prefix}{name}.")
+        elif value != usual:
+            yield f"{prefix}{name}", usual
+
+
 class RlctlConfig(Section):
     """The whole configuration of a run."""
 
@@ -848,11 +859,11 @@ class RlctlConfig(Section):
     def validate_critic(self) -> RlctlConfig:
         if not self.has_critic:
             if self.critic != CriticConfig():
-                plain = CriticConfig()
-                key = next(key for key in CriticConfig.model_fields if getattr(self.critic, key) != getattr(plain, key))
+                odd = dict(_changed(self.critic, CriticConfig(), "critic."))
+                plain = " ".join(f"--set {key}={'null' if value is None else value}" for key, value in odd.items())
                 raise ValueError(
-                    f"critic.{key} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
-                    "(--algorithm ppo does)"
+                    f"{next(iter(odd))} has no effect: advantage.baseline = {self.advantage.baseline} uses no critic "
+                    f"(--algorithm ppo does): leave it out, or where the run that is resumed has it, add {plain}"
                 )
             return self
         for wrong, why in (

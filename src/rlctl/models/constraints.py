@@ -148,7 +148,7 @@ def family_problem(facts: ModelFacts, backend: str | None) -> str | None:
         return None
     why = f"model.name: family {facts.family} has no weight map yet; {', '.join(FAMILIES)} have one"
     if facts.listed:
-        return f"{why}. --backend dtensor trains it without one"
+        return f"{why}. --backend dtensor needs none"
     return f"{why}. If its files are here, give --model their directory" if backend == "dtensor" else why
 
 

@@ -122,8 +122,10 @@ def _of_either(request: Request, prefer_runnable: bool, refusal: Refusal) -> tup
     if why is None:
         return usual, _against_the_other(request, usual.plans[0], refusal)
     other = _found(replace(request, backend=OTHER), prefer_runnable)
-    if not other.plans or other.obstacle(refusal) is not None:
-        return usual, f"No backend can run it. {request.backend}: {why}."
+    if (also := other.obstacle(refusal)) is not None:
+        neither = (f"{request.backend}: {why.rstrip('.')}", f"{OTHER}: {also.rstrip('.')}")
+        plans = [replace(plan, blocked=neither[not plan.runnable :]) for plan in usual.plans]
+        return replace(usual, plans=plans), f"No backend can run it. {'; '.join(neither)}."
     return other, f"{request.backend} cannot: {why.rstrip('.')}."
 
 

@@ -70,7 +70,7 @@ class Plan:
     teacher: TeacherPlan | None = None
     """None: there is no teacher."""
     blocked: tuple[str, ...] = ()
-    """Further reasons why it cannot run: keys of an imported recipe."""
+    """Further reasons why it cannot run: what each backend refuses, keys of an imported recipe."""
     engine_devices: int = 0
     """Devices that the engines have to themselves: GPUs, or cores of a CPU; 0: they share those of the policy."""
     rollouts_s: float = 0.0

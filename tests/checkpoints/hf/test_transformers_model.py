@@ -112,7 +112,7 @@ def test_a_family_without_a_file_is_planned_for_the_backend_that_takes_it(tmp_pa
     assert planned("dtensor").runnable
     (why,) = planned("megatron").not_runnable_because
     assert "family Qwen2MoeForCausalLM has no weight map" in why
-    assert "--backend dtensor trains it without one" in why
+    assert "--backend dtensor needs none" in why
     engines = completions_workload(resolve(flags=node, environment={}).config, facts, [16], 1)
     assert plan_from_config(resolve(flags=node, environment={}).config, facts, workload=engines).runnable
     with pytest.raises(RlctlError, match="how Qwen2MoeForCausalLM divides over ranks is not known"):

@@ -20,7 +20,7 @@ from rlctl.backends.lora import is_adapter
 from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.host_states import HostedOptimizer
 from rlctl.backends.megatron.lora import core_of
-from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, without_gradients
+from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, make_states, without_gradients
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.errors import InputError
@@ -32,6 +32,7 @@ class Save:
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         with _room_for_states(chunks, optimizer):
+            make_states(optimizer)
             state = _sharded_state(chunks, optimizer, is_loading=False)
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])

@@ -96,12 +96,33 @@ def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], 
             own = {name: values.flatten()[span.start : span.end] for name, values in moments[parameter].items()}
             others = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
             inner._set_main_param_and_optimizer_states(parameter, others | own)
-        for group in inner.optimizer.param_groups:
-            group["step"] = steps
-        for state in inner.optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].fill_(steps)
+        _set_count(inner.optimizer, steps)
     fuse_adam(optimizer)
+
+
+def make_states(optimizer: Any) -> None:
+    """Give the optimizers that have taken no step the states that their first step would begin with, without which
+    Megatron saves none: a critic may learn alone at first, and steps without finite gradients are skipped."""
+    for inner in inner_optimizers(optimizer):
+        if any(inner.optimizer.state.values()):
+            continue
+        groups = inner.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0  # Megatron makes states by a step without gradients, which decays the weights
+        inner._init_optimizer_states_with_dummy_values()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        _set_count(inner.optimizer, 0)
+
+
+def _set_count(adam: Any, steps: float) -> None:
+    """Set the number of steps taken: TransformerEngine's Adam has one for each group, torch's one for each tensor."""
+    for group in adam.param_groups:
+        group["step"] = steps
+    for state in adam.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(steps)
 
 
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
