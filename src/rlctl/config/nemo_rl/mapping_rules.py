@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError, create_model
 
+from rlctl.config.files import problem_with, read_text
 from rlctl.config.keys import field, known_keys
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 
@@ -72,10 +73,10 @@ def _line(group: Sequence[Entry]) -> str:
     first, *others = group
     if others:
         return f"{first.key} and {len(others)} more: {first.note}"
-    return f"{first.key} = {_short(first.value)}: {first.note}"
+    return f"{first.key} = {short(first.value)}: {first.note}"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return a value on one line."""
     text = " ".join(str(value).split())
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
@@ -161,7 +162,7 @@ class Found:
             self.skip(f"{key} stays at its default")
         else:
             self.set(key, value)
-            self.say("mapped", f"{key}: {_short(value)}")
+            self.say("mapped", f"{key}: {short(value)}")
 
 
 def misfit(key: str, value: Any) -> str | None:
@@ -447,7 +448,7 @@ def reward_shaping(found: Found) -> None:
     elif not all(isinstance(length, int) and length > 0 for length in lengths):
         found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
     elif not isinstance(penalty, int | float):
-        found.say("not yet", f"overlong_buffer_penalty is {_short(penalty)}, which is no number",
+        found.say("not yet", f"overlong_buffer_penalty is {short(penalty)}, which is no number",
                   "reward.overlong_factor")  # fmt: skip
     else:
         found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
@@ -591,7 +592,7 @@ def epochs(found: Found) -> None:
         found.skip("run.steps ends the run; prompts come round again")
         return
     prompts = step_value(found, "num_prompts_per_step") or "batch.prompts"
-    enough = f"{_short(found.value)} x rows of the data / {_short(prompts)} prompts of a step"
+    enough = f"{short(found.value)} x rows of the data / {short(prompts)} prompts of a step"
     found.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
 
 
@@ -731,6 +732,25 @@ def betas(found: Found) -> None:
     found.say("mapped", f"optimizer.beta1: {found.value[0]}, optimizer.beta2: {found.value[1]}")
 
 
+def _map_warmup(found: Found, note: str, begins: Any, peak: Any) -> None:
+    """Record a schedule with a warm-up from `begins` to `peak`, which both of NeMo-RL's backends begin one step later:
+    Megatron and torch count the steps that are done, and `rl.schedule` the one that is being taken."""
+    ahead = (
+        "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
+    )
+    found.say(*(("mapped", note) if begins == peak else ("changed", f"{note}; {ahead}")))
+
+
+def warm_up(found: Found) -> None:
+    section = found.name.rpartition(".")[0]
+    if not isinstance(found.value, int) or found.value < 1:
+        found.map("scheduler.warmup_steps", found.value)
+    else:
+        found.set("scheduler.warmup_steps", found.value)
+        ends = found.get(f"{section}.lr_warmup_init") or 0, found.get(f"{MEGATRON}.optimizer.lr")
+        _map_warmup(found, f"scheduler.warmup_steps: {found.value}", *ends)
+
+
 def torch_schedulers(found: Found) -> None:
     """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine. `milestones` says at which
     step torch's SequentialLR goes from one to the next, wherever the first is by then."""
@@ -753,19 +773,22 @@ def torch_schedulers(found: Found) -> None:
     next_at = milestones[0] if warmup is not None and after and milestones else warmup_steps
     if found.value is None:
         found.skip("the learning rate is constant")
-    elif len(after) > 1 or not known or not isinstance(rate, int | float):
+    elif not isinstance(rate, int | float):
+        found.say("not yet", f"policy.optimizer.kwargs.lr is {short(repr(rate))}, which is no number")
+    elif len(after) > 1 or not known:
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
         why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
         found.say("not yet", f"{why}: give both the same number", "scheduler.warmup_steps")
     else:
+        begins = rate if warmup is None else warmup.get("start_factor", 1 / 3) * rate
         found.set("scheduler.warmup_steps", warmup_steps)
-        found.set("scheduler.init_lr", 0 if warmup is None else warmup.get("start_factor", 1 / 3) * rate)
+        found.set("scheduler.init_lr", 0 if warmup is None else begins)
         if kind == "CosineAnnealingLR":
             found.set("scheduler.decay", "cosine")
             found.set("scheduler.min_lr", options.get("eta_min", 0))
             found.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
-        found.say("mapped", f"scheduler: {warmup_steps} steps of warm-up, then {kind}")
+        _map_warmup(found, f"scheduler: {warmup_steps} steps of warm-up, then {kind}", begins, rate)
 
 
 tokenizer = when(
@@ -866,9 +889,9 @@ def text_file(found: Found) -> str | None:
     else:
         up = dict.fromkeys(place for file in found.result.files for place in file.parents)
         places = (Path(str(found.value)), *(place / str(found.value) for place in up))
-        path = next((place for place in places if place.is_file()), None)
+        path = next((place for place in places if problem_with(place) is None), None)
         if path is not None:
-            return path.read_text(encoding="utf-8")
+            return read_text(path, found.name)
         found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
     return None
 

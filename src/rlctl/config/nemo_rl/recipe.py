@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import problem_with
 from rlctl.config.keys import is_section, nearest
-from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
+from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit, short
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.schema import RlctlConfig
@@ -36,6 +37,12 @@ OF_THE_ALGORITHM = ("loss_fn", "data", "env", "teacher", "teachers", "value")
 
 ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
 """Sections that a run goes on without where they refer to what is not there."""
+
+
+ONE_VALUE = RULES.keys() - {
+    ".".join(parts[:count]) for key in RULES for parts in (key.split("."),) for count in range(1, len(parts))
+}
+"""Keys that have one value in NeMo-RL, and nothing below."""
 
 
 HYDRA_PAIR = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.]+):(?!\s|//)""")
@@ -156,7 +163,7 @@ def _leave_out_misfits(result: Import, leaves: Mapping[str, Any]) -> None:
         source = result.source[key]
         del result.values[key], result.source[key]
         result.entries[:] = [e for e in result.entries if e.key != source or e.status != "mapped"]
-        note = f"{key} cannot be {value!r}: {why}"
+        note = f"{key} cannot be {short(repr(value))}: {why}"
         result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
 
 
@@ -180,10 +187,10 @@ def _close(key: str, cutoff: float) -> list[str]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield leaves by dotted key; an empty mapping is a leaf."""
+    """Yield leaves by dotted key; an empty mapping is a leaf, and so is a section where NeMo-RL has one value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and renamed(key) not in ONE_VALUE:
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value
@@ -262,8 +269,8 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> di
     for parent in [parents] if isinstance(parents, str) else parents:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
-        if not (path.parent / parent).exists():
-            message = f"{path} builds on {parent} (`defaults`), and there is no {path.parent / parent}."
+        if problem := problem_with(path.parent / parent):
+            message = f"{path} builds on {parent} (`defaults`), and {path.parent / parent} cannot be read: {problem}."
             raise ConfigError(message, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
         merged = _merge(merged, _with_defaults(path.parent / parent, (*chain, place), files))
     return _merge(merged, values)
