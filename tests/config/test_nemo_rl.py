@@ -332,13 +332,14 @@ def test_a_rule_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("value", [{"gpus": 1, "nodes": 2}, "${cluster}"])
-def test_a_section_in_place_of_a_value_is_refused_once(tmp_path: Path, value: Any) -> None:
-    result = recipe(tmp_path, grpo__max_num_steps=value)
+@pytest.mark.parametrize("key", ["grpo.max_num_steps", "policy.megatron_cfg.optimizer.lr", "env.math.num_workers"])
+def test_a_section_in_place_of_a_value_is_refused_once(tmp_path: Path, key: str, value: Any) -> None:
+    result = recipe(tmp_path, **{key.replace(".", "__"): value})
     (line,) = result.unsupported
-    assert line.startswith("grpo.max_num_steps = {'gpus")
-    assert "run.steps cannot be" in line
+    assert line.startswith(f"{key} = {{'gpus")
+    assert line.endswith("it is a section, and NeMo-RL has one value there")
     assert not result.unknown
-    assert "run.steps" not in result.values
+    assert key not in result.source.values()
 
 
 def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:

@@ -73,10 +73,10 @@ def _line(group: Sequence[Entry]) -> str:
     first, *others = group
     if others:
         return f"{first.key} and {len(others)} more: {first.note}"
-    return f"{first.key} = {short(first.value)}: {first.note}"
+    return f"{first.key} = {_short(first.value)}: {first.note}"
 
 
-def short(value: Any) -> str:
+def _short(value: Any) -> str:
     """Return a value on one line."""
     text = " ".join(str(value).split())
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
@@ -162,7 +162,7 @@ class Found:
             self.skip(f"{key} stays at its default")
         else:
             self.set(key, value)
-            self.say("mapped", f"{key}: {short(value)}")
+            self.say("mapped", f"{key}: {_short(value)}")
 
 
 def misfit(key: str, value: Any) -> str | None:
@@ -448,7 +448,7 @@ def reward_shaping(found: Found) -> None:
     elif not all(isinstance(length, int) and length > 0 for length in lengths):
         found.say("not yet", "it needs overlong_buffer_length and max_response_length", "reward.overlong_buffer")
     elif not isinstance(penalty, int | float):
-        found.say("not yet", f"overlong_buffer_penalty is {short(penalty)}, which is no number",
+        found.say("not yet", f"overlong_buffer_penalty is {_short(penalty)}, which is no number",
                   "reward.overlong_factor")  # fmt: skip
     else:
         found.say("mapped", "reward.overlong_buffer and reward.overlong_factor, for generation.max_new_tokens")
@@ -592,7 +592,7 @@ def epochs(found: Found) -> None:
         found.skip("run.steps ends the run; prompts come round again")
         return
     prompts = step_value(found, "num_prompts_per_step") or "batch.prompts"
-    enough = f"{short(found.value)} x rows of the data / {short(prompts)} prompts of a step"
+    enough = f"{_short(found.value)} x rows of the data / {_short(prompts)} prompts of a step"
     found.say("changed", f"run.steps alone ends a run, and epochs do not: set it to {enough}, if that is less")
 
 
@@ -774,7 +774,7 @@ def torch_schedulers(found: Found) -> None:
     if found.value is None:
         found.skip("the learning rate is constant")
     elif not isinstance(rate, int | float):
-        found.say("not yet", f"policy.optimizer.kwargs.lr is {short(repr(rate))}, which is no number")
+        found.say("not yet", f"policy.optimizer.kwargs.lr is {_short(repr(rate))}, which is no number")
     elif len(after) > 1 or not known:
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):

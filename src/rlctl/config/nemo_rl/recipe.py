@@ -19,7 +19,7 @@ from typing import Any
 
 from rlctl.config.files import problem_with
 from rlctl.config.keys import is_section, nearest
-from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit, short
+from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.schema import RlctlConfig
@@ -120,6 +120,9 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         elif rule is None:
             written = value.text if isinstance(value, Unresolved) else value
             result.entries.append(Entry(key, written, "not known", "rlctl does not know this key"))
+        elif isinstance(value, Mapping) and value and key in ONE_VALUE:
+            status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
+            result.entries.append(Entry(key, value, status, "it is a section, and NeMo-RL has one value there"))
         elif isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not _takes_any_text(key):
             why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
             result.entries.append(Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable"))
@@ -163,7 +166,7 @@ def _leave_out_misfits(result: Import, leaves: Mapping[str, Any]) -> None:
         source = result.source[key]
         del result.values[key], result.source[key]
         result.entries[:] = [e for e in result.entries if e.key != source or e.status != "mapped"]
-        note = f"{key} cannot be {short(repr(value))}: {why}"
+        note = f"{key} cannot be {value!r}: {why}"
         result.entries.append(Entry(source, leaves.get(source), "not yet", note, key))
 
 
