@@ -197,6 +197,7 @@ def test_a_variable_that_means_nothing_is_refused(name: str, hint: str) -> None:
     ("text", "reason"),
     [
         ("run: {steps: 1}\nrun: {steps: 2}\n", "given twice"),
+        ("run: {1: 2, true: 3}\n", "line 1: the keys 1 and true are the same key"),
         ("run: [", "not valid YAML"),
         ("- a\n", "sections of keys"),
         ("extend: laptop\n", "unknown key `extend`"),

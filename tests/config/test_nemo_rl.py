@@ -197,6 +197,7 @@ def test_a_logger_s_name_that_leads_nowhere_stops_nothing(tmp_path: Path) -> Non
     [
         ({"defaults": "absent.yaml"}, "absent.yaml"),
         ({"defaults": "r.yaml"}, "comes back to itself"),
+        ({"defaults": "x" * 300}, "name too long"),
     ],
 )
 def test_what_cannot_be_resolved_is_named(tmp_path: Path, values: dict[str, Any], said: str) -> None:
@@ -328,6 +329,17 @@ def test_a_rule_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     assert "run.seed" not in result.values
     (line,) = result.unsupported
     assert line.startswith("grpo.seed = [3]: rlctl cannot read")
+
+
+@pytest.mark.parametrize("value", [{"gpus": 1, "nodes": 2}, "${cluster}"])
+@pytest.mark.parametrize("key", ["grpo.max_num_steps", "policy.megatron_cfg.optimizer.lr", "env.math.num_workers"])
+def test_a_section_in_place_of_a_value_is_refused_once(tmp_path: Path, key: str, value: Any) -> None:
+    result = recipe(tmp_path, **{key.replace(".", "__"): value})
+    (line,) = result.unsupported
+    assert line.startswith(f"{key} = {{'gpus")
+    assert line.endswith("it is a section, and NeMo-RL has one value there")
+    assert not result.unknown
+    assert key not in result.source.values()
 
 
 def test_adapters_are_those_of_the_recipe(tmp_path: Path) -> None:
@@ -500,6 +512,12 @@ def test_braces_of_a_prompt_template_stay_text(tmp_path: Path) -> None:
     assert PromptTemplate(template).render({"prompt": "2 + 3?"}, "row 0") == "Write <answer>{answer}</answer>.\n2 + 3?"
 
 
+@pytest.mark.parametrize("key", ["prompt_file", "system_prompt_file"])
+def test_a_prompt_in_place_of_its_file_stops_a_run(key: str) -> None:
+    result = import_recipe(None, [Override(f"data.{key}", "Think step by step. " * 20)])
+    assert any(line.startswith(f"data.{key} = Think") for line in result.unsupported)
+
+
 @pytest.mark.parametrize("text", ["No place for the question.", "{} and {}"])
 def test_a_template_without_one_place_for_the_question_stops_a_run(tmp_path: Path, text: str) -> None:
     (tmp_path / "think.txt").write_text(text)
@@ -567,6 +585,27 @@ def test_other_torch_schedulers_stop_a_run(tmp_path: Path, schedulers: list[Any]
     policy = {"scheduler": [*listed, {"milestones": milestones}]}
     path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": policy}))
     assert any(line.startswith("policy.scheduler") for line in import_recipe(path).unsupported)
+
+
+@pytest.mark.parametrize(("steps", "start", "expected"), [(3, 0.1, "changed"), (3, 1.0, "mapped"), (0, 0.1, "mapped")])
+def test_a_warm_up_that_begins_one_step_later_is_a_difference(
+    tmp_path: Path, steps: int, start: float, expected: str
+) -> None:
+    result = recipe(
+        tmp_path, policy__megatron_cfg__scheduler={"lr_warmup_iters": steps, "lr_warmup_init": start * 5e-6}
+    )
+    assert status(result, "policy.megatron_cfg.scheduler.lr_warmup_iters") == expected
+    if steps:
+        base, linear = str(RECIPES / "base.yaml"), {"start_factor": start, "total_iters": steps}
+        listed = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": linear}]
+        path = tmp_path / "dtensor.yaml"
+        path.write_text(yaml.safe_dump({"defaults": base, "policy": {"scheduler": listed}}))
+        assert status(import_recipe(path), "policy.scheduler") == expected
+
+
+def test_a_learning_rate_in_quotes_is_named() -> None:
+    result = import_recipe(RECIPES / "base.yaml", [Override("policy.optimizer.kwargs.lr", "1e-6")])
+    assert any("policy.optimizer.kwargs.lr is '1e-6', which is no number" in line for line in result.unsupported)
 
 
 @pytest.mark.parametrize(

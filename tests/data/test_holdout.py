@@ -36,6 +36,12 @@ def test_training_and_validation_share_no_prompt_and_lose_none(source: PromptSou
         train[len(train)]
 
 
+def test_what_is_left_to_train_on_is_counted_anew(source: PromptSource) -> None:
+    """Whoever finds a prompt again by its number, as an order by pass rates does, finds that prompt."""
+    train, _ = hold_out(source, 7, seed=3)
+    assert [train[index].index for index in range(len(train))] == list(range(13))
+
+
 def test_the_seed_chooses_what_is_held_out(source: PromptSource) -> None:
     one, again, other = (prompts(hold_out(source, 5, seed)[1]) for seed in (3, 3, 4))
     assert one == again != other

@@ -42,10 +42,18 @@ def test_last_number(completion: str, number: str | None) -> None:
         (r"\boxed{1} then \boxed{2", "1"),
         (r"\boxed{}", ""),
         ("boxed 7", None),
+        (r"\boxed{a \boxed{b} c} }", "b"),
+        (r"\boxed{a {\boxed{b} c}", "b"),
+        (r"{\boxed{1}} {", "1"),
     ],
 )
 def test_boxed(completion: str, answer: str | None) -> None:
     assert extract(completion, "boxed") == answer
+
+
+def test_boxes_that_never_close_take_one_look() -> None:
+    """Where each box were looked at to the end of the text, this would take an hour."""
+    assert extract(r"\boxed{" * 100_000, "boxed") is None
 
 
 def test_the_other_ways() -> None:

@@ -194,6 +194,9 @@ def test_the_letter_of_an_option_is_found(completion: str, letter: str | None) -
         (r"\boxed{\dfrac{1}{2}}", r"\boxed{ \frac{1}{2} }", True),
         (r"\boxed{−3}", r"\boxed{-3}", True),  # noqa: RUF001
         (r"\boxed{3}", r"\boxed{-3}", False),
+        (r"\boxed{1e9999999}", r"\boxed{10e9999998}", True),  # beyond what Decimal computes with by default
+        (r"\boxed{1e9999999}", r"\boxed{1e9999998}", False),
+        (r"\boxed{-0.0}", r"\boxed{0}", True),
     ],
 )
 def test_votes_are_counted_by_value(one: str, other: str, alike: bool) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,7 +72,7 @@ def file(directory: Path, *records: dict, name: str = "d.jsonl") -> str:
 
 
 def test_easy_prompts_come_first_in_every_epoch_and_equal_ones_are_shuffled(tmp_path: Path) -> None:
-    levels = [3, "Level 1", 2.5, "1", 3, 1]
+    levels = [3, "Level 1", 2.5, "level-1", 3, 1]
     name = file(tmp_path, *({"prompt": "q", "about": {"level": level}} for level in levels))
     data = DataConfig(name=name, order="difficulty", difficulty_field="about.level")
     drawn = [rows(PromptOrder.of(open_prompts(data), data, seed), 0, 12) for seed in range(4)]
@@ -80,6 +82,13 @@ def test_easy_prompts_come_first_in_every_epoch_and_equal_ones_are_shuffled(tmp_
     assert len({tuple(order) for order in drawn}) > 1
     plain = data.model_copy(update={"shuffle": False})
     assert rows(PromptOrder.of(open_prompts(plain), plain, 0), 0, 6) == [1, 3, 5, 2, 0, 4]
+
+
+def test_a_decimal_of_a_parquet_file_is_a_difficulty(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["a", "b"], "level": [Decimal("3.50"), Decimal("1.25")]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    data = DataConfig(name=str(tmp_path / "d.parquet"), order="difficulty", difficulty_field="level")
+    assert difficulties(open_prompts(data), data).tolist() == [3.5, 1.25]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ import json
 import os
 import shutil
 import signal
+from datetime import date
+from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +178,13 @@ def test_rollouts_are_json_lines_numbered_from_one(run):
     run.write_rollouts(1, [{"text": "é"}, {"text": "b"}])
     lines = (run.path / "rollouts" / "step_1.jsonl").read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["é", "b"]
+
+
+def test_an_answer_for_which_json_has_no_word_is_written_as_a_text(run):
+    """Rows of parquet files and datasets have dates and decimals."""
+    run.write_manifest({"config": {}})
+    run.write_rollouts(1, [{"answer": Decimal("3.50")}, {"answer": [date(2026, 1, 2)]}])
+    assert [sample["answer"] for sample in read_samples(run.path)] == ["3.50", ["2026-01-02"]]
 
 
 def test_half_of_a_character_is_written_and_comes_back(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         SampleFile(tmp_path)
     with pytest.raises(InputError, match="cannot be written"):
         SampleFile(tmp_path / "absent" / "s.jsonl")
+
+
+def test_an_answer_for_which_json_has_no_word_is_written_as_a_text(tmp_path: Path) -> None:
+    with SampleFile(tmp_path / "s.jsonl") as file:
+        file.begin("t", "m", SETTINGS)
+        file.add([sample(0, answer=Decimal("3.50"))])
+    with SampleFile(tmp_path / "s.jsonl") as file:
+        assert file.samples("t", "m")[0, 0]["answer"] == "3.50"
 
 
 def test_without_a_path_samples_are_in_memory(tmp_path: Path) -> None:

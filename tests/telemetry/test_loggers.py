@@ -49,6 +49,15 @@ def test_every_logger_has_the_names_of_one_table() -> None:
     assert set(KINDS) == set(PACKAGES) == set(TITLES) == set(get_args(LoggerName))
 
 
+def test_an_id_that_could_not_be_written_is_none(tmp_path: Path) -> None:
+    """A full disk leaves the file empty; a logger that took that for its id would fail in every session."""
+    run = logged(tmp_path)
+    assert run.remember("mlflow", "") == ""
+    assert run.identity("mlflow") is None
+    run.remember("mlflow", "abc")
+    assert run.identity("mlflow") == "abc"
+
+
 def test_tensorboard_shows_a_resumed_run_without_the_steps_that_ran_again(tmp_path: Path) -> None:
     for finished, steps in ((0, range(1, 5)), (2, range(3, 5))):
         logger = TensorBoardLogger(logged(tmp_path, finished))

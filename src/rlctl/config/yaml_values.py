@@ -80,7 +80,9 @@ def construct_mapping(loader: Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [loader.construct_object(key, deep=True) for key in own]
     if len(set(keys)) < len(keys):
         index = next(index for index, key in enumerate(keys) if key in keys[:index])
-        raise refusal(f"the key {keys[index]!r} is given twice", own[index])
+        first, again = own[keys.index(keys[index])].value, own[index].value
+        why = f"the key {again} is given twice" if first == again else f"the keys {first} and {again} are the same key"
+        raise refusal(why, own[index])
     return given
 
 

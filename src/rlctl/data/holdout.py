@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class Part:
             return self.source[int(self.rows_H[index])]
         # The rows below a held out one that are left are as many as its number less those held out before it.
         before = np.searchsorted(self.rows_H - np.arange(len(self.rows_H)), index, side="right")
-        return self.source[index + int(before)]
+        # An order by pass rates finds a prompt again by its number among those that are trained on.
+        return replace(self.source[index + int(before)], index=index)
 
     def fingerprint(self) -> dict[str, Any]:
         return {**self.source.fingerprint(), "held_out": len(self.rows_H)}

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ USUAL_NAMES = {
     "data.answer_field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
 }
 """Names that prompts and answers have in published datasets, to suggest."""
-_NUMBERS = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
 OTHER_MEDIA = {"image": "an image", "images": "images", "video": "a video", "videos": "videos", "audio": "sound"}
 
 Messages = list[dict[str, str]]
@@ -233,7 +234,7 @@ def _difficulty(row: PromptRow, path: str) -> float:
         value = value[name]
     found = _NUMBERS.findall(value) if isinstance(value, str) else [value]
     number = found[0] if len(found) == 1 and not isinstance(value, bool) else None
-    if isinstance(number, str | Real) and math.isfinite(float(number)):
+    if isinstance(number, str | Real | Decimal) and math.isfinite(float(number)):
         return float(number)
     raise InputError(
         f"{row.where}: field {path!r} (data.difficulty_field) is {value!r:.60}, which is no number.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 from typing import Literal
 
 from rlctl.data.prompt_rows import PromptSource
@@ -19,9 +19,14 @@ DESCRIPTION: dict[Extraction, str] = {
     "full": "the whole completion",
 }
 SAMPLED_ROWS = 16
+LONGEST_NUMBER = 100
+"""Digits before or behind the point from which on a number is written with an exponent, as `1E+9999999`."""
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)
+"""Arithmetic that rounds nothing, whatever number a model writes."""
 
 # A minus is a sign only where no operand stands right before it: `5-3` ends in 3, `= -3` in -3.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 # `A` and `I` before a word in small letters are words themselves, unless that word goes on from an answer.
@@ -64,17 +69,15 @@ def extract(completion: str, how: Extraction) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return contents of the last `\boxed{...}` whose braces close."""
-    start = text.rfind(r"\boxed{")
-    while start >= 0:
-        begin = start + len(r"\boxed{")
-        depth = 1
-        for end in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[begin:end].strip()
-        start = text.rfind(r"\boxed{", 0, start)
-    return None
+    r"""Return contents of the last `\boxed{...}` whose braces close. It takes one pass over the text: a model may write
+    `\boxed{` until it has no tokens left."""
+    opened, last, found = list[int](), -1, None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(-1 if brace[0] == "{" else brace.end())
+        elif opened and (begin := opened.pop()) > last:
+            last, found = begin, text[begin : brace.start()].strip()
+    return found
 
 
 def _choice(text: str) -> str | None:
@@ -97,7 +100,8 @@ def vote(completion: str, how: Extraction) -> str | None:
         return None
     number = as_number(readable_math(answer))
     if number is not None:
-        return format((number + 0).normalize(), "f")
+        exact = number.normalize(_EXACT) if number else Decimal(0)  # and not -0
+        return format(exact, "f") if abs(exact.adjusted()) < LONGEST_NUMBER else str(exact)
     return re.sub(r"\s+|\\[,;:! ]|\$|\.$", "", answer).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
 
 

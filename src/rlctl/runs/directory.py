@@ -235,7 +235,7 @@ class RunDirectory:
         """Write sampled completions of one step to step_N.jsonl (N counts from 1) of rollouts/ or another folder."""
         directory = self.path / folder
         directory.mkdir(exist_ok=True)
-        (directory / f"step_{step}.jsonl").write_bytes(b"".join(json_line(row) for row in rows))
+        (directory / f"step_{step}.jsonl").write_bytes(b"".join(json_line(row, other=str) for row in rows))
 
     def new_checkpoint(self, step: int) -> NewCheckpoint:
         """Return a checkpoint to be written after `step` finished steps. Raises RlctlError where the run is gone."""
@@ -432,10 +432,14 @@ class NewCheckpoint:
         shutil.rmtree(self._aside, ignore_errors=True)
 
 
-def json_line(value: Any, indent: int | None = None) -> bytes:
+def json_line(value: Any, indent: int | None = None, other: Callable[[Any], str] | None = None) -> bytes:
     """Return `value` as JSON that people can read. Half of a character, as texts from elsewhere and names of files may
-    hold, is written as the escape that JSON has for it."""
-    return (json.dumps(value, indent=indent, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+    hold, is written as the escape that JSON has for it.
+
+    `other` makes texts of what JSON has no word for, such as a date or a decimal that is an answer in a parquet file.
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, default=other)
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:

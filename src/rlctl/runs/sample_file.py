@@ -112,7 +112,7 @@ class SampleFile:
         if self._file is None:
             return
         try:
-            self._file.write(b"".join(json_line(record) for record in records))
+            self._file.write(b"".join(json_line(record, other=str) for record in records))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:

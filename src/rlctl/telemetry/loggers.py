@@ -86,9 +86,9 @@ class LoggedRun:
     """The step that it goes on after; 0 for a new run."""
 
     def identity(self, logger: str) -> str | None:
-        """Return the id that the logger knows this run by, if it was started before."""
+        """Return the id that the logger knows this run by, if it has one. A full disk leaves an empty file."""
         path = self.directory / "loggers" / logger
-        return path.read_text().strip() if path.exists() else None
+        return (path.read_text().strip() or None) if path.exists() else None
 
     def remember(self, logger: str, identity: str) -> str:
         """Keep the id for a resume."""

@@ -9,8 +9,16 @@ import pytest
 from rlctl.config.parallel import ParallelSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import TrainingChoice
-from rlctl.planner.costs.time import logprobs_time, remote_share, state_traffic, training_time
+from rlctl.planner.costs.time import (
+    critic_time,
+    logprobs_time,
+    offload_seconds,
+    remote_share,
+    state_traffic,
+    training_time,
+)
 from rlctl.planner.inputs.cluster import ClusterFacts, make_cluster
+from rlctl.planner.inputs.constants import DEFAULTS
 from rlctl.planner.inputs.workload import Workload
 from support.catalog import model
 
@@ -50,6 +58,19 @@ def test_each_micro_batch_gathers_the_weights_and_sums_gradients() -> None:
 def test_states_of_fsdp_in_host_memory_are_two_moments() -> None:
     traffic = [state_traffic(replace(choice(fsdp, dp=8), optimizer_offload=True)) for fsdp in (False, True)]
     assert traffic == [24, 16], "the float32 weights of FSDP2 stay on the device"
+
+
+def test_what_moves_to_host_memory_is_what_a_precision_has() -> None:
+    """Both moments always, a float32 master next to bfloat16, and weights of 4 bytes where they are float32."""
+    facts, node = model("Llama-3.1-8B"), make_cluster("h100")
+    half, single = choice(False, dp=8), replace(choice(False, dp=8), precision="float32")
+    seconds = [offload_seconds(facts, one, node, DEFAULTS) for one in (half, single, choice(True, dp=8))]
+    assert [round(12 * one / seconds[0]) for one in seconds] == [12, 8, 8]
+    rate = node.device.host_link * DEFAULTS.pageable_copy
+    for one, weights in ((half, 2 * 8.03e9), (single, 4 * 8.03e9), (choice(True, dp=8), 4 * 8.03e9 / 8)):
+        alone, shared = (critic_time(facts, replace(one, critic=True), Workload(), node, c) for c in (False, True))
+        moved = 2 * (offload_seconds(facts, one, node, DEFAULTS) + weights / rate)
+        assert shared - alone == pytest.approx(moved, rel=0.01)
 
 
 def test_over_nodes_a_ring_has_the_network_of_all_its_ranks_and_copies_spare_it() -> None:

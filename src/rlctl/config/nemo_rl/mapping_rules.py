@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError, create_model
 
+from rlctl.config.files import problem_with, read_text
 from rlctl.config.keys import field, known_keys
 from rlctl.config.passthrough import TARGETS, canonical, checked, installed_field, target_of
 
@@ -731,6 +732,25 @@ def betas(found: Found) -> None:
     found.say("mapped", f"optimizer.beta1: {found.value[0]}, optimizer.beta2: {found.value[1]}")
 
 
+def _map_warmup(found: Found, note: str, begins: Any, peak: Any) -> None:
+    """Record a schedule with a warm-up from `begins` to `peak`, which both of NeMo-RL's backends begin one step later:
+    Megatron and torch count the steps that are done, and `rl.schedule` the one that is being taken."""
+    ahead = (
+        "each step of the warm-up has the learning rate that the next one has in NeMo-RL, whose first has the lowest"
+    )
+    found.say(*(("mapped", note) if begins == peak else ("changed", f"{note}; {ahead}")))
+
+
+def warm_up(found: Found) -> None:
+    section = found.name.rpartition(".")[0]
+    if not isinstance(found.value, int) or found.value < 1:
+        found.map("scheduler.warmup_steps", found.value)
+    else:
+        found.set("scheduler.warmup_steps", found.value)
+        ends = found.get(f"{section}.lr_warmup_init") or 0, found.get(f"{MEGATRON}.optimizer.lr")
+        _map_warmup(found, f"scheduler.warmup_steps: {found.value}", *ends)
+
+
 def torch_schedulers(found: Found) -> None:
     """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine. `milestones` says at which
     step torch's SequentialLR goes from one to the next, wherever the first is by then."""
@@ -753,19 +773,22 @@ def torch_schedulers(found: Found) -> None:
     next_at = milestones[0] if warmup is not None and after and milestones else warmup_steps
     if found.value is None:
         found.skip("the learning rate is constant")
-    elif len(after) > 1 or not known or not isinstance(rate, int | float):
+    elif not isinstance(rate, int | float):
+        found.say("not yet", f"policy.optimizer.kwargs.lr is {_short(repr(rate))}, which is no number")
+    elif len(after) > 1 or not known:
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
         why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
         found.say("not yet", f"{why}: give both the same number", "scheduler.warmup_steps")
     else:
+        begins = rate if warmup is None else warmup.get("start_factor", 1 / 3) * rate
         found.set("scheduler.warmup_steps", warmup_steps)
-        found.set("scheduler.init_lr", 0 if warmup is None else warmup.get("start_factor", 1 / 3) * rate)
+        found.set("scheduler.init_lr", 0 if warmup is None else begins)
         if kind == "CosineAnnealingLR":
             found.set("scheduler.decay", "cosine")
             found.set("scheduler.min_lr", options.get("eta_min", 0))
             found.set("scheduler.decay_steps", warmup_steps + options.get("T_max", 1))
-        found.say("mapped", f"scheduler: {warmup_steps} steps of warm-up, then {kind}")
+        _map_warmup(found, f"scheduler: {warmup_steps} steps of warm-up, then {kind}", begins, rate)
 
 
 tokenizer = when(
@@ -866,9 +889,9 @@ def text_file(found: Found) -> str | None:
     else:
         up = dict.fromkeys(place for file in found.result.files for place in file.parents)
         places = (Path(str(found.value)), *(place / str(found.value) for place in up))
-        path = next((place for place in places if place.is_file()), None)
+        path = next((place for place in places if problem_with(place) is None), None)
         if path is not None:
-            return path.read_text(encoding="utf-8")
+            return read_text(path, found.name)
         found.say("not yet", f"there is no such file here or above the recipe: put it there, or set {key}", key)
     return None
 

@@ -344,7 +344,7 @@ _MEGATRON: dict[str, Rule] = {
     "optimizer.*": passes("optimizer", f"{MEGATRON}.optimizer"),
     "scheduler.lr_decay_style": to("scheduler.decay", DECAYS),
     "scheduler.lr_decay_iters": rules.decay_steps,
-    "scheduler.lr_warmup_iters": to("scheduler.warmup_steps"),
+    "scheduler.lr_warmup_iters": rules.warm_up,
     "scheduler.lr_warmup_init": to("scheduler.init_lr"),
     "scheduler.lr_wsd_decay_iters": to("scheduler.wsd_steps"),
     "scheduler.lr_wsd_decay_style": to("scheduler.wsd_decay", WSD_DECAYS),

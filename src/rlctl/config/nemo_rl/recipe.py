@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.files import problem_with
 from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
@@ -36,6 +37,12 @@ OF_THE_ALGORITHM = ("loss_fn", "data", "env", "teacher", "teachers", "value")
 
 ONLY_LOGS = ("logger.", "checkpointing.", "data.validation.")
 """Sections that a run goes on without where they refer to what is not there."""
+
+
+ONE_VALUE = RULES.keys() - {
+    ".".join(parts[:count]) for key in RULES for parts in (key.split("."),) for count in range(1, len(parts))
+}
+"""Keys that have one value in NeMo-RL, and nothing below."""
 
 
 HYDRA_PAIR = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.]+):(?!\s|//)""")
@@ -113,6 +120,9 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         elif rule is None:
             written = value.text if isinstance(value, Unresolved) else value
             result.entries.append(Entry(key, written, "not known", "rlctl does not know this key"))
+        elif isinstance(value, Mapping) and value and key in ONE_VALUE:
+            status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
+            result.entries.append(Entry(key, value, status, "it is a section, and NeMo-RL has one value there"))
         elif isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not _takes_any_text(key):
             why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
             result.entries.append(Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable"))
@@ -180,10 +190,10 @@ def _close(key: str, cutoff: float) -> list[str]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield leaves by dotted key; an empty mapping is a leaf."""
+    """Yield leaves by dotted key; an empty mapping is a leaf, and so is a section where NeMo-RL has one value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and renamed(key) not in ONE_VALUE:
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value
@@ -262,8 +272,8 @@ def _with_defaults(path: Path, chain: tuple[Path, ...], files: list[Path]) -> di
     for parent in [parents] if isinstance(parents, str) else parents:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: `defaults` names {parent!r}, which is no file.")
-        if not (path.parent / parent).exists():
-            message = f"{path} builds on {parent} (`defaults`), and there is no {path.parent / parent}."
+        if problem := problem_with(path.parent / parent):
+            message = f"{path} builds on {parent} (`defaults`), and {path.parent / parent} cannot be read: {problem}."
             raise ConfigError(message, "Keep recipes in the folders that they have in NeMo-RL, or copy this file, too.")
         merged = _merge(merged, _with_defaults(path.parent / parent, (*chain, place), files))
     return _merge(merged, values)

@@ -99,6 +99,13 @@ def _gathered_bytes(params: RankParameters, choice: TrainingChoice) -> float:
     return weights + (gradients if choice.adapters is None else 0.0)
 
 
+def most_weight_bytes(facts: ModelFacts, choice: TrainingChoice) -> float:
+    """Bytes of a model's weights on the rank that has most of them: FSDP2 keeps float32 shards."""
+    held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
+    full = choice.sharding == "full"
+    return max(4 * one.owned(choice.parallel) if full else element_bytes(choice) * one.total for one in held)
+
+
 def hosted_bytes(facts: ModelFacts, stage: Stage, choice: TrainingChoice, cluster: ClusterFacts) -> float:
     """Optimizer states in host memory as far as they count against the device: on a CPU, where it is the same."""
     if not cluster.is_cpu or not choice.optimizer_offload:
@@ -293,12 +300,9 @@ def host_memory(
     """Host memory of one node in bytes: what is offloaded, sleeping engines' weights, processes, the object store."""
     ranks = max(1, cluster.gpus_per_node)
     trained = [trained_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    full = choice.sharding == "full"
     worst = max(master_and_moments(choice) * params.owned(choice.parallel) for params in trained)
     copies = 1 + (choice.reference and choice.adapters is None) + choice.critic
-    held = [rank_parameters(facts, stage, choice) for stage in stages(facts, choice)]
-    element = element_bytes(choice)
-    weights = max(4 * one.owned(choice.parallel) if full else element * one.total for one in held) * copies
+    weights = most_weight_bytes(facts, choice) * copies
     offloaded = worst * (1 + choice.critic) if (colocated or choice.optimizer_offload) else 0.0
     asleep = weights + engine_weights if colocated else 0.0
     process = 8 * GIB  # pinned buffers, Python, shared libraries, per rank: trainer and engine worker

@@ -175,7 +175,8 @@ class Stage:
 
 
 def stages(facts: ModelFacts, choice: TrainingChoice) -> tuple[Stage, ...]:
-    """Return all stages; layers that cannot be split evenly are spread as evenly as they go."""
+    """Return all stages of a policy, which is built without multi-token-prediction layers. Layers that cannot be split
+    evenly are spread as evenly as they go."""
     parallel = choice.parallel
     return _stages(facts, parallel.pp, parallel.first_stage_layers, parallel.last_stage_layers)
 
@@ -195,10 +196,7 @@ def _stages(facts: ModelFacts, pp: int, first: int | None, last: int | None) -> 
     result, at = [], 0
     for index, size in enumerate(sizes):
         moe = sum(facts.is_moe_layer(layer) for layer in range(at, at + size))
-        last_one = index == pp - 1
-        extra = facts.mtp_layers if last_one else 0
-        moe_extra = extra if facts.moe else 0
-        result.append(Stage(size - moe + extra - moe_extra, moe + moe_extra, index == 0, last_one, pp - index))
+        result.append(Stage(size - moe, moe, index == 0, index == pp - 1, pp - index))
         at += size
     return tuple(result)
 

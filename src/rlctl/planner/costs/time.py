@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.choice import GenerationChoice, TrainingChoice
 from rlctl.planner.costs.generation import weight_bytes
-from rlctl.planner.costs.memory import layer_activation_bytes, master_and_moments
+from rlctl.planner.costs.memory import layer_activation_bytes, master_and_moments, most_weight_bytes
 from rlctl.planner.costs.parameters import (
     Stage,
     attended,
@@ -362,7 +362,11 @@ def offload_seconds(facts: ModelFacts, choice: TrainingChoice, cluster: ClusterF
     if cluster.is_cpu or choice.optimizer_offload:
         return 0.0
     params = max((trained_parameters(facts, s, choice) for s in stages(facts, choice)), key=lambda p: p.total)
-    return 12 * params.owned(choice.parallel) / (cluster.device.host_link * constants.pageable_copy)
+    return (
+        master_and_moments(choice)
+        * params.owned(choice.parallel)
+        / (cluster.device.host_link * constants.pageable_copy)
+    )
 
 
 def logprobs_time(
@@ -405,13 +409,8 @@ def critic_time(
     if cluster.is_cpu or not (colocated and workload.rollouts):
         return values + training
     states = offload_seconds(facts, choice, cluster, constants)
-    weights = max(rank_parameters(facts, stage, choice).total for stage in stages(facts, choice)) * 2
-    return (
-        values
-        + training
-        + (4 if choice.critic_offload else 2)
-        * (states + weights / (cluster.device.host_link * constants.pageable_copy))
-    )
+    weights = most_weight_bytes(facts, choice) / (cluster.device.host_link * constants.pageable_copy)
+    return values + training + (4 if choice.critic_offload else 2) * (states + weights)
 
 
 def model_flops(
