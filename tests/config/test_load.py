@@ -138,6 +138,8 @@ def test_laptop_preset_needs_nothing_else() -> None:
         ("run.dir=true", "run.dir", "true"),
         ("generation.stop=['a=b', \"\\n\"]", "generation.stop", ("a=b", "\n")),
         ("data.params.max_terms=3", "data.params", {"max_terms": 3}),
+        ("training.env.A=0", "training.env", {"A": "0"}),
+        ("generation.env.A=", "generation.env", {"A": ""}),
         ("data.params={a: 1e-3, b: [1, 2], c: null}", "data.params", {"a": 1e-3, "b": [1, 2], "c": None}),
     ],
 )
@@ -171,6 +173,20 @@ def test_wrong_keys_and_values_are_named(sets: list[str], parts: list[str]) -> N
     assert all(part in caught.value.message for part in parts), caught.value.message
 
 
+def test_a_variable_for_processes_keeps_its_name_when_it_comes_from_the_environment() -> None:
+    environment = {"RLCTL_TRAINING__ENV__NCCL_DEBUG": "INFO", "RLCTL_TRAINING__ENV__MY__Id": "1"}
+    environment |= {"RLCTL_DATA__PARAMS__MAX_TERMS": "3"}
+    config = resolve(environment=environment).config
+    assert config.training.env == {"NCCL_DEBUG": "INFO", "MY__Id": "1"}
+    assert config.data.params == {"max_terms": 3}
+
+
+@pytest.mark.parametrize("name", ["RLCTL__", "RLCTL___", "RLCTL_RUN__", "RLCTL_TRAINING__ENV__"])
+def test_a_variable_without_a_whole_key_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key .* \\(environment {name}\\)"):
+        resolve(environment={name: "3"})
+
+
 def test_unknown_section_in_the_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`grop.steps` \(environment RLCTL_GROP__STEPS\); did you mean `run.steps`"):
         resolve(environment={"RLCTL_GROP__STEPS": "3", "RLCTL_DEBUG": "1"})
@@ -182,6 +198,7 @@ def test_unknown_section_in_the_environment_is_refused() -> None:
         ("RLCTL_STEPS", "`run.steps` is set by RLCTL_RUN__STEPS"),
         ("RLCTL_TRAINING_TP", "`training.tp` is set by RLCTL_TRAINING__TP"),
         ("RLCTL_LOSS", "RLCTL_LOSS__<KEY>"),
+        ("RLCTL_MODEL", "RLCTL_MODEL__<KEY>"),
         ("RLCTL_CACHEDIR", "did you mean RLCTL_CACHE_DIR?"),
         ("RLCTL_ZZZ", "RLCTL_<SECTION>__<KEY>"),
     ],

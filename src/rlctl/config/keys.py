@@ -75,11 +75,17 @@ def holds_keys(key: str) -> bool:
     return found is not None and (is_section(key) or (is_open(found.annotation) and key in known_keys()))
 
 
+def names_variable(key: str) -> bool:
+    """Return whether this key is inside of an open mapping of texts: an environment variable (`training.env.NAME`)."""
+    found = field(key)
+    return found is not None and found.annotation == dict[str, str] and key not in known_keys()
+
+
 def takes_text(key: str) -> bool:
     """Return whether this key takes a text and no number, so that `2024` stays a text."""
     found, passed = field(key), installed_field(key)
     if found is None or is_open(found.annotation):
-        return False
+        return names_variable(key)
     kind = found.annotation if passed is None else annotation(passed)
     options = typing.get_args(kind) if typing.get_origin(kind) in (UnionType, typing.Union) else (kind,)
     plain = {typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in options}
