@@ -16,7 +16,16 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
-from rlctl.config.keys import field, holds_keys, is_section, known_keys, names_variable, nearest, takes_text
+from rlctl.config.keys import (
+    field,
+    holds_keys,
+    is_section,
+    known_keys,
+    names_variable,
+    nearest,
+    takes_number,
+    takes_text,
+)
 from rlctl.config.nemo_rl.mapping_rules import LOGGERS
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
@@ -159,6 +168,8 @@ class Source(PydanticBaseSettingsSource):
             )
         elif isinstance(value.value, str) and "\0" in value.value:
             self.problems.append(f"`{value.key}` ({value.origin}) holds a zero byte, which no name or text may.")
+        elif isinstance(value.value, bool) and takes_number(value.key):
+            self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): it should be a number.")
         elif target_of(value.key) is not None:
             taken, why = checked(value.key, value.value)
             if why:
