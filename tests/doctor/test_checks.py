@@ -330,6 +330,7 @@ def test_ranks_that_do_not_answer(code: str, words: str) -> None:
 def test_ray_directory(tmp_path: Path) -> None:
     expect(host.check_ray_directory(Path("/tmp")), "ok")
     expect(host.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
+    expect(host.check_ray_directory(Path("/tmp") / ("ö" * 12)), "fail", "too long", "bytes")
     expect(host.check_ray_directory(Path("/proc/x")), "fail", "no file can be written")
 
 
