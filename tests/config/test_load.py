@@ -164,6 +164,7 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
         (["batch.optimizer_steps=3"], ["do not split"]),
         (["cluster.step_timeout_s=60", "rollouts.timeout_s=60"], ["rollouts.timeout_s = 60 is not below"]),
         (["optimizer.lr=inf"], ["`optimizer.lr`", "finite"]),
+        (["training.env={A=B: c}"], ["`training.env.A=B` (--set)", "can have this name"]),
         (["run.steps=true"], ["`run.steps` = True (--set)", "a number"]),
         (["optimizer.clip_grad=false", "training.tp=true"], ["`optimizer.clip_grad`", "`training.tp`"]),
         (["megatron.moe_aux_loss_coeff=true"], ["`megatron.moe_aux_loss_coeff`", "a number"]),

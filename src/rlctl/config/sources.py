@@ -168,6 +168,8 @@ class Source(PydanticBaseSettingsSource):
             )
         elif isinstance(value.value, str) and "\0" in value.value:
             self.problems.append(f"`{value.key}` ({value.origin}) holds a zero byte, which no name or text may.")
+        elif names_variable(value.key) and {"=", "\0"} & set(value.key):
+            self.problems.append(f"`{value.key}` ({value.origin}): no environment variable can have this name.")
         elif isinstance(value.value, bool) and takes_number(value.key):
             self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): it should be a number.")
         elif target_of(value.key) is not None:
