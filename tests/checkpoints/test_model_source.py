@@ -15,7 +15,7 @@ import pytest
 from rlctl.checkpoints.conversion.hf_megatron import hf_to_megatron
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.checkpoints.model_source import resolve_model, stored_parameters
-from rlctl.errors import InputError
+from rlctl.errors import InputError, RlctlError
 
 
 @pytest.fixture
@@ -105,6 +105,14 @@ def test_unknown_name_without_a_network(tmp_path: Path) -> None:
         InputError, match="no directory here, not in the Hugging Face cache, and the hub cannot be reached"
     ):
         resolve_model("nobody/no-such-model")
+
+
+def test_a_place_of_the_hub_that_cannot_be_read_is_not_blamed_on_the_network(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path))
+    with pytest.raises(RlctlError) as caught:
+        resolve_model("someone/some-model")
+    assert str(tmp_path) in caught.value.message
+    assert "HF_HOME" in (caught.value.hint or "")
 
 
 def test_name_that_is_none() -> None:

@@ -159,6 +159,14 @@ def test_a_folder_for_the_files_of_ray_that_is_not_there_is_named(
         pass
 
 
+def test_the_files_of_ray_are_in_a_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", "here")
+    assert ray_session.session_base() == tmp_path / "here"
+    monkeypatch.setenv("RAY_TMPDIR", "")
+    assert ray_session.session_base() == Path("/tmp")
+
+
 def test_a_folder_whose_name_is_too_long_for_the_sockets_of_ray_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

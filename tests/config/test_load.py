@@ -138,6 +138,8 @@ def test_laptop_preset_needs_nothing_else() -> None:
         ("run.dir=true", "run.dir", "true"),
         ("generation.stop=['a=b', \"\\n\"]", "generation.stop", ("a=b", "\n")),
         ("data.params.max_terms=3", "data.params", {"max_terms": 3}),
+        ("training.env.A=0", "training.env", {"A": "0"}),
+        ("generation.env.A=", "generation.env", {"A": ""}),
         ("data.params={a: 1e-3, b: [1, 2], c: null}", "data.params", {"a": 1e-3, "b": [1, 2], "c": None}),
     ],
 )
@@ -162,6 +164,10 @@ def test_set_types_its_values(text: str, key: str, value: object) -> None:
         (["batch.optimizer_steps=3"], ["do not split"]),
         (["cluster.step_timeout_s=60", "rollouts.timeout_s=60"], ["rollouts.timeout_s = 60 is not below"]),
         (["optimizer.lr=inf"], ["`optimizer.lr`", "finite"]),
+        (["training.env={A=B: c}"], ["`training.env.A=B` (--set)", "can have this name"]),
+        (["run.steps=true"], ["`run.steps` = True (--set)", "a number"]),
+        (["optimizer.clip_grad=false", "training.tp=true"], ["`optimizer.clip_grad`", "`training.tp`"]),
+        (["megatron.moe_aux_loss_coeff=true"], ["`megatron.moe_aux_loss_coeff`", "a number"]),
         (["optimizer.lr=-1", "loss.clip_low=2"], ["`optimizer.lr` = -1", "`loss.clip_low` = 2"]),
     ],
 )
@@ -169,6 +175,20 @@ def test_wrong_keys_and_values_are_named(sets: list[str], parts: list[str]) -> N
     with pytest.raises(ConfigError) as caught:
         resolve(sets=sets, environment={})
     assert all(part in caught.value.message for part in parts), caught.value.message
+
+
+def test_a_variable_for_processes_keeps_its_name_when_it_comes_from_the_environment() -> None:
+    environment = {"RLCTL_TRAINING__ENV__NCCL_DEBUG": "INFO", "RLCTL_TRAINING__ENV__MY__Id": "1"}
+    environment |= {"RLCTL_DATA__PARAMS__MAX_TERMS": "3"}
+    config = resolve(environment=environment).config
+    assert config.training.env == {"NCCL_DEBUG": "INFO", "MY__Id": "1"}
+    assert config.data.params == {"max_terms": 3}
+
+
+@pytest.mark.parametrize("name", ["RLCTL__", "RLCTL___", "RLCTL_RUN__", "RLCTL_TRAINING__ENV__"])
+def test_a_variable_without_a_whole_key_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key .* \\(environment {name}\\)"):
+        resolve(environment={name: "3"})
 
 
 def test_unknown_section_in_the_environment_is_refused() -> None:
@@ -182,6 +202,7 @@ def test_unknown_section_in_the_environment_is_refused() -> None:
         ("RLCTL_STEPS", "`run.steps` is set by RLCTL_RUN__STEPS"),
         ("RLCTL_TRAINING_TP", "`training.tp` is set by RLCTL_TRAINING__TP"),
         ("RLCTL_LOSS", "RLCTL_LOSS__<KEY>"),
+        ("RLCTL_MODEL", "RLCTL_MODEL__<KEY>"),
         ("RLCTL_CACHEDIR", "did you mean RLCTL_CACHE_DIR?"),
         ("RLCTL_ZZZ", "RLCTL_<SECTION>__<KEY>"),
     ],

@@ -272,6 +272,14 @@ def test_token(tmp_path: Path) -> None:
     expect(network.check_token("Qwen/Qwen3-8B", {}, stored=False), "ok", "none is needed")
 
 
+def test_a_stored_token_that_cannot_be_read_ends_no_examination(tmp_path: Path, monkeypatch) -> None:
+    token = tmp_path / "token"
+    token.mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(token))
+    expect(network.check_token(None, {}), "warn", str(token), "HF_HOME")
+    expect(network.check_token(None, {"HF_TOKEN": "x"}), "ok")
+
+
 def test_left_over_shared_memory_is_named_and_repaired(tmp_path: Path) -> None:
     dead, fresh, living = (tmp_path / f"rlctl-{pid}-{name}" for pid, name in ((1, "a"), (1, "b"), (2, "c")))
     for file in (dead, fresh, living):
@@ -322,6 +330,7 @@ def test_ranks_that_do_not_answer(code: str, words: str) -> None:
 def test_ray_directory(tmp_path: Path) -> None:
     expect(host.check_ray_directory(Path("/tmp")), "ok")
     expect(host.check_ray_directory(Path("/tmp") / ("x" * 80)), "fail", "too long")
+    expect(host.check_ray_directory(Path("/tmp") / ("ö" * 12)), "fail", "too long", "bytes")
     expect(host.check_ray_directory(Path("/proc/x")), "fail", "no file can be written")
 
 

@@ -177,6 +177,8 @@ def from_hub(name: str, revision: str | None, patterns: list[str]) -> Path | Non
     # errors.HTTPError is that of the httpx which huggingface_hub uses.
     except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
         hint = "Run it again: it continues where it stopped."
+        if isinstance(error, OSError) and error.filename is not None:  # of this machine, not of the network
+            hint = "Set HF_HOME to a directory with space that you can read and write."
         raise RlctlError(f"downloading {name} failed: {error}", hint) from error
 
 

@@ -39,6 +39,7 @@ LEAST_THREADS = 300
 SOCKET_PATH_BYTES = 107
 SOCKET = "/rlctl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 """The longest name that Ray gives a socket below the folder of its files."""
+MOST_BASE_BYTES = SOCKET_PATH_BYTES - len(SOCKET)
 START_ATTEMPTS = 3
 # Ray ends every process this long after its control process died. We end the run in our own words before. Processes
 # make their clients of the control process before they hear of Ray's `_system_config`, but know their environment.
@@ -158,12 +159,12 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
     require_open_files()
     require_large_files()
     require_threads()
-    base = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    base = session_base()
     if not base.is_dir():
         raise MachineError(f"Ray keeps its files in {base}, which is no directory.", "Make it, or change RAY_TMPDIR.")
-    if (most := SOCKET_PATH_BYTES - len(SOCKET)) < len(os.fsencode(base)):
+    if len(os.fsencode(base)) > MOST_BASE_BYTES:
         why = f"RAY_TMPDIR={base} is too long: the names of Ray's sockets below it may have {SOCKET_PATH_BYTES} bytes."
-        raise MachineError(why, f"Name a directory, or a link to one, in at most {most} bytes.")
+        raise MachineError(why, f"Name a directory, or a link to one, in at most {MOST_BASE_BYTES} bytes.")
     with contextlib.ExitStack() as stack:
         try:
             own = stack.enter_context(lasting_folder(base))
@@ -181,6 +182,12 @@ def _started(gpus: int | None, logs: Path | None) -> Iterator[None]:
             stack.push(lambda kind, *_: _copy_logs(own, logs) if kind and issubclass(kind, Exception) else None)
         stack.callback(ray.shutdown)
         yield
+
+
+def session_base() -> Path:
+    """Return where a session that is started here keeps its folder: RAY_TMPDIR, else /tmp. Ray takes only a whole
+    path."""
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp").absolute()
 
 
 def dead_process(*kinds: str) -> str | None:

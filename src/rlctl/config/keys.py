@@ -75,15 +75,32 @@ def holds_keys(key: str) -> bool:
     return found is not None and (is_section(key) or (is_open(found.annotation) and key in known_keys()))
 
 
+def names_variable(key: str) -> bool:
+    """Return whether this key is inside of an open mapping of texts: an environment variable (`training.env.NAME`)."""
+    found = field(key)
+    return found is not None and found.annotation == dict[str, str] and key not in known_keys()
+
+
 def takes_text(key: str) -> bool:
     """Return whether this key takes a text and no number, so that `2024` stays a text."""
+    kinds = plain_kinds(key)
+    return names_variable(key) or (str in kinds and not {int, float, bool} & kinds)
+
+
+def takes_number(key: str) -> bool:
+    """Return whether this key takes a number and no boolean, so that `true` is not taken for 1."""
+    kinds = plain_kinds(key)
+    return bool({int, float} & kinds) and bool not in kinds
+
+
+def plain_kinds(key: str) -> set[Any]:
+    """Return the types that a key takes, without their bounds; none of a key that is unknown, or in an open mapping."""
     found, passed = field(key), installed_field(key)
     if found is None or is_open(found.annotation):
-        return False
+        return set()
     kind = found.annotation if passed is None else annotation(passed)
     options = typing.get_args(kind) if typing.get_origin(kind) in (UnionType, typing.Union) else (kind,)
-    plain = {typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in options}
-    return str in plain and not {int, float, bool} & plain
+    return {typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in options}
 
 
 @functools.cache

@@ -16,7 +16,16 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from rlctl.config.algorithm_settings import ALGORITHM_SETTINGS
-from rlctl.config.keys import field, holds_keys, is_section, known_keys, nearest, takes_text
+from rlctl.config.keys import (
+    field,
+    holds_keys,
+    is_section,
+    known_keys,
+    names_variable,
+    nearest,
+    takes_number,
+    takes_text,
+)
 from rlctl.config.nemo_rl.mapping_rules import LOGGERS
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
@@ -159,6 +168,10 @@ class Source(PydanticBaseSettingsSource):
             )
         elif isinstance(value.value, str) and "\0" in value.value:
             self.problems.append(f"`{value.key}` ({value.origin}) holds a zero byte, which no name or text may.")
+        elif names_variable(value.key) and {"=", "\0"} & set(value.key):
+            self.problems.append(f"`{value.key}` ({value.origin}): no environment variable can have this name.")
+        elif isinstance(value.value, bool) and takes_number(value.key):
+            self.problems.append(f"`{value.key}` = {value.value!r} ({value.origin}): it should be a number.")
         elif target_of(value.key) is not None:
             taken, why = checked(value.key, value.value)
             if why:
@@ -208,7 +221,7 @@ class EnvironmentSource(Source):
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         names = [name for name in sorted(environment) if name.startswith(PREFIX) and name not in OWN_VARIABLES]
-        keys = {name: name.removeprefix(PREFIX).lower().replace("__", ".") for name in names if "__" in name}
+        keys = {name: environment_key(name) for name in names if "__" in name}
         super().__init__(
             value for name, key in keys.items() for value in text_values(key, environment[name], f"environment {name}")
         )
@@ -324,12 +337,20 @@ def flatten(values: Mapping[Any, Any], origin: str, prefix: str = "") -> Iterato
 def text_values(key: str, text: str, origin: str) -> Iterator[Value]:
     """Yield what a text of the command line or the environment spells; for a key that takes a text, the text."""
     value = parse_value(text)
-    if takes_text(key) and value is not None and not isinstance(value, str):
+    if takes_text(key) and not isinstance(value, str) and (value is not None or names_variable(key)):
         value = text
     if isinstance(value, Mapping) and holds_keys(key):
         yield from flatten(value, origin, f"{key}.")
     else:
         yield Value(key, value, origin)
+
+
+def environment_key(name: str) -> str:
+    """Return the key that an environment variable of rlctl sets; the name of a variable that it passes on stays as it
+    is."""
+    parts = name.removeprefix(PREFIX).split("__")
+    variable = ".".join((*map(str.lower, parts[:2]), "__".join(parts[2:])))
+    return variable if names_variable(variable) else ".".join(parts).lower()
 
 
 def canonical_value(value: Value) -> Value:
@@ -362,7 +383,7 @@ def unknown_variable(name: str) -> str:
     spelled = {known.replace(".", "_"): known for known in known_keys()}
     sections = {known.partition(".")[0] for known in known_keys()}
     meant = spelled.get(text) or (text if text in sections else nearest(text))
-    close = difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
+    close = () if text in sections else difflib.get_close_matches(name, OWN_VARIABLES, n=1, cutoff=0.8)
     if close or meant is None:
         hint = f"did you mean {close[0]}?" if close else f"a key is set by {PREFIX}<SECTION>__<KEY>."
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from rlctl.checkpoints.locations import cache_directory, converted_directory, nearest_existing, write_problem
-from rlctl.cluster.ray_session import require_large_files, require_threads
+from rlctl.cluster.ray_session import MOST_BASE_BYTES, require_large_files, require_threads, session_base
 from rlctl.config.paths import user_path
 from rlctl.doctor.finding import GIB, Check, gib
 from rlctl.doctor.network import hub_time
@@ -36,8 +36,6 @@ LEAST_SPACE = 2 * GIB
 # float32. A converted model: float32.
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 CONVERTED_BYTES_PER_PARAMETER = 4
-# Linux: sun_path of a Unix socket. A session appends about 80 characters to it.
-LONGEST_RAY_DIRECTORY = 107 - 81
 
 
 def check_cpu(flags: frozenset[str] | None = None, cores: int | None = None) -> Check:
@@ -252,15 +250,16 @@ def check_cache(directory: Path | None = None, free: int | None = None) -> Check
 
 def check_ray_directory(directory: Path | None = None) -> Check:
     """Check that Ray's temporary directory can be written, and that its path is short enough for sockets."""
-    directory = directory or Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    directory = directory or session_base()
+    too_long = len(os.fsencode(directory)) > MOST_BASE_BYTES
     problem = write_problem(nearest_existing(directory))
     if problem:
         return Check("ray-directory", "fail", problem, "Set RAY_TMPDIR to a writable directory.")
-    if not directory.exists() and len(str(directory)) <= LONGEST_RAY_DIRECTORY:
+    if not directory.exists() and not too_long:
         fix = f"Make it: `mkdir -p {directory}`, or `rlctl doctor --fix`."
         return Check("ray-directory", "fail", f"{directory} does not exist", fix, lambda: make_directory(directory))
-    if len(str(directory)) > LONGEST_RAY_DIRECTORY:
+    if too_long:
         detail = f"{directory} is too long for the names of Ray's sockets"
-        fix = f"Set RAY_TMPDIR to a path of at most {LONGEST_RAY_DIRECTORY} characters."
+        fix = f"Set RAY_TMPDIR to a path of at most {MOST_BASE_BYTES} bytes."
         return Check("ray-directory", "fail", detail, fix)
     return Check("ray-directory", "ok", f"{directory} is writable")

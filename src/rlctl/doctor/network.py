@@ -171,7 +171,11 @@ def check_token(model: str | None, environment: Mapping[str, str] | None = None,
     """Check that there is a token of the hub where the model's terms have to be accepted."""
     environment = os.environ if environment is None else environment
     has = bool(environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN"))
-    has = has or (stored_token() if stored is None else stored)
+    try:
+        has = has or (stored_token() if stored is None else stored)
+    except (OSError, ValueError) as error:
+        fix = "Make the file readable, or set HF_HOME to a directory of your own."
+        return Check("hub-token", "warn", f"the stored token cannot be read: {error}", fix)
     gated = bool(model) and not user_path(model or "").exists() and (model or "").startswith(GATED)
     if gated and not has:
         fix = f"Accept the terms at {HUB}/{model}, then `hf auth login` or set HF_TOKEN."
