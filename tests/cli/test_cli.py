@@ -274,10 +274,11 @@ def test_messages_that_cannot_be_written_change_no_exit_code(stderr: str) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_result_whose_reader_is_gone_is_a_sentence() -> None:
+@pytest.mark.parametrize("asked", [["presets", "ls", "--json"], ["presets", "show", "laptop"]])
+def test_a_result_whose_reader_is_gone_is_a_sentence(asked: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "rlctl", "presets", "ls", "--json"]
+    command = [sys.executable, "-m", "rlctl", *asked]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     os.close(writer)
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from rlctl.commands import options
+from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 from rlctl.telemetry.terminal import Severity, coloured
@@ -55,7 +55,7 @@ def schema(
     for name in chosen:
         found = section_class(name)
         lines = key_lines(found)
-        typer.echo("\n".join((f"{name}:  # {found.__doc__}", *lines, *passed_lines(name, whole=section is not None))))
+        output.show("\n".join((f"{name}:  # {found.__doc__}", *lines, *passed_lines(name, whole=section is not None))))
 
 
 def json_schema() -> dict[str, Any]:
@@ -137,7 +137,7 @@ def show(
     if json_:
         print_json(resolved.to_json() if origin else resolved.config.model_dump(mode="json"))
         return
-    typer.echo(origin_yaml(dict(resolved.leaves()), resolved.origin if origin else {}), nl=False)
+    output.show(origin_yaml(dict(resolved.leaves()), resolved.origin if origin else {}).removesuffix("\n"))
 
 
 @app.command(
@@ -185,13 +185,15 @@ def import_(
         )
         return
     if report or all_:
-        typer.echo("\n".join(report_lines(recipe, sys.stdout, everything=all_)), color=True)
+        output.show("\n".join(report_lines(recipe, sys.stdout, everything=all_)))
         return
     idle = _without_effect(resolved.config)
     chosen = {key: value for key, value in resolved.leaves() if resolved.origin[key] != "default" and key not in idle}
-    typer.echo(origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}), nl=False)
+    output.show(
+        origin_yaml(chosen, {key: recipe.source[key] for key in chosen if key in recipe.source}).removesuffix("\n")
+    )
     for key, why in idle.items():
-        typer.echo(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
+        output.show(f"# {key}: {inline_yaml(recipe.values[key])} ({recipe.source[key]}) has no effect: {why}")
     for line in report_lines(recipe, sys.stderr):
         message(line)
 

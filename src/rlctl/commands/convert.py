@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 import typer
 
 from rlctl.checkpoints.staging import require_absent
-from rlctl.commands import options
+from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json, shows_progress
 from rlctl.config.paths import user_path
 from rlctl.errors import InputError
@@ -244,17 +244,17 @@ def inspect(
         print_json(asdict(found))
         return
     agnostic = "loads under any parallel sizes" if found.parallelism_agnostic else "bound to its parallel sizes"
-    typer.echo(f"format      {found.format} ({agnostic})")
-    typer.echo(f"family      {found.family or 'unknown'}")
+    output.show(f"format      {found.format} ({agnostic})")
+    output.show(f"family      {found.family or 'unknown'}")
     if found.text_part:
-        typer.echo(f"text part   {found.text_part}; `rlctl convert text-part` takes it out")
+        output.show(f"text part   {found.text_part}; `rlctl convert text-part` takes it out")
     if found.adapters:
-        typer.echo("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
-    typer.echo(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
-    typer.echo(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
-    typer.echo(f"optimizer   {'present' if found.optimizer else 'none'}")
+        output.show("holds       adapters (training.lora); megatron-to-hf merges them or writes them for PEFT")
+    output.show(f"parameters  {found.parameters:,} in {found.dtype or 'unknown'} ({found.bytes / 1e9:.2f} GB)")
+    output.show(f"iteration   {'none (converted)' if found.iteration is None else found.iteration}")
+    output.show(f"optimizer   {'present' if found.optimizer else 'none'}")
     for problem in found.problems:
-        typer.echo(f"problem     {problem}")
+        output.show(f"problem     {problem}")
 
 
 def parse_size(text: str) -> int:
@@ -288,9 +288,9 @@ def _print(report: Report, json_: bool, address: str | None = None) -> None:
         if report.verified
         else coloured("not verified", "warn", sys.stdout)
     )
-    typer.echo(
+    output.show(
         f"{report.tensors} tensors, {report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
         f"({report.bytes / 1e9 / max(report.seconds, 1e-9):.2f} GB/s), {checked}: {report.destination}"
     )
     if address:
-        typer.echo(f"uploaded: {address}")
+        output.show(f"uploaded: {address}")

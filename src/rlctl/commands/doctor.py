@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.commands import options
+from rlctl.commands import options, output
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.config.paths import user_path
 from rlctl.errors import MachineError
@@ -101,15 +101,15 @@ def measure(json_: bool) -> None:
     if json_:
         print_json({"profile": vars(profile), "path": str(profile_path())})
     else:
-        typer.echo(profile_text(profile))
+        output.show(profile_text(profile))
     message(f"The planner uses these rates from now on; remove {profile_path()} to go back to the rates in its tables.")
 
 
 def show(check: Check) -> None:
     mark = coloured(MARKS[check.status], check.status, sys.stdout)
-    typer.echo(f"{mark}  {check.name:<19} {check.detail}", color=True)
+    output.show(f"{mark}  {check.name:<19} {check.detail}")
     if check.fix:
-        typer.echo(f"{'':26}-> {check.fix}")
+        output.show(f"{'':26}-> {check.fix}")
 
 
 def wanted(config: RlctlConfig) -> Wanted:

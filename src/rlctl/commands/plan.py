@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.commands import options
+from rlctl.commands import options, output
 from rlctl.commands.output import command_app, error_json, examples, message, print_json
 from rlctl.errors import InputError, NoPlanError
 
@@ -184,11 +184,11 @@ def show(made: Plan, resolved: Resolved, explain: bool, top: int, json_: bool) -
             data["explain"] = arithmetic(made).splitlines()
         print_json(data)
         return
-    typer.echo(plan_text(made, name))
+    output.show(plan_text(made, name))
     if explain:
-        typer.echo("\n".join(("", *folded(arithmetic(made)), "", *arguments.text())))
+        output.show("\n".join(("", *folded(arithmetic(made)), "", *arguments.text())))
     for line in (*(f"pinned: {line}" for line in pinned), *differences(planned)):
-        typer.echo("\n".join(wrapped(line, rest="  ")))
+        output.show("\n".join(wrapped(line, rest="  ")))
 
 
 def folded(text: str) -> list[str]:
@@ -209,9 +209,9 @@ def show_comparison(plans: list[Plan], names: tuple[str, str], explain: bool, js
             data["explain"] = [arithmetic(plan).splitlines() for plan in plans]
         print_json(data)
         return
-    typer.echo(compare_text(plans[0], plans[1], names))
+    output.show(compare_text(plans[0], plans[1], names))
     for plan, name in zip(plans, names, strict=True) if explain else ():
-        typer.echo("\n".join(("", name, "", *folded(arithmetic(plan)))))
+        output.show("\n".join(("", name, "", *folded(arithmetic(plan)))))
 
 
 def show_run(run: Path, json_: bool) -> None:
@@ -225,5 +225,5 @@ def show_run(run: Path, json_: bool) -> None:
         }
         print_json({"run": str(run)} | listed)
     else:
-        typer.echo(comparison_text(rows, run))
-        typer.echo(memory_text(memory) if memory else "  memory was not measured: the run did not come to its end")
+        output.show(comparison_text(rows, run))
+        output.show(memory_text(memory) if memory else "  memory was not measured: the run did not come to its end")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlctl.commands import completion, options
+from rlctl.commands import completion, options, output
 from rlctl.commands.output import command_app, examples, message, print_json
 from rlctl.errors import InputError
 
@@ -36,7 +37,7 @@ def list_presets(json_: options.Json = False) -> None:
         return
     width = max(map(len, found))
     for name, text in found.items():
-        typer.echo(f"{name:{width}}  {text}")
+        output.show(f"{name:{width}}  {text}")
 
 
 @app.command("show", epilog=examples("rlctl presets show laptop", "rlctl presets show 8nodes --json"))
@@ -52,8 +53,8 @@ def show(name: Name, json_: options.Json = False) -> None:
         values = {key: {"value": value, "origin": resolved.origin[key]} for key, value in decided.items()}
         print_json({"name": name, "description": read_preset(name).description, "values": values})
         return
-    typer.echo(f"# {read_preset(name).description}")
-    typer.echo(origin_yaml(decided, resolved.origin), nl=False)
+    output.show(f"# {read_preset(name).description}")
+    output.show(origin_yaml(decided, resolved.origin).removesuffix("\n"))
 
 
 @app.command("cp", epilog=examples("rlctl presets cp 1node mine.yaml", "rlctl train grpo --preset mine.yaml"))
@@ -74,4 +75,4 @@ def copy(
         raise InputError(f"{destination} exists already.", "Name another file, or remove it first.") from error
     except OSError as error:
         raise InputError(f"{destination} cannot be written: {error.strerror}.") from error
-    message(f"Wrote {destination}; use it with --preset {destination}")
+    message(f"Wrote {destination}; use it with --preset {shlex.quote(str(destination))}")
