@@ -61,6 +61,8 @@ class LocalMatrix:
     """Number of the matrix in a stack of experts or heads."""
     transposed: bool = False
     """The parameter has rows and columns exchanged against the published tensor."""
+    elsewhere: tuple[str, ...] = ()
+    """Published tensors that another rank holds for this one, which has zeros to add."""
 
     @property
     def full_name(self) -> str:
@@ -224,7 +226,8 @@ def gpt_oss_expert(
     yield LocalMatrix(path, "w2_weight", (down,), hidden, index, transposed=True)
     yield LocalMatrix(path, "w13_bias", (up_bias,), 0, index)
     # The ranks' products are added up, so the first rank alone holds the bias and the others hold zeros.
-    yield LocalMatrix(path, "w2_bias", (down_bias,) if rank == 0 else (), 0, index)
+    elsewhere = (down_bias.tensor,) if rank else ()
+    yield LocalMatrix(path, "w2_bias", () if rank else (down_bias,), 0, index, elsewhere=elsewhere)
 
 
 def latent_halves(

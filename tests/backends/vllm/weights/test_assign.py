@@ -126,6 +126,14 @@ def test_a_rank_need_not_hold_every_tensor() -> None:
     assert one.reloaded == ("model.layers.0.norm", "model.layers.1")
 
 
+def test_what_a_rank_has_zeros_for_is_not_looked_for_in_it() -> None:
+    """The bias of gpt-oss's experts, which the first rank alone holds."""
+    other, norm = "model.layers.1.experts.down_proj_bias", ("model.layers.0.norm", "weight")
+    zeros = replace(MODEL_SITES[-1], parameter="w2_bias", parts=(), elsewhere=(other,))
+    found = assigned([*MODEL_SITES, zeros], norm, tensors=[*TENSORS, other], alone=False)
+    assert found.reloaded == ("model.layers.0.norm",)
+
+
 def test_nothing_is_left_to_write_directly() -> None:
     every = [("embed", "weight"), *((one.path, one.parameter) for one in MODEL_SITES[1:])]
     found = assigned(MODEL_SITES, *every)

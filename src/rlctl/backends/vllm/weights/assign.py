@@ -104,7 +104,7 @@ def _unmatched(sites: Sites, every: list[Site], tensors: set[str], alone: bool) 
     # What one of several workers does not hold another one does, and verification looks at all of them. Where one does
     # not know all of its own parameters, that tells nothing.
     if alone or sites.unknown or sites.opaque:
-        yield from sorted(tensors - held)
+        yield from sorted(tensors - held - {tensor for site in sites.found for tensor in site.elsewhere})
 
 
 def _layer(name: str) -> str:
