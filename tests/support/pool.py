@@ -17,6 +17,8 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
+from rlctl.transport.collective import ServedStore
+
 START_TIMEOUT_S = 180.0
 CASE_TIMEOUT_S = 120.0
 CASES_A_LIFE = 3
@@ -33,8 +35,7 @@ class Pool:
     def _start(self) -> None:
         context = _forking_context()
         # Served from here: a port looked for and given back could be another's by the time rank 0 opens it.
-        limit = datetime.timedelta(seconds=START_TIMEOUT_S)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._store = ServedStore("127.0.0.1", START_TIMEOUT_S)
         port, world_size = self._store.port, self.world_size
         self.cases = 0
         self.processes = []
