@@ -97,6 +97,15 @@ def test_a_sample_depends_on_its_own_seed_alone(engine: HostedEngine) -> None:
     assert len({tuple(rows.tokens_T[rows.slice(g)]) for g in range(4)}) == 4
 
 
+def test_prompts_that_are_computed_in_parts_change_no_sample(engine: HostedEngine) -> None:
+    prompts = [tuple(3 + (29 * i + 7 * j) % 500 for j in range(150 + i)) for i in range(6)]
+    wanted = [GroupRequest(i, prompt, (10 * i,)) for i, prompt in enumerate(prompts)]
+    together = generate(engine, Sampling(8, stop_token_ids=()), wanted)
+    alone = [generate(engine, Sampling(8, stop_token_ids=()), [one])[0] for one in wanted]
+    for (_, mine, _), (_, theirs, _) in zip(together, alone, strict=True):
+        assert np.array_equal(mine.tokens_T, theirs.tokens_T)
+
+
 def test_a_completion_ends_where_the_length_does(engine: HostedEngine) -> None:
     """The engine takes 256 tokens in all."""
     long = GroupRequest(0, tuple(PROMPTS[0][0] for _ in range(250)), (1, 2))

@@ -59,7 +59,8 @@ def start(placement: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     from support.engine_host import PYTHONPATH, SwappingEngine
 
     def spec(model: Path, facts: ModelFacts, **sizes: int) -> EngineSpec:
-        generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, **sizes}
+        # Samples that are computed again after a refit have more tokens together than a step may have.
+        generation = {"max_concurrent": 16, "kv_cache_bytes": 32 << 20, "max_batched_tokens": 256, **sizes}
         config = RlctlConfig.model_validate({"generation": generation})
         return engine_spec(config, facts, model, device="cpu", max_length=256, threads=1)
 

@@ -172,6 +172,32 @@ def find_own_experts() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
+def draw_for_kept_tokens_alone() -> None:
+    """Keep a sample's generator out of the steps that end inside its prompt; before the engine is made.
+
+    Such a step draws a token that is thrown away, and vLLM winds the generator back by an offset that generators on a
+    CPU do not have (0.32: the engine dies once the prompts of a step exceed max_num_batched_tokens). Without its
+    generator the sample draws from the engine's own.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    plain = GPUModelRunner.sample_tokens
+    if getattr(plain, "holds_back", False):
+        return
+
+    def sample_tokens(self: Any, *args: Any, **given: Any) -> Any:
+        generators = self.input_batch.generators
+        inside_prompt = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        held = {place: generators.pop(place) for place in inside_prompt if place in generators}
+        try:
+            return plain(self, *args, **given)
+        finally:
+            generators.update(held)
+
+    sample_tokens.holds_back = True  # type: ignore[attr-defined]
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign]
+
+
 def embed_for_each_layer() -> None:
     """Have Gemma 3n, as a model of text alone, add each layer's own embedding of a token; before the model is loaded.
 

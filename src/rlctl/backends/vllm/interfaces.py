@@ -126,6 +126,8 @@ INTERFACES: tuple[Interface, ...] = (
     Interface(f"{LAYERS}.fused_moe.config:FusedMoEConfig.intermediate_size_per_partition"),
     Interface(f"{LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.unquantized_backend"),
     Interface("vllm._custom_ops:_supports_onednn", platforms=CPU),
+    *(Interface(f"{RUNNER}.{name}", platforms=CPU) for name in ("sample_tokens", "discard_request_mask")),
+    Interface("vllm.v1.worker.gpu_input_batch:InputBatch.generators", platforms=CPU),
     Interface(
         f"{LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu", ("positions", "query", "key"), platforms=CPU
     ),

@@ -189,6 +189,7 @@ compat.embed_for_each_layer()
 if current_platform.is_cpu():
     compat.rotate_every_head()
     compat.find_own_experts()
+    compat.draw_for_kept_tokens_alone()
     compat.gather_unequal_parts()
 if os.environ.get(PLAIN_PARAMETERS) == "1":
     compat.keep_parameters_plain()
