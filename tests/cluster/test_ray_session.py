@@ -271,9 +271,12 @@ def test_a_dead_process_of_ray_is_named_and_nothing_is_left(
     tmp_path: Path, victim: str, seconds: int, finished: Any, said: str
 ) -> None:
     """Calls under way are finished where they can be, also those that take longer than the minute for which Ray's
-    processes wait for a lost control process. Workers are as nice as the run."""
-    arguments = ["nice", "-n", "3", sys.executable, "-c", RUN, str(tmp_path / "logs"), victim, str(seconds)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
+    processes wait for a lost control process. Workers are as nice as the run, and start below `uv run` too."""
+    script = tmp_path / "run"
+    script.write_text('nice -n 3 "$@"\n')
+    below_uv = ["bash", "-c", 'exec -a uv bash "$0" "$@"', "run"]
+    arguments = [*below_uv, sys.executable, "-c", RUN, str(tmp_path / "logs"), victim, str(seconds)]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["error"] == said

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import sysconfig
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -85,8 +87,9 @@ class Head:
 
 @pytest.fixture(scope="module")
 def placement():
-    with ray_session():
-        yield Placement(2, gpus=False, timeout_s=240)
+    """Places with a GPU each, by Ray's account."""
+    with ray_session(gpus=2):
+        yield Placement(2, gpus=True, timeout_s=240)
 
 
 def start_group(placement, logs):
@@ -103,8 +106,16 @@ def group(placement, tmp_path):
 
 @pytest.fixture(scope="module")
 def lasting(placement, tmp_path_factory):
-    """A group for the tests that leave it as it was."""
-    group = start_group(placement, tmp_path_factory.mktemp("logs"))
+    """A group for the tests that leave it as it was: rank 0 has a GPU and rank 1 none. The PATH has no environment."""
+    first, second = placement.bundles
+    specs = [WorkerSpec({"rank": rank}, (one,), {"FLAVOUR": f"f{rank}", "PATH": "/usr/bin:/bin"})
+             for rank, one in enumerate((first, replace(second, gpu=None)))]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS")
+        group = WorkerGroup(
+            "counter", Counter, specs, placement, tmp_path_factory.mktemp("logs"), start_timeout_s=120,
+            call_timeout_s=60,
+        )  # fmt: skip
     yield group
     group.kill()
 
@@ -122,6 +133,24 @@ def test_results_come_in_rank_order_and_environment_is_per_rank(lasting):
     assert group.call_each(Counter.rank_plus, [(1,), (5,)]) == [1, 6]
     assert group.call(Counter.environment, "FLAVOUR") == ["f0", "f1"]
     assert len(set(group.pids)) == 2
+
+
+def test_ranks_see_their_gpu_and_divide_the_cores_of_their_node_by_its_gpus(lasting, monkeypatch):
+    """Ray gives a process one thread. Those without a GPU keep it, as do those whose threads the user has set."""
+    assert lasting.call(Counter.environment, "CUDA_VISIBLE_DEVICES") == ["0", ""]
+    cores = len(os.sched_getaffinity(0))
+    assert lasting.call(Counter.environment, "OMP_NUM_THREADS") == [str(cores), "1"]
+    assert lasting._sharers(0) == 0  # the tests have set OMP_NUM_THREADS
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    workers.share_cores(8)
+    assert os.environ["OMP_NUM_THREADS"] == "8"
+
+
+def test_workers_find_the_programs_of_their_environment(lasting):
+    """FlashInfer looks for `ninja` on the PATH."""
+    own = sysconfig.get_path("scripts")
+    assert lasting.call(Counter.environment, "PATH") == [f"{own}:/usr/bin:/bin"] * 2
 
 
 def test_workers_read_their_own_files_whatever_the_locale_and_whatever_is_warned_of(lasting):

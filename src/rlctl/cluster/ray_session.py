@@ -116,6 +116,8 @@ def ray_session(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # At its end Ray would set SIGTERM back to what kills at once, and nothing would be cleared up or told any more.
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    # Below `uv run` Ray would start each worker by another `uv run`, which makes an environment without rlctl for it.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     logging.getLogger("ray").setLevel(logging.ERROR)  # its notices at start-up are not the user's to act on
     with _started(gpus, logs) if address is None else _joined(address, tell):
         yield

@@ -17,6 +17,7 @@ import re
 import resource
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -105,13 +106,16 @@ class WorkerPlaces:
 class _Host:
     """Runs inside the worker process: sends its output to the log file and calls the worker's methods."""
 
-    def __init__(self, log_path: str) -> None:
+    def __init__(self, log_path: str, sharers: int) -> None:
         Path(log_path).parent.mkdir(parents=True, exist_ok=True)
         log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(log, 1)
         os.dup2(log, 2)
+        find_own_programs()
+        if sharers:
+            share_cores(sharers)
         listen_at_node_address()
         progress.host(Path(log_path).stem)
         self.worker: Any = None
@@ -160,6 +164,19 @@ class _Host:
             traceback.print_exc()
             # The original may not unpickle in the driver (exceptions of C extensions); its text always does.
             raise WorkerError(f"{type(error).__name__}: {error}") from None
+
+
+def find_own_programs() -> None:
+    """Put the programs of this environment on the PATH. FlashInfer looks there for `ninja`, and is left out without a
+    word where it finds none; the shell or the service that started Ray has seldom activated the environment."""
+    own, path = sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)
+    if own not in path.split(os.pathsep):
+        os.environ["PATH"] = own + os.pathsep + path
+
+
+def share_cores(processes: int) -> None:
+    """Divide the cores that this process may use by `processes` of its kind. Ray lets it have one thread otherwise."""
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def listen_at_node_address() -> None:
@@ -288,8 +305,17 @@ class WorkerGroup(Generic[W_co]):
                 scheduling_strategy=self._placement.strategy(spec.bundles[0].index),
                 runtime_env={"env_vars": spec.environment()},
             )
-            .remote(str(self.log_path(rank)))
+            .remote(str(self.log_path(rank)), self._sharers(rank))
         )
+
+    def _sharers(self, rank: int) -> int:
+        """How many GPUs of the rank's node the group has, by which it divides the node's cores; 0: the rank computes on
+        none, or its threads are set already."""
+        environment, node = self.specs[rank].environment(), self.specs[rank].bundles[0].node
+        if not environment["CUDA_VISIBLE_DEVICES"] or "OMP_NUM_THREADS" in {**os.environ, **environment}:
+            return 0
+        bundles = [bundle for spec in self.specs for bundle in spec.all_bundles]
+        return sum(bundle.gpu is not None and bundle.node == node for bundle in bundles)
 
     def _begin(self, rank: int) -> Any:
         spec, kwargs = self.specs[rank], dict(self.specs[rank].kwargs)
