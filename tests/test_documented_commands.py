@@ -158,7 +158,7 @@ def test_commands_that_train_or_sample(
 ) -> None:
     """As dry runs: keys, files, data and plan are checked. The scoring process is left to the slow test."""
     monkeypatch.setattr("rlctl.envs.rewards._trial", lambda plan, sources: dict.fromkeys(sources, ()))
-    monkeypatch.setattr("rlctl.rl.algorithms.available._tried", lambda loss: ())
+    monkeypatch.setattr("rlctl.rl.algorithms.available.call_in_child", lambda *_, **__: ())
     monkeypatch.setattr(
         "rlctl.apps.prepare.wanted_loggers", lambda run, tell, optional: ()
     )  # packages that need not be there

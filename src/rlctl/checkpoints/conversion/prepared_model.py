@@ -7,23 +7,16 @@ four-bit experts, lie on the disk of one node, or be gone from the hub's cache.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from types import FrameType
-from typing import cast
 
-from rlctl import errors
 from rlctl.checkpoints import locations
 from rlctl.checkpoints.conversion import record
 from rlctl.checkpoints.hf.hf_files import read_config
@@ -35,6 +28,7 @@ from rlctl.checkpoints.locations import NAMED
 from rlctl.checkpoints.megatron.megatron_directory import RELEASE, MegatronDirectory
 from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.checkpoints.staging import FREE_SPACE_MARGIN, any_content
+from rlctl.child import call_in_child
 from rlctl.config.files import temporary_folder
 from rlctl.errors import InputError, MachineError, RlctlError
 from rlctl.models.facts import ModelFacts
@@ -215,82 +209,23 @@ def fingerprints_of(source: ModelSource, dtype: str) -> dict[str, int]:
     return {} if source.megatron is None else record.fingerprints(source.megatron, dtype)
 
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-CLEARING_S = 30.0
-"""Most seconds that an interrupted conversion may take to remove what it wrote."""
-
-
 def convert_in_child(source: Path, destination: Path, dtype: str) -> None:
-    """Run `hf_to_megatron` in a child, content with a destination that was made of the same source before; with the
-    dtype `TEXT`, `take_text_part`.
+    """Run `hf_to_megatron` in a child, or `take_text_part` for the dtype `TEXT`. A destination that was made of the
+    same source before is the result.
 
-    Its memory and threads end with it, and a signal to either process stops both, also one that kills the parent: the
-    child removes what it wrote. It shows progress on stderr, and says on stdout what went wrong: that error is raised,
-    of the class that it had there.
+    The memory and threads of a conversion end with the child. A signal to either process stops both, and the child
+    removes what it wrote.
     """
-    # -P: no module of the directory that the user works in replaces one of Python's.
-    command = [sys.executable, "-P", "-m", __name__, str(source), str(destination), dtype]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        answer, _ = process.communicate()
-    except BaseException:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(CLEARING_S)
-        raise
-    finally:
-        process.kill()  # does nothing where it has ended
-        process.wait()
-    if process.returncode < 0:
-        why = f"The conversion of {source} was killed by signal {-process.returncode}."
-        raise RlctlError(why, "Was memory short? Run again; what it left is removed then.")
-    if process.returncode == errors.EXIT_INTERRUPTED:
-        raise RlctlError(f"The conversion of {source} was told to stop by a signal.", "Run again to convert it.")
-    if process.returncode:
-        raise _error(answer)
+    call_in_child(f"the conversion of {source}", partial(_convert_here, source, destination, dtype))
 
 
-def _error(answer: str) -> RlctlError:
-    """The error that a child has written to stdout."""
-    try:
-        kind, message, hint = json.loads(answer)
-    except ValueError:
-        return RlctlError("The conversion failed unexpectedly; its traceback is above.")
-    found = getattr(errors, kind, RlctlError)
-    return cast(type[RlctlError], found)(message, hint)
+def _convert_here(source: Path, destination: Path, dtype: str) -> None:
+    from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, take_text_part
+    from rlctl.checkpoints.conversion.stream import progress_bar
 
-
-def _main(source: str, destination: str, dtype: str) -> int:
-    """Convert; exit code 130 for an interruption, and 1 for an error, which is written to stdout."""
-    interrupted = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if not interrupted:  # later signals let the clean-up go on
-            interrupted = True
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, interrupt)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    try:
-        from rlctl.checkpoints.conversion.hf_megatron import Options, hf_to_megatron, take_text_part
-        from rlctl.checkpoints.conversion.stream import progress_bar
-
-        with progress_bar() as show:
-            tell = partial(print, file=sys.stderr, flush=True)
-            options = Options(None if dtype == TEXT else dtype, reuse=True, progress=show, tell=tell)
-            convert = take_text_part if dtype == TEXT else hf_to_megatron
-            convert(Path(source), Path(destination), options)
-    except KeyboardInterrupt:
-        return errors.EXIT_INTERRUPTED
-    except RlctlError as error:
-        found = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        json.dump([found.__name__, error.message, error.hint], sys.stdout)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    with progress_bar() as show:
+        tell = partial(print, flush=True)
+        if dtype == TEXT:
+            take_text_part(source, destination, Options(reuse=True, progress=show, tell=tell))
+        else:
+            hf_to_megatron(source, destination, Options(dtype, reuse=True, progress=show, tell=tell))

@@ -1,18 +1,16 @@
 """The facts of a model in a directory. Where its family has no file in `models/`, they follow from the modules that
-transformers builds of its configuration, or these say why it cannot be trained.
-
-A process without torch has the facts found by another one, which runs this file: the driver does without torch.
+transformers builds of its configuration, or these say why it cannot be trained. A process without torch has them found
+by another one: the driver does without torch.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,8 @@ from rlctl.checkpoints.hf.transformers_model import (
     layers_path,
     meta_model,
 )
+from rlctl.child import call_in_child
 from rlctl.errors import InputError
-from rlctl.models.catalog import facts_of
 from rlctl.models.facts import ListedTensor, ModelFacts, MoeFacts, RopeFacts
 from rlctl.models.families import facts_from_hf_config, other_architecture
 from rlctl.models.hf_config import rope_of
@@ -101,22 +99,7 @@ def _text(file: Path) -> str:
 def _described(directory: Path, _config: str) -> ModelFacts:
     if "torch" in sys.modules:
         return describe(directory)
-    command = [sys.executable, "-P", "-m", __name__, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise InputError(f"{directory}: transformers could not be asked about this model: {told[0]}.", NEXT)
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "message" in answer:
-        raise InputError(answer["message"], answer["hint"])
-    rows: list[dict[str, Any]] = answer.pop("listed")
-    listed = tuple(ListedTensor(**{key: _as_tuple(value) for key, value in row.items()}) for row in rows)
-    plain = {key: value for key, value in answer.items() if value is not None}
-    return facts_of(plain | {"listed": listed})
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return call_in_child(f"asking transformers about {directory}", partial(describe, directory), quiet=True)
 
 
 # A family without a file
@@ -436,15 +419,3 @@ def _moe(inner: Any, listed: tuple[ListedTensor, ...]) -> MoeFacts | None:
         raise _refusal(type(inner).__name__, f"its config.json does not say how many experts a token has ({CHOSEN[0]})")
     per_token = max(chosen) if isinstance(chosen, list | tuple) else int(chosen)
     return MoeFacts(ups[0].module_shape[0], per_token, ups[0].shape[0], dense_layers=dense)
-
-
-def _main(directory: str) -> None:
-    try:
-        answer = asdict(describe(Path(directory)))
-    except InputError as error:
-        answer = {"message": error.message, "hint": error.hint}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -1,18 +1,16 @@
 """The text part of a model that takes images or sound as well: its configuration, and the stored tensors that hold it.
 
-transformers says both: the class of the text section, and under which names whole and part are published. A process
-without torch has the configuration made by another one, which runs this file.
+transformers says both: the class of the text section, and under which names whole and part are published.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from rlctl.checkpoints.hf.hf_model import SCALE
 from rlctl.checkpoints.hf.published_tensors import CannotFollowError, listed_tensors
 from rlctl.checkpoints.hf.safetensors_files import INDEX, SafetensorsDirectory, StoredTensor, read_header, shard_files
 from rlctl.checkpoints.hf.transformers_model import body_path, head_path
+from rlctl.child import call_in_child
 from rlctl.errors import InputError, listed
 from rlctl.models.facts import ListedTensor
 from rlctl.models.families import sees
@@ -95,16 +94,8 @@ def _stores_head(directory: Path) -> bool | None:
 def _text_config(directory: Path, config: str, stores_head: bool | None) -> dict[str, Any]:
     if "torch" in sys.modules:
         return _made_config(json.loads(config), stores_head)
-    command, asked = [sys.executable, "-P", "-m", __name__], json.dumps([json.loads(config), stores_head])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-    if done.returncode:
-        told = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise InputError(f"{directory}: transformers could not be asked about its text part: {told[0]}.", NEXT)
-    answer = json.loads(done.stdout.splitlines()[-1])
-    if "message" in answer:
-        raise InputError(answer["message"], answer["hint"])
-    config_of_text: dict[str, Any] = answer["config"]
-    return config_of_text
+    doing = f"asking transformers about the text part of {directory}"
+    return call_in_child(doing, partial(_made_config, json.loads(config), stores_head), quiet=True)
 
 
 def _made_config(config: dict[str, Any], stores_head: bool | None) -> dict[str, Any]:
@@ -365,15 +356,3 @@ def _require_all(
     if lost := [found[name].stored.name for name in extra if not any(re.search(each, name) for each in ignored)]:
         why = f"{directory}: {listed(lost)} belongs to the text part, but transformers' text model has no such tensor."
         raise InputError(why, "A newer transformers may know it; without it the text part would not be the same.")
-
-
-def _main() -> None:
-    try:
-        answer = {"config": _made_config(*json.load(sys.stdin))}
-    except InputError as error:
-        answer = {"message": error.message, "hint": error.hint}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    _main()

@@ -9,21 +9,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlctl.backends.batch import TokenBatch
+from rlctl.child import call_in_child
 from rlctl.config.plugins import find_plugin, load_plugin, origin, plugin_names
 from rlctl.config.schema import RlctlConfig
 from rlctl.data.rollouts import Rollout, RolloutGroup
 from rlctl.envs.user_function import UserCode, is_reference
-from rlctl.errors import ConfigError, InputError, RlctlError, WaitTimeoutError, WorkerError, suggest
+from rlctl.errors import ConfigError, InputError, suggest
 from rlctl.rl.algorithms.algorithm import NAMES_OF_A_STEP, Algorithm
 from rlctl.telemetry.metrics import Metric
 
@@ -54,12 +52,6 @@ _registered: dict[str, Factory] = {}
 FORM = "Its form is `def loss(batch)` or `def loss(batch, options)`: see docs/training.md."
 TRIAL_TIMEOUT_S = 300.0
 TRIAL_TOKENS = 7
-PACKAGES = str(Path(__file__).parents[3])
-# What the file prints goes to stderr.
-TRIAL = (
-    "import os, pickle, sys; sys.path.append(sys.argv[1]); out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1)\n"
-    "from rlctl.rl.algorithms.available import trial; out.write(pickle.dumps(trial(pickle.load(sys.stdin.buffer))))"
-)
 
 
 def register(name: str, factory: Factory) -> None:
@@ -97,7 +89,9 @@ def algorithm_from_config(config: RlctlConfig) -> Algorithm:
         _require_free_names(algorithm, f"algorithm {config.run.algorithm}")
         return algorithm
     code = UserCode.read(config.loss.function, "Loss")
-    loss = UserLoss(algorithm, code, _tried(UserLoss(algorithm, code)))
+    untried = UserLoss(algorithm, code)
+    doing = f"the trial of loss function {code.reference}"
+    loss = UserLoss(algorithm, code, call_in_child(doing, partial(trial, untried), limit_s=TRIAL_TIMEOUT_S))
     _require_free_names(loss, f"loss function {code.reference}")
     return loss
 
@@ -284,34 +278,11 @@ class UserLoss(Algorithm):
         return loss_R, values
 
 
-def _tried(loss: UserLoss) -> tuple[str, ...]:
-    """Call the function once on made-up tokens in a process of its own; return the names of its metrics.
+def trial(loss: UserLoss) -> tuple[str, ...]:
+    """Call the function once on made-up tokens; return the names of its metrics.
 
     Raises InputError where it fails, returns something else than a loss, or does not depend on the policy.
     """
-    # -P: no module of the directory that the user works in replaces one of Python's.
-    command = [sys.executable, "-P", "-c", TRIAL, PACKAGES]
-    try:
-        done = subprocess.run(
-            command, input=pickle.dumps(loss), stdout=subprocess.PIPE, timeout=TRIAL_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise WaitTimeoutError(
-            f"Loss function {loss.code.reference} took longer than {TRIAL_TIMEOUT_S:.0f} s on a few tokens."
-        ) from error
-    if done.returncode != 0:
-        raise WorkerError(
-            f"The trial of loss function {loss.code.reference} ended with exit code {done.returncode}.",
-            "Its output is above.",
-        )
-    answer = pickle.loads(done.stdout)
-    if isinstance(answer, RlctlError):
-        raise answer
-    return answer
-
-
-def trial(loss: UserLoss) -> tuple[str, ...] | RlctlError:
-    """Return the names of the metrics that the function returns, or what is wrong with it."""
     import torch
 
     try:
@@ -328,7 +299,7 @@ def trial(loss: UserLoss) -> tuple[str, ...] | RlctlError:
             raise InputError(f"Loss function {loss.code.reference} returned a loss or gradient that is not finite.")
         return tuple(values)
     except InputError as error:
-        return InputError(error.message, error.hint or FORM)
+        raise InputError(error.message, error.hint or FORM) from error
 
 
 def _made_up_batch(needs: frozenset[str], top: int = 0) -> TokenBatch:

@@ -1,0 +1,110 @@
+"""A function called in a process of its own, whose result or error comes back.
+
+For work that needs torch where the caller does without it, that takes memory or threads which should end with it, or
+that runs a user's code for the first time. The child ends with its caller, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from rlctl.errors import EXIT_INTERRUPTED, RlctlError, WaitTimeoutError, first_line
+
+T = TypeVar("T")
+
+PACKAGES = str(Path(__file__).parents[1])
+MAIN = "import sys; sys.path.append(sys.argv[1]); from rlctl.child import main; main(int(sys.argv[2]))"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+CLEARING_S = 30.0
+"""Most seconds that a child may take to remove what it wrote after it was interrupted."""
+
+
+def call_in_child(doing: str, function: Callable[[], T], *, limit_s: float | None = None, quiet: bool = False) -> T:
+    """Return what `function` returns, a function of a module or a `partial` of one. What it prints goes to stderr, or
+    nowhere if it is to be `quiet`: libraries that are only asked a question print warnings too.
+
+    `doing` is a phrase for messages, such as "the conversion of X". Raises the RlctlError that the function raises,
+    WaitTimeoutError after `limit_s` seconds, and RlctlError where it fails otherwise or is killed.
+    """
+    with tempfile.TemporaryFile() as answer:
+        # -P: no module of the directory that the user works in replaces one of Python's.
+        command = [sys.executable, "-P", "-c", MAIN, PACKAGES, str(answer.fileno())]
+        errors_to = subprocess.DEVNULL if quiet else None
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors_to, pass_fds=[answer.fileno()])
+        try:
+            process.communicate(pickle.dumps(function), limit_s)
+        except subprocess.TimeoutExpired as error:
+            process.kill()
+            raise WaitTimeoutError(f"{_capital(doing)} took longer than {limit_s:g} s.") from error
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(CLEARING_S)
+                process.kill()
+                process.wait()
+        answer.seek(0)
+        return _result(doing, process.returncode, answer.read())
+
+
+def _result(doing: str, code: int, answer: bytes) -> Any:
+    if code < 0:
+        why = f"{_capital(doing)} was killed by signal {-code}."
+        raise RlctlError(why, "If memory was short (`dmesg` says so), free some and run the command again.")
+    if code == EXIT_INTERRUPTED:
+        raise RlctlError(f"{_capital(doing)} was stopped by a signal.", "Run the command again.")
+    if not answer:
+        raise RlctlError(f"{_capital(doing)} ended with exit code {code}.", "Its output is above.")
+    value, error = pickle.loads(answer)
+    if isinstance(error, RlctlError):
+        raise error
+    if error is not None:
+        raise RlctlError(f"{_capital(doing)} failed unexpectedly: {error}.")
+    return value
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def main(answer: int) -> None:
+    """Call the function that stdin holds, and write (result, error) to the file with the descriptor `answer`."""
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:  # later signals let the function clean up
+            interrupted = True
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as it is under nohup
+            signal.signal(number, interrupt)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    os.set_inheritable(answer, False)
+    os.dup2(2, 1)
+    value: Any = None
+    error: RlctlError | str | None = None
+    try:
+        value = pickle.load(sys.stdin.buffer)()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except RlctlError as raised:
+        error = raised
+    except Exception as raised:  # noqa: BLE001 - whatever a library raises is told to the caller
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {first_line(raised)}"
+    with os.fdopen(answer, "wb") as stream:
+        stream.write(pickle.dumps((value, error)))
