@@ -33,6 +33,7 @@ REFUSALS = frozenset({
 
 # name -> (module with a Typer `app`, its line in `rlctl --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("rlctl.commands.init", "Write a configuration, data and a reward to begin with."),
     "train": ("rlctl.commands.train", "Train a model with reinforcement learning."),
     "generate": ("rlctl.commands.generate", "Sample completions from a model or a run's checkpoint."),
     "eval": ("rlctl.commands.eval", "Measure how often models answer tasks rightly, side by side."),

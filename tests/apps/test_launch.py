@@ -165,6 +165,25 @@ def test_names_and_plan_are_looked_at_before_data_and_tokenizer(files, tiny_llam
     assert said in capsys.readouterr().err
 
 
+def test_a_dry_run_shows_the_first_prompt_and_what_the_rewards_give(files, tiny_llama, capsys):
+    template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+    dry = train(tiny_llama, "--chat-template", template, "--dry-run")
+    assert run([*dry, "--completion", "perhaps 1", "--json"]) == 0
+    look = json.loads(capsys.readouterr().out)["first_look"]
+    [prompt] = look["prompts"]
+    assert prompt["text"] == "<s>0 + 1 =</s>"
+    assert prompt["tokens"] in look["prompt_tokens"]
+    assert [(trial["completion"], trial["scores"], trial["reward"]) for trial in prompt["trials"]] == [
+        ("1", {"exact-match": 1.0}, 1.0), ("perhaps 1", {"exact-match": 1.0}, 1.0),
+    ]  # fmt: skip
+    assert run([*dry, "--completion", "2"]) == 0
+    shown = capsys.readouterr().out
+    for line in ("    | <s>0 + 1 =</s>", "1 for '1' (exact-match 1)", "0 for '2' (exact-match 0)", "longest"):
+        assert line in shown
+    assert run(train(tiny_llama, "--completion", "2")) == 2
+    assert "--completion is for --dry-run" in capsys.readouterr().err
+
+
 def test_a_dry_run_looks_at_the_place_of_the_run(files, tiny_llama, capsys):
     assert run(train(tiny_llama, "--run-dir", "sums.jsonl", "--dry-run")) == 2
     assert "sums.jsonl is a file" in capsys.readouterr().err

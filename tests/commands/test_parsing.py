@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlctl import cli
+from rlctl.commands import options
 from rlctl.commands.output import message
 from rlctl.commands.parsing import ALIASES, SIMILAR
 from rlctl.config.keys import field
@@ -80,6 +81,38 @@ def test_another_trainers_name_with_our_meaning_works_and_is_in_no_help(asked: A
     with command.make_context("grpo", ["--learning-rate", "0.5", "--num-generations=4", "--max-steps", "7"]) as context:
         assert (context.params["lr"], context.params["generations"], context.params["steps"]) == (0.5, 4, 7)
     assert not any(alias in asked("train", "grpo", "-h")[1] for alias in ("--learning-rate", "--num-generations"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "rank", "overrides"),
+    [
+        ("--lora", 16, ()),
+        ("--lora 8", 8, ()),
+        ("--lora=4 run.steps=3", 4, ["run.steps=3"]),
+        ("--lora run.steps=3", 16, ["run.steps=3"]),
+        ("--lora --steps 3", 16, ()),
+        ("--lora-rank 2", 2, ()),
+        ("--use-peft", 16, ()),
+    ],
+)
+def test_adapters_have_a_rank_where_none_is_given(typed: str, rank: int, overrides: object) -> None:
+    command = cli.load_command("train").commands["grpo"]
+    with command.make_context("grpo", typed.split()) as context:
+        assert (context.params["lora"], context.params["overrides"]) == (rank, overrides)
+
+
+def test_short_names_of_a_run_set_their_keys() -> None:
+    line = ("--val-data held.jsonl --prompt-field question --answer-field reply --temperature 0.5 --wandb "
+            "--tensorboard --lora 8")  # fmt: skip
+    with cli.load_command("train").commands["grpo"].make_context("grpo", line.split()) as context:
+        resolved = options.resolve_config(**context.params)
+    config = resolved.config
+    assert (config.data.prompt_field, config.data.answer_field) == ("question", "reply")
+    assert (config.validation.data.name, config.validation.at_start, config.validation.at_end) == (
+        "held.jsonl", True, True,
+    )  # fmt: skip
+    assert (config.generation.temperature, config.run.loggers) == (0.5, ("wandb", "tensorboard"))
+    assert (config.training.lora.rank, resolved.origin["training.lora.rank"]) == (8, "flag --lora")
 
 
 def test_every_name_leads_to_a_flag_or_key_that_exists() -> None:

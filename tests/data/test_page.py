@@ -56,7 +56,7 @@ def test_the_page_s_commands_have_options_that_there_are() -> None:
 
     grpo = get_group(app).commands["grpo"]
     commands = [line for block in BLOCKS for line in block.splitlines() if line.startswith("rlctl ")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for line in commands:
         _, _, _, *words = shlex.split(line)
         assert grpo.make_context("grpo", words).params["data"]

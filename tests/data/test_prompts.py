@@ -122,6 +122,17 @@ def test_jsonl_fields_can_be_named_and_size_limits(tmp_path: Path) -> None:
     assert [row.answer for row in (source[i] for i in range(len(source)))] == [0, 1, 2, 3]
 
 
+def test_messages_are_the_prompt_where_nobody_names_another(tmp_path: Path) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
+    path = write_jsonl(tmp_path / "d.jsonl", [{"messages": said, "answer": "5"}])
+    assert open_file(path)[0].prompt == said
+    assert open_file(path, prompt_template="Q: {prompt}")[0].prompt == said
+    own = write_jsonl(tmp_path / "own.jsonl", [{"messages": said, "prompt": "4 + 5?"}])
+    assert open_file(own)[0].prompt == "4 + 5?"
+    made = write_jsonl(tmp_path / "made.jsonl", [{"messages": said, "question": "6 + 7?"}])
+    assert open_file(made, prompt_template="Q: {question}")[0].prompt == "Q: 6 + 7?"
+
+
 def test_answers_in_the_form_of_gsm8k_are_cut_to_the_final_number(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "q", "answer": "First 48/2 = 24.\n#### 72"}])
     assert open_file(path)[0].answer == "72"
@@ -138,10 +149,11 @@ def test_jsonl_fingerprint_follows_the_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (['{"prompt": "a"}', "", '{"question": "b"}'], ["line 3", "'prompt'", "data.prompt_field", "question"]),
-        (['{"promt": "a"}'], ["line 1", "'prompt'", "Did you mean promt? Then add --set data.prompt_field=promt."]),
-        (['{"messages": [], "id": 1}'], ["Then add --set data.prompt_field=messages", "Its fields are messages, id"]),
-        (['{"text": "a"}'], ["Its fields are text; name the right one with --set data.prompt_field=..."]),
+        (['{"prompt": "a"}', "", '{"question": "b"}'], ["line 3", "'prompt'", "--prompt-field question"]),
+        (['{"promt": "a"}'], ["line 1", "'prompt'", "Did you mean promt? Then add --prompt-field promt."]),
+        (['{"messages": [], "id": 1}'], ["line 1", "'messages'", "empty"]),
+        (['{"question": "a", "id": 1}'], ["Then add --prompt-field question", "Its fields are question, id"]),
+        (['{"text": "a"}'], ["Its fields are text; name the right one with --prompt-field NAME."]),
         (["[", '  {"prompt": "a"}', "]"], ["line 1", "not JSON", "jq -c '.[]'"]),
         (['{"prompt": [{"from": "human", "value": "q"}]}'], ["chat messages", "this one has from, value"]),
         (['{"prompt": [{"role": "assistant", "content": "a"}]}'], ["line 1", "ends with a message of the assistant"]),
@@ -223,7 +235,7 @@ def test_a_folder_with_the_name_of_a_data_file(tmp_path: Path) -> None:
 
 def test_a_named_answer_field_must_exist(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "solutions": "b"}])
-    with pytest.raises(InputError, match=r"no field 'solution' \(data\.answer_field\)\. Did you mean solutions"):
+    with pytest.raises(InputError, match=r"no field 'solution' \(--answer-field\)\. Did you mean solutions"):
         open_file(path, answer_field="solution")
 
 
@@ -356,7 +368,7 @@ def test_a_directory_of_all_kinds_of_files_is_not_looked_through(
 def test_wrong_splits_and_fields_of_a_dataset(saved_dataset: Path) -> None:
     with pytest.raises(InputError, match=r"no split 'tset'\. Did you mean test"):
         open_file(saved_dataset / "splits", split="tset")
-    with pytest.raises(InputError, match=r"no field 'question' \(data\.prompt_field\)"):
+    with pytest.raises(InputError, match=r"no field 'question' \(--prompt-field\)"):
         open_file(saved_dataset / "one", prompt_field="question")
 
 

@@ -212,7 +212,7 @@ def test_each_source_is_scored_by_its_own_reward(tmp_path: Path) -> None:
         ("task", ["'task'", "data.jsonl"]),
         ("reward.py", ["does not name a function"]),
         ("nowhere/reward.py:score", ["there is no file nowhere/reward.py"]),
-        ("math-verify", ["no", "data.answer_field"]),
+        ("math-verify", ["no", "--answer-field"]),
     ],
 )
 def test_wrong_rewards(tmp_path: Path, name: str, words: list[str]) -> None:

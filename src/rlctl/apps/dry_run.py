@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlctl.apps.backend_arguments import BackendArguments, differences
 from rlctl.apps.generate import CompletionJob
@@ -19,6 +20,7 @@ from rlctl.checkpoints.model_source import ModelSource, of_megatron
 from rlctl.config.load import DEFAULT, PLANNER, Resolved
 from rlctl.config.paths import user_path
 from rlctl.config.schema import ModelConfig
+from rlctl.envs.scorers import Trial
 from rlctl.errors import InputError, MachineError
 from rlctl.models.catalog import lookup
 from rlctl.planner.from_config import PROMPT_TOKENS, local_gpus
@@ -29,6 +31,10 @@ from rlctl.runs.directory import Checkpoint, RunDirectory
 
 DECIDED = (DEFAULT, PLANNER, "prompts")
 """Origins of values that nobody set."""
+SHOWN_LINES = 8
+"""Lines of a prompt that are shown of its beginning, and as many of its end."""
+SHOWN_COLUMNS = 60
+"""Columns of a completion that are shown."""
 LEAST_COLUMNS, MOST_COLUMNS = 12, 40
 """Columns that values take before their origins; longer ones push theirs to the right."""
 
@@ -41,11 +47,15 @@ class DryRun:
     plan: Plan
     arguments: BackendArguments
     notes: tuple[str, ...]
+    first_look: FirstLook | None = None
+    """None: no data was opened."""
 
     @classmethod
     def of(cls, job: Job, told: Sequence[str] = ()) -> DryRun:
         """The dry run of a prepared job; `told` is what was said while it was prepared."""
-        return cls(job.resolved, job.plan, BackendArguments.of(job.crew_spec()), (*about(job), *told))
+        return cls(
+            job.resolved, job.plan, BackendArguments.of(job.crew_spec()), (*about(job), *told), FirstLook.of(job)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +64,7 @@ class DryRun:
             "arguments": self.arguments.to_json(),
             "pinned": self.arguments.pinned(self.resolved),
             "notes": list(self.notes),
+            "first_look": asdict(self.first_look) if self.first_look else None,
         }
 
     def text(self, explain: bool) -> str:
@@ -63,6 +74,7 @@ class DryRun:
         lines += ["  values" if explain else "  set", *self._values(explain), ""]
         if explain:
             lines += [*self.arguments.text(), ""]
+        lines += [*self.first_look.text(), ""] if self.first_look else []
         lines += ["  to know", *self._notes(), ""]
         if not explain:
             lines.append("  --explain shows the rule behind each value, all values, and the engines' arguments.")
@@ -92,8 +104,73 @@ class DryRun:
         return [line for note in notes for line in wrapped(note.removeprefix("note: "), "    ", "      ")]
 
 
-def dry_train(resolved: Resolved) -> DryRun:
-    """Configuration and plan with every check that needs no process, and notes on what could not be checked here."""
+@dataclass(frozen=True)
+class FirstLook:
+    """The first prompt of each source as the model reads it, the lengths of the prompts, and what the rewards give."""
+
+    prompts: tuple[FirstPrompt, ...]
+    prompt_tokens: tuple[int, ...]
+    """Lengths of the first prompts that the run uses."""
+
+    @classmethod
+    def of(cls, job: Job) -> FirstLook:
+        prompts = []
+        for source in job.prompts.sources:
+            row, plan = source.prompts[0], job.rewards.part(source.label)[0] if job.rewards else None
+            tokens = source.encoder.encode(row)
+            text = cast(str, source.encoder.tokenizer.decode(list(tokens), skip_special_tokens=False))
+            prompts.append(FirstPrompt(row.where, len(tokens), text, plan.trials if plan else ()))
+        return cls(tuple(prompts), job.prompt_tokens)
+
+    def text(self) -> list[str]:
+        """Return lines with all of it; a long prompt is shown by its beginning and its end."""
+        lines = []
+        for prompt in self.prompts:
+            lines += [f"  first prompt  {prompt.where}, {prompt.tokens:,} tokens", *_shown(prompt.text)]
+            lines += [line for trial in prompt.trials for line in _given(trial)]
+        ordered = sorted(self.prompt_tokens)
+        shares = {"shortest": 0.0, "median": 0.5, "95%": 0.95, "longest": 1.0}
+        found = (f"{name} {ordered[round(share * (len(ordered) - 1))]:,}" for name, share in shares.items())
+        return [*lines, f"  tokens of the first {len(ordered):,} prompts  {', '.join(found)}"]
+
+
+@dataclass(frozen=True)
+class FirstPrompt:
+    """One prompt as the model reads it, and what the rewards give its completions."""
+
+    where: str
+    tokens: int
+    text: str
+    """The prompt with its special tokens."""
+    trials: tuple[Trial, ...]
+    """Its reference answer, and the completion that the user gave if there is one."""
+
+
+def _shown(text: str) -> list[str]:
+    """Return the lines of a prompt; of a long one, its beginning and its end."""
+    lines = [
+        f"    | {line}".rstrip()
+        for paragraph in text.split("\n")
+        for line in textwrap.wrap(paragraph, columns() - 6, drop_whitespace=False, replace_whitespace=False) or [""]
+    ]
+    left_out = len(lines) - 2 * SHOWN_LINES
+    if left_out <= 0:
+        return lines
+    return [*lines[:SHOWN_LINES], f"    ... {left_out:,} more lines ...", *lines[-SHOWN_LINES:]]
+
+
+def _given(trial: Trial) -> list[str]:
+    """Return lines with what the rewards give a completion."""
+    each = ", ".join(f"{name} {'does not apply' if value is None else f'{value:g}'}"
+                     for name, value in trial.scores.items())  # fmt: skip
+    total = "none" if trial.reward is None else f"{trial.reward:g}"
+    short = textwrap.shorten(trial.completion, SHOWN_COLUMNS, placeholder=" ...")
+    return wrapped(f"{total} for {short!r} ({each})", "  reward        ", " " * 16)
+
+
+def dry_train(resolved: Resolved, completion: str | None = None) -> DryRun:
+    """Configuration and plan with every check that needs no process, and notes on what could not be checked here; the
+    rewards are tried on `completion` too."""
     model = resolved.config.model
     facts = lookup(model.name) if model.name else None
     if resolved.config.run.dir:
@@ -101,7 +178,7 @@ def dry_train(resolved: Resolved) -> DryRun:
     told: list[str] = []
     checked_algorithm(resolved, told.append)
     try:
-        job = prepare_job(resolved)
+        job = prepare_job(resolved, completion=completion)
     except (InputError, MachineError) as error:
         # A model that is not on this machine, or a GPU that is not, can still be planned for.
         if facts is None or not (isinstance(error, MachineError) or _model_is_absent(model)):

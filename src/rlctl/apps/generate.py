@@ -28,7 +28,7 @@ from rlctl.config.load import Resolved, from_sources, stored_values
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.sources import Source
 from rlctl.data.chat import PromptEncoder, load_tokenizer
-from rlctl.data.prompt_rows import PromptRow, checked_prompt
+from rlctl.data.prompt_rows import PromptRow, checked_prompt, prompt_field_in
 from rlctl.errors import InputError
 from rlctl.models.facts import ModelFacts
 from rlctl.planner.from_config import PROMPT_TOKENS, completions_workload, plan_from_config
@@ -177,7 +177,7 @@ def _json_prompt(line: str, where: str, field: str) -> Any:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"--prompts-file: {where} is not JSON: {error}.") from error
-    if not isinstance(row, dict) or field not in row:
+    if not isinstance(row, dict) or (field := prompt_field_in(row, field)) not in row:
         have = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise InputError(
             f"--prompts-file: {where} has no field `{field}` (it has: {have}).", "Name it with --set data.prompt_field."

@@ -78,6 +78,8 @@ class Job:
     """None: the run does not validate."""
     teacher: NamedModel | None = None
     """None: nothing is learned from another model."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Lengths of the first prompts that the run uses."""
 
     @property
     def config(self) -> RlctlConfig:
@@ -193,10 +195,13 @@ def require_devices(plan: Plan, config: RlctlConfig) -> None:
     )
 
 
-def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False) -> Job:
+def prepare_job(
+    resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool = False, completion: str | None = None
+) -> Job:
     """Resolve the model, open data and rewards, plan. Starts no process; `tell` hears of what takes long.
 
     `starts`: the run is to start, so that this machine (or the cluster to join) must have the plan's devices.
+    `completion`: a text that the rewards are tried on, in addition to the first row's reference answer.
 
     Raises InputError for what the user named wrongly, NoPlanError when nothing fits, ConfigError when the plan is one
     that cannot run yet, MachineError where devices lack. Checks that need no weights, data or tokenizer come first.
@@ -213,7 +218,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
     if teacher:
         require_same_tokens(config, prompts.encoder.tokenizer, teacher)
     listed = [(source.label, source.reward, source.prompts) for source in prompts.sources]
-    rewards = mixed_rewards(listed) if config.learns_from_rewards or any_reward(listed) else None
+    rewards = mixed_rewards(listed, completion) if config.learns_from_rewards or any_reward(listed) else None
     validation = ValidationSet.open(config, prompts, source.directory)
     prompt_tokens = prompts.lengths()
     resolved = _with_max_length(resolved, facts, max(prompt_tokens))
@@ -239,7 +244,7 @@ def prepare_job(resolved: Resolved, tell: Tell = lambda _: None, *, starts: bool
         plan = replace(plan, seconds=plan.seconds | {Phase.REWARD: 0.0})
     log.info("chosen:\n%s", plan_text(plan, config.model.name or ""))
     planned = resolved.with_values(plan.config_values())
-    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher)
+    return Job(planned, source, facts, plan, prompts, rewards, algorithm, validation, teacher, tuple(prompt_tokens))
 
 
 def checked_algorithm(resolved: Resolved, tell: Tell = lambda _: None) -> Algorithm:

@@ -106,13 +106,23 @@ def values_of_run(place: Any) -> list[Value]:
     return [value for value in values if not value.origin.startswith((ALGORITHM, PLANNER))]
 
 
-def dry_resume(resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool) -> DryRun:
+def dry_resume(
+    resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, completion: str | None = None
+) -> DryRun:
     """Return what `--resume` would go on with, checked as a resume is."""
-    return DryRun.of(resumed_job(run_to_resume(resolved), resolved, tell, allow_changes=allow_changes, starts=False))
+    run = run_to_resume(resolved)
+    job = resumed_job(run, resolved, tell, allow_changes=allow_changes, starts=False, completion=completion)
+    return DryRun.of(job)
 
 
 def resumed_job(
-    run: RunDirectory, resolved: Resolved, tell: Callable[[str], None], *, allow_changes: bool, starts: bool = True
+    run: RunDirectory,
+    resolved: Resolved,
+    tell: Callable[[str], None],
+    *,
+    allow_changes: bool,
+    starts: bool = True,
+    completion: str | None = None,
 ) -> Job:
     """Return what the run in `run` goes on with: its stored configuration and what `resolved` newly sets. Raises
     InputError for a change of what its numbers follow from, unless `allow_changes`: then `tell` hears of it."""
@@ -130,7 +140,7 @@ def resumed_job(
             "Leave it out, or start a new run.",
         )
     with run.opened_from_here():
-        job = prepare_job(merged, tell, starts=starts)
+        job = prepare_job(merged, tell, starts=starts, completion=completion)
     for change in [*changes, *content_changes(stored, job)]:
         if not allow_changes:
             raise _refusal(change)

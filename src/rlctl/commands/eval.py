@@ -82,6 +82,8 @@ UNREAD_KEYS = (
 def evaluate(
     context: typer.Context,
     task: Tasks = None,
+    prompt_field: options.PromptField = None,
+    answer_field: options.AnswerField = None,
     model: Models = None,
     run_dir: Runs = None,
     step: Steps = None,

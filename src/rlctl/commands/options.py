@@ -13,6 +13,7 @@ import typer
 
 from rlctl.commands import completion
 from rlctl.commands.output import want_json
+from rlctl.commands.parsing import LORA, LORA_RANK
 from rlctl.errors import InputError
 
 if TYPE_CHECKING:
@@ -54,6 +55,36 @@ Reward: TypeAlias = Annotated[
         "scores are added up.",
         autocompletion=completion.rewards,
     ),
+]
+ValData: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--val-data",
+        metavar="SOURCE",
+        help="Data to validate on, before the first step and after the last one (--set validation.every=N for more).",
+        autocompletion=completion.data,
+    ),
+]
+PromptField: TypeAlias = Annotated[
+    str | None, typer.Option("--prompt-field", metavar="NAME", help="Column of the data that holds the prompt.")
+]
+AnswerField: TypeAlias = Annotated[
+    str | None, typer.Option("--answer-field", metavar="NAME", help="Column of the data that holds the answer.")
+]
+Lora: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        LORA, metavar="[RANK]", help=f"Train low-rank adapters in place of all weights; of rank {LORA_RANK} if unsaid."
+    ),
+]
+Temperature: TypeAlias = Annotated[
+    float | None, typer.Option("--temperature", help="Temperature of sampling; 0 takes the most likely token.")
+]
+Wandb: TypeAlias = Annotated[
+    bool, typer.Option("--wandb", help="Log to Weights & Biases; with --tensorboard to both, else to no other logger.")
+]
+Tensorboard: TypeAlias = Annotated[
+    bool, typer.Option("--tensorboard", help="Log to TensorBoard; with --wandb to both, else to no other logger.")
 ]
 Backend: TypeAlias = Annotated[
     str | None,
@@ -179,13 +210,16 @@ KEYS = {
     "colocated": "generation.colocated", "tp": "training.tp", "dp": "training.dp", "generation_tp": "generation.tp",
     "mover": "refit.mover", "sparse": "refit.sparse", "algorithm": "run.algorithm", "top_p": "generation.top_p",
     "teacher": "teacher.model",
-    "show_samples": "run.show_samples", "async_": "rollouts.mode", "max_staleness": "rollouts.max_staleness",
+    "val_data": "validation.data.name", "prompt_field": "data.prompt_field", "answer_field": "data.answer_field",
+    "lora": "training.lora.rank", "loggers": "run.loggers", "show_samples": "run.show_samples",
+    "async_": "rollouts.mode", "max_staleness": "rollouts.max_staleness",
 }  # fmt: skip
 
 
 def flag(name: str) -> str:
     """Return the flag of a parameter, as the user typed it."""
-    return {"colocated": "--colocated/--split", "async_": "--async/--sync"}.get(name, f"--{name.replace('_', '-')}")
+    typed = {"colocated": "--colocated/--split", "async_": "--async/--sync", "loggers": "--wandb/--tensorboard"}
+    return typed.get(name, f"--{name.replace('_', '-')}")
 
 
 def resolve_config(
@@ -208,12 +242,16 @@ def resolve_config(
         params["reward"] = [parse_reward(text) for text in params["reward"]]
     if params.get("async_") is not None:
         params["async_"] = "async" if params["async_"] else "sync"
+    if asked := [name for name in ("wandb", "tensorboard") if params.get(name)]:
+        params["loggers"] = asked
     given = {name: value for name, value in params.items() if name in KEYS and value not in (None, (), [])}
     flags = {KEYS[name]: Flag(flag(name), value) for name, value in given.items()}
     if several := flags.pop("data.name", None):
         names = [several.value] if isinstance(several.value, str) else several.value
         listed = {"data.sources": [{"name": name} for name in names]} if len(names) > 1 else {"data.name": names[0]}
         flags |= {key: Flag(several.name, value) for key, value in listed.items()}
+    if "val_data" in given:
+        flags |= {f"validation.{when}": Flag("--val-data", True) for when in ("at_start", "at_end")}
     resolved = resolve(
         preset=preset, files=config or [], flags=flags, sets=set_ or [], overrides=overrides or [], stored=stored
     )

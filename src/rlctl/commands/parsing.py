@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,9 @@ from rlctl.telemetry.terminal import be_quiet, be_verbose, without_colour
 # Typer's own base of what is wrong with a command line: an unknown option, a missing argument, a value of a wrong type.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
+LORA, LORA_RANK = "--lora", 16
+"""A flag that may have a value, and the value that it has alone."""
+
 ALIASES = {
     "--learning-rate": "--lr", "--max-steps": "--steps", "--max-num-steps": "--steps",
     "--total-training-steps": "--steps", "--num-generations": "--generations",
@@ -31,7 +35,9 @@ ALIASES = {
     "--reward-funcs": "--reward", "--reward-function": "--reward", "--output-dir": "--run-dir",
     "--num-nodes": "--nodes", "--nnodes": "--nodes", "--num-gpus-per-node": "--gpus-per-node",
     "--n-gpus-per-node": "--gpus-per-node", "--nproc-per-node": "--gpus-per-node", "--config-file": "--config",
-    "--override": "--set", "--no-colour": "--no-color",
+    "--override": "--set", "--no-colour": "--no-color", "--validation-data": "--val-data", "--eval-data": "--val-data",
+    "--val-files": "--val-data", "--prompt-key": "--prompt-field", "--input-key": "--prompt-field",
+    "--label-key": "--answer-field", "--lora-r": "--lora", "--lora-rank": "--lora", "--use-peft": "--lora",
 }  # fmt: skip
 """Names of other trainers with the meaning of ours, for every command that has ours."""
 
@@ -56,7 +62,6 @@ SIMILAR = {
     "--max-prompt-length": "Use --max-length, which counts prompt and completion together.",
     "--max-seq-length": "Use --max-length, which counts prompt and completion together.",
     "--max-model-len": "Use --max-length, which counts prompt and completion together.",
-    "--temperature": "Use --set generation.temperature=VALUE.",
     "--top-p": "Use --set generation.top_p=VALUE.",
     "--top-k": "Use --set generation.top_k=VALUE.",
     "--weight-decay": "Use --set optimizer.weight_decay=VALUE.",
@@ -67,7 +72,7 @@ SIMILAR = {
     "--save-freq": "Use --set run.checkpoint_every=N.",
     "--save-total-limit": "Use --set run.keep_last=N.",
     "--logging-steps": "Every step is logged.",
-    "--report-to": "Use --set run.loggers=[tensorboard,wandb].",
+    "--report-to": "Use --wandb, --tensorboard or both; --set run.loggers=[mlflow] names others.",
     "--log-completions": "Use --show-samples N; rollouts/ in the run directory keeps some of each step.",
     "--use-vllm": "Completions always come from vLLM; leave it out.",
     "--vllm-mode": "The planner places the engines; --set generation.colocated=true shares the training devices.",
@@ -79,9 +84,6 @@ SIMILAR = {
     "--gradient-checkpointing": "The planner decides it; --set training.recompute=full pins it.",
     "--bf16": "Use --set model.dtype=bfloat16, the default on GPUs.",
     "--fp16": "Use --set model.dtype=bfloat16: float16 is not trained in.",
-    "--use-peft": "Use --set training.lora.rank=16.",
-    "--lora-r": "Use --set training.lora.rank=N.",
-    "--lora-rank": "Use --set training.lora.rank=N.",
     "--lora-alpha": "Use --set training.lora.alpha=VALUE.",
     "--resume-from-checkpoint": "Use --resume --run-dir DIR: a run goes on from its newest checkpoint.",
     "--gpus": "Use --gpus-per-node and --nodes; --gpu names the type.",
@@ -126,6 +128,16 @@ class Command(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line; Typer would show a required argument as {SRC}."""
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give --lora its rank where no number follows it: Typer's options have a value always or never."""
+        alone = {LORA, *(name for name, ours in ALIASES.items() if ours == LORA)}
+        pairs = zip_longest(args, args[1:], fillvalue="")
+        filled = [
+            f"{word}={LORA_RANK}" if word in alone and not after.lstrip("-").isdecimal() else word
+            for word, after in pairs
+        ]
+        return super().parse_args(ctx, filled)
 
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)

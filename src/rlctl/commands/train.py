@@ -21,6 +21,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ru
 AllowChanges = Annotated[
     bool, typer.Option("--allow-changes", help="With --resume: go on even though data, model or settings have changed.")
 ]
+Completion = Annotated[
+    str | None,
+    typer.Option("--completion", metavar="TEXT", help="With --dry-run, a completion to show the rewards of."),
+]
 AllowDifferences = Annotated[
     bool, typer.Option("--allow-differences", help="Go on without what a recipe asks for and rlctl cannot run yet.")
 ]
@@ -55,12 +59,16 @@ def grpo(
     preset: options.Preset = None,
     model: options.Model = None,
     data: options.Data = None,
+    prompt_field: options.PromptField = None,
+    answer_field: options.AnswerField = None,
+    val_data: options.ValData = None,
     reward: options.Reward = None,
     algorithm: options.Algorithm = None,
     teacher: options.Teacher = None,
     steps: options.Steps = None,
     prompts: options.Prompts = None,
     generations: options.Generations = None,
+    temperature: options.Temperature = None,
     max_new_tokens: options.MaxNewTokens = None,
     max_length: options.MaxLength = None,
     mean_length: options.MeanLength = None,
@@ -68,9 +76,12 @@ def grpo(
     max_staleness: options.MaxStaleness = None,
     colocated: options.Colocated = None,
     lr: options.LearningRate = None,
+    lora: options.Lora = None,
     seed: options.Seed = None,
     run_dir: options.RunDir = None,
     show_samples: options.ShowSamples = None,
+    wandb: options.Wandb = False,
+    tensorboard: options.Tensorboard = False,
     resume: Resume = False,
     allow_changes: AllowChanges = False,
     allow_differences: AllowDifferences = False,
@@ -85,6 +96,7 @@ def grpo(
     set_: options.Set = None,
     dry_run: options.DryRun = False,
     explain: options.Explain = False,
+    completion: Completion = None,
     json_: options.Json = False,
 ) -> None:
     """Group relative policy optimization, or another --algorithm: sample, score, learn from the difference.
@@ -97,8 +109,10 @@ def grpo(
     if allow_changes and not resume:
         raise InputError("--allow-changes is for --resume.", "Leave it out.")
     options.require_dry_run(explain, dry_run)
+    if completion is not None and not dry_run:
+        raise InputError("--completion is for --dry-run, which shows its rewards.", "Add --dry-run.")
     if dry_run:
-        show_dry_run(dry_report(resolved, resume, allow_changes), json_, explain)
+        show_dry_run(dry_report(resolved, resume, allow_changes, completion), json_, explain)
         return
     from rlctl.apps import train as launch
 
@@ -110,9 +124,11 @@ def grpo(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def dry_report(resolved: Resolved, resume: bool, allow_changes: bool) -> DryRun:
+def dry_report(resolved: Resolved, resume: bool, allow_changes: bool, completion: str | None) -> DryRun:
     """Return what a run would start with, or with `resume` what it would go on with."""
     from rlctl.apps.dry_run import dry_train
     from rlctl.apps.train import dry_resume
 
-    return dry_resume(resolved, message, allow_changes=allow_changes) if resume else dry_train(resolved)
+    if resume:
+        return dry_resume(resolved, message, allow_changes=allow_changes, completion=completion)
+    return dry_train(resolved, completion)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -21,9 +21,11 @@ GYM_PREFIX = "reasoning-gym:"
 MOST_CHARACTERS = 1_000_000
 """Characters of a prompt beyond which a row is refused: some 250,000 tokens, and seconds for a tokenizer."""
 
+MESSAGES = "messages"
+"""Field of chat messages, by the name that most published datasets give it."""
 USUAL_NAMES = {
-    "data.prompt_field": ("messages", "question", "problem", "query", "instruction", "input"),
-    "data.answer_field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
+    "--prompt-field": ("question", "problem", "query", "instruction", "input"),
+    "--answer-field": ("answer", "solution", "final_answer", "ground_truth", "expected_answer", "target", "label"),
 }
 """Names that prompts and answers have in published datasets, to suggest."""
 _NUMBERS = re.compile(r"(?:(?<!\w)-)?\d+(?:\.\d+)?")  # the level of `level-3` is 3
@@ -100,13 +102,15 @@ def row_from_record(record: Mapping[str, Any], index: int, where: str, data: Dat
     _refuse_images(record, where)
     fields = {name: value for name, value in record.items() if name not in (PROMPT, ANSWER)}
     answer = _final_answer(record.get(data.answer_field))
-    if data.prompt_field in record:
-        return PromptRow(
-            index, where, checked_prompt(record[data.prompt_field], data.prompt_field, where), answer, fields
-        )
-    template = template_of(data)
-    assert template is not None  # else `require_fields` asks for the prompt
-    return PromptRow(index, where, template.render(fields, where), answer, fields)
+    template, name = template_of(data), prompt_field_in(record, data.prompt_field)
+    if data.prompt_field not in record and template is not None and PROMPT not in template.names:
+        return PromptRow(index, where, template.render(fields, where), answer, fields)
+    return PromptRow(index, where, checked_prompt(record[name], name, where), answer, fields)
+
+
+def prompt_field_in(present: Collection[str], named: str) -> str:
+    """Return the field that holds the prompt: `messages` where nobody has named one and there is no `prompt`."""
+    return MESSAGES if named == PROMPT and PROMPT not in present and MESSAGES in present else named
 
 
 def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None:
@@ -117,24 +121,24 @@ def require_fields(present: Iterable[str], data: DataConfig, where: str) -> None
     """
     names, template = list(present), template_of(data)
     if template is None or PROMPT in template.names:
-        _require_field(data.prompt_field, "data.prompt_field", names, where)
+        _require_field(prompt_field_in(names, data.prompt_field), "--prompt-field", names, where)
     if data.answer_field != ANSWER:
-        _require_field(data.answer_field, "data.answer_field", names, where)
+        _require_field(data.answer_field, "--answer-field", names, where)
     # Jinja may ask whether there is a column: what is missing shows when it is filled in.
     for name in sorted(template.names - {PROMPT, *names}) if template and not template.jinja else ():
         raise missing_column(name, names, where)
 
 
-def _require_field(name: str, key: str, present: Sequence[str], where: str) -> None:
+def _require_field(name: str, flag: str, present: Sequence[str], where: str) -> None:
     if name in present:
         return
-    usual = [other for other in USUAL_NAMES[key] if other in present]
+    usual = [other for other in USUAL_NAMES[flag] if other in present]
     meant = (difflib.get_close_matches(name, present, n=1, cutoff=0.55) or usual)[:1]
     listed = f"Its fields are {', '.join(present) or 'none'}"
-    hint = f"{listed}; name the right one with --set {key}=..."
+    hint = f"{listed}; name the right one with {flag} NAME."
     if meant:
-        hint = f"Did you mean {meant[0]}? Then add --set {key}={meant[0]}. {listed}."
-    raise InputError(f"{where}: no field {name!r} ({key}).", hint)
+        hint = f"Did you mean {meant[0]}? Then add {flag} {meant[0]}. {listed}."
+    raise InputError(f"{where}: no field {name!r} ({flag}).", hint)
 
 
 def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
@@ -146,7 +150,7 @@ def checked_prompt(value: Any, field_name: str, where: str) -> str | Messages:
     if (length := sum(len(text) for text in contents if isinstance(text, str))) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: field {field_name!r} holds {length:,} characters; a prompt has at most {MOST_CHARACTERS:,}.",
-            "Leave the row out, or name another field with --set data.prompt_field=...",
+            "Leave the row out, or name another field with --prompt-field NAME.",
         )
     if isinstance(value, str) and value.strip():
         return value
@@ -166,7 +170,7 @@ def _checked_messages(value: Sequence[Any], field_name: str, where: str) -> Mess
     if value[-1]["role"] == "assistant":  # a chat template would begin another answer after it
         raise InputError(
             f"{where}: field {field_name!r} ends with a message of the assistant, which is what the policy writes.",
-            "Leave that message out; a reference answer has a field of its own (data.answer_field).",
+            "Leave that message out; a reference answer has a field of its own (--answer-field).",
         )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 

@@ -121,6 +121,16 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
+def columns_of(path: Path) -> list[str]:
+    """Return the columns of a .jsonl file, by its first line, or of a .parquet file."""
+    if FILE_SUFFIXES[path.suffix.lower()] == "jsonl":
+        with path.open("rb") as file:
+            return [*_record(file.readline(LINE_LIMIT_BYTES + 1), path, 1)]
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_schema(path).names
+
+
 def open_parquet(path: Path, data: DataConfig) -> FilePrompts:
     """Return one row for every row of the table (the first `data.size`)."""
     try:

@@ -12,8 +12,8 @@ from rlctl.config.schema import RewardConfig, RewardTerm, SourceReward
 from rlctl.data.prompt_rows import USUAL_NAMES, PromptRow, PromptSource
 from rlctl.data.prompts import CHECKED_ROWS, FilePrompts
 from rlctl.envs.extraction import choose_extraction, written_as
-from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards
-from rlctl.envs.scoring_process import ScoringProcess, Work
+from rlctl.envs.scorers import BUILT_IN, MixedRewards, RewardPlan, Rewards, Trial
+from rlctl.envs.scoring_process import Score, ScoringProcess, Work
 from rlctl.envs.user_function import is_reference, split_reference
 from rlctl.errors import InputError, suggest
 
@@ -23,18 +23,17 @@ def prepare_rewards(reward: RewardConfig, source: PromptSource) -> RewardPlan:
 
     Raises InputError for a scorer that is unknown, does not fit the data, cannot be loaded, or raises.
     """
-    plan = _plan(reward, source)
-    return dataclasses.replace(plan, notes=_trial(plan, {"": source})[""])
+    return _tried(_plan(reward, source), {"": source})[""]
 
 
-def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> Rewards:
-    """Return the plan of one source, or those of several by their labels; errors are those of `prepare_rewards`."""
+def mixed_rewards(sources: Iterable[tuple[str, RewardConfig, PromptSource]], completion: str | None = None) -> Rewards:
+    """Return the plan of one source, or those of several by their labels, where `completion` is tried too; errors are
+    those of `prepare_rewards`."""
     listed = {label: (reward, source) for label, reward, source in sources}
-    if len(listed) == 1:
-        return prepare_rewards(*next(iter(listed.values())))
     plans = {label: _plan(reward, source) for label, (reward, source) in listed.items()}
-    notes = _trial(MixedRewards(plans), {label: source for label, (_, source) in listed.items()})
-    return MixedRewards({label: dataclasses.replace(plan, notes=notes[label]) for label, plan in plans.items()})
+    rewards = MixedRewards(plans) if len(plans) > 1 else next(iter(plans.values()))
+    tried = _tried(rewards, {label: source for label, (_, source) in listed.items()}, completion)
+    return MixedRewards(tried) if len(tried) > 1 else next(iter(tried.values()))
 
 
 def any_reward(sources: Iterable[tuple[str, RewardConfig, PromptSource]]) -> bool:
@@ -115,7 +114,7 @@ def _require_answers(name: str, source: PromptSource) -> None:
     for index in range(rows):
         row = source[index]
         if row.answer is None:
-            told = "Name the one that holds it with --set data.answer_field=..." if index == 0 else "Leave the row out."
+            told = "Name the one that holds it with --answer-field NAME." if index == 0 else "Leave the row out."
             raise InputError(
                 f"Reward {name!r} compares with a reference answer, and {row.where} has none.",
                 f"{_fields_of(row)} {told}",
@@ -129,31 +128,45 @@ def _require_answers(name: str, source: PromptSource) -> None:
 
 
 def _fields_of(row: PromptRow) -> str:
-    usual = [name for name in USUAL_NAMES["data.answer_field"] if name in row.fields]
+    usual = [name for name in USUAL_NAMES["--answer-field"] if name in row.fields]
     meant = f"; `{usual[0]}` may be it" if usual else ""
     return f"Its other fields are {', '.join(row.fields)}{meant}." if row.fields else "It has no other fields."
 
 
-def _trial(rewards: Rewards, sources: dict[str, PromptSource]) -> dict[str, tuple[str, ...]]:
-    """Score the first row's own answer of each source with every scorer; return notes on those that do not find it
-    right."""
+def _tried(rewards: Rewards, sources: dict[str, PromptSource], completion: str | None = None) -> dict[str, RewardPlan]:
+    """Score the first row's own answer of each source with every scorer, and `completion` too where there is one;
+    return the plan of each with its trials, and notes on scorers that do not find the reference answer right."""
     tried = [(label, source[0], *rewards.part(label)) for label, source in sources.items()]
-    work = [
-        Work(first + scorer, _own_answer(row, plan), row)
-        for _, row, plan, first in tried
-        for scorer in range(len(plan.scorers))
+    asked = [
+        (label, row, plan, first, text)
+        for label, row, plan, first in tried
+        for text in (_own_answer(row, plan), *([] if completion is None else [completion]))
     ]
+    work = [Work(first + n, text, row) for _, row, plan, first, text in asked for n in range(len(plan.scorers))]
     with contextlib.closing(ScoringProcess(rewards)) as process:
         scores = iter(process.score(work))
-    return {
-        label: tuple(
-            f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
-            + (f" ({score.failure})" if score.failure else "")
-            for name, score in zip(plan.scorers, islice(scores, len(plan.scorers)), strict=True)
-            if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
-        )
-        for label, row, plan, _ in tried
-    }
+    plans = {label: plan for label, _, plan, _ in tried}
+    for label, row, plan, _, text in asked:
+        found = tuple(islice(scores, len(plan.scorers)))
+        before = plans[label]
+        notes = before.notes if before.trials else _notes(row, plan, found)
+        plans[label] = dataclasses.replace(before, notes=notes, trials=(*before.trials, _trial(row, text, plan, found)))
+    return plans
+
+
+def _trial(row: PromptRow, completion: str, plan: RewardPlan, found: tuple[Score, ...]) -> Trial:
+    scores = {term.name: score.value for term, score in zip(plan.terms, found, strict=True)}
+    applying = [term.weight * value for term in plan.terms if (value := scores[term.name]) is not None]
+    return Trial(row.where, completion, scores, sum(applying) if applying else None)
+
+
+def _notes(row: PromptRow, plan: RewardPlan, scores: tuple[Score, ...]) -> tuple[str, ...]:
+    return tuple(
+        f"note: {name} gives the reference answer of {row.where} {score.value:g}, not 1"
+        + (f" ({score.failure})" if score.failure else "")
+        for name, score in zip(plan.scorers, scores, strict=True)
+        if name in BUILT_IN and score.value is not None and score.value < 1 and row.answer is not None
+    )
 
 
 def _own_answer(row: PromptRow, plan: RewardPlan) -> str:

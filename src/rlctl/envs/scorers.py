@@ -134,6 +134,19 @@ class IfEval:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """The scores of one completion, given before a run begins."""
+
+    where: str
+    """The row of the prompt."""
+    completion: str
+    scores: dict[str, float | None]
+    """By scorer; None: it does not apply."""
+    reward: float | None
+    """Their weighted sum; None: no scorer applies."""
+
+
+@dataclass(frozen=True)
 class RewardPlan:
     """The reward of a run as plain data; made by `rewards.prepare_rewards`."""
 
@@ -147,6 +160,8 @@ class RewardPlan:
     timeout_s: float
     notes: tuple[str, ...] = ()
     """Notes for the user before the run."""
+    trials: tuple[Trial, ...] = ()
+    """The first row's reference answer, and the completion that the user gave if there is one."""
 
     @property
     def scorers(self) -> tuple[str, ...]:

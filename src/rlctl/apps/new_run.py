@@ -1,0 +1,179 @@
+"""A directory for a run of one's own: a configuration with comments, and where none are named, data and a reward."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.config.load import resolve
+from rlctl.config.schema import DataConfig, RlctlConfig
+from rlctl.data.prompt_rows import PROMPT, USUAL_NAMES, prompt_field_in
+from rlctl.data.prompts import FILE_SUFFIXES, columns_of, open_prompts
+from rlctl.data.templates import ANSWER
+from rlctl.errors import InputError
+from rlctl.planner.from_config import local_gpus
+
+CONFIG, DATA, REWARD = "run.yaml", "questions.jsonl", "rewards.py"
+OWN_REWARD = f"{REWARD}:reward"
+QUESTIONS = 96
+HELD_OUT = 16
+
+REWARD_TEXT = '''"""The reward of this run. A dry run shows what it gives the first reference answer."""
+
+import re
+
+
+def reward(completion: str, answer: str, **row: object) -> float:
+    """Return a number for one completion, the higher the better.
+
+    `answer` is the reference answer, and `row` has the other columns of the data and the `prompt`.
+    """
+    numbers = re.findall(r"-?\\d+", completion)
+    right = numbers[-1:] == [str(answer)]
+    return 1.0 if right else 0.1 if numbers else 0.0  # a little for an answer that is a number at all
+'''
+
+CONFIG_TEXT = """\
+# A run of your own. In this directory:
+#     rlctl train grpo --preset run.yaml --dry-run    shows the plan, a prompt and its rewards, and starts nothing
+#     rlctl train grpo --preset run.yaml              trains
+# `rlctl config schema` lists every key. Preset and planner decide what is not set here.
+description: A run of my own.
+extends: {preset}  # values for the machine; `rlctl presets ls` lists others
+
+model:
+  name: {model}  # a name on the Hugging Face hub, or a directory
+
+data:
+  name: {data}  # a .jsonl or .parquet file, a dataset of the hub, or reasoning-gym:<task>
+{fields}  # system_prompt: Think step by step.
+
+reward:
+  terms:  # the reward is the sum of weight x score
+    - {{ name: {reward}, weight: 1.0 }}
+    # Built in are exact-match, math-verify, ifeval and task; `file.py:function` is your own.
+
+batch:  # rollouts of a step: prompts x generations
+  prompts: {prompts}
+  generations: {generations}
+generation:
+  max_new_tokens: {max_new_tokens}  # completions are cut there
+  temperature: {temperature}
+optimizer:
+  lr: {lr}
+# training: {{ lora: {{ rank: 16 }} }}  # trains adapters in place of all weights
+
+validation:  # how good the model is on prompts that it is not trained on
+  holdout: {holdout}  # prompts that are taken away from training; `data: {{ name: FILE }}` names other ones
+  at_start: {validates}
+  at_end: {validates}
+
+run:
+  steps: {steps}
+"""
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """The wishes of a user. Data and reward that are None are examples."""
+
+    directory: Path
+    preset: str
+    model: str | None
+    data: str | None = None
+    reward: str | None = None
+    prompt_field: str | None = None
+    answer_field: str | None = None
+
+    def write(self) -> list[Path]:
+        """Write the files and return their paths. Raises InputError where one of them is there already, and for what is
+        wrong with the data."""
+        config = resolve(self.preset, environment={}).config
+        if self.model is None:
+            raise InputError(f"The preset {self.preset} names no model.", "Give --model NAME or DIR.")
+        texts = {CONFIG: self._config(config, self.model)}
+        if self.data is None:
+            texts[DATA] = "".join(json.dumps(row) + "\n" for row in example_rows())
+        if self._reward() == OWN_REWARD:
+            texts[REWARD] = REWARD_TEXT
+        for name in texts:
+            if (self.directory / name).exists():
+                raise InputError(f"{self.directory / name} exists already.", "Name another directory, or remove it.")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with (self.directory / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+        return [self.directory / name for name in texts]
+
+    def _config(self, config: RlctlConfig, model: str) -> str:
+        fields = self._fields()
+        names = {"prompt_field": fields[0], "answer_field": fields[1]} if fields else {}
+        return CONFIG_TEXT.format(
+            preset=_written(self.preset),
+            model=_written(model),
+            data=_written(DATA if self.data is None else self.data),
+            fields="".join(f"  {key}: {_written(value)}\n" for key, value in names.items()),
+            reward=_written(self._reward()),
+            prompts=config.batch.prompts,
+            generations=config.batch.generations,
+            max_new_tokens=config.generation.max_new_tokens,
+            temperature=config.generation.temperature,
+            lr=config.optimizer.lr,
+            holdout=HELD_OUT if self.data is None else 0,
+            validates="true" if self.data is None else "false",
+            steps=config.run.steps,
+        )
+
+    def _reward(self) -> str:
+        if self.reward is not None:
+            path, _, function = self.reward.rpartition(":")
+            return f"{Path(path).resolve()}:{function}" if Path(path).is_file() else self.reward
+        return "task" if (self.data or "").startswith("reasoning-gym:") else OWN_REWARD
+
+    def _fields(self) -> tuple[str, str] | None:
+        """Return the columns of prompt and answer; None: the data are no file. Raises InputError where a file has no
+        column that is like one of a prompt."""
+        if self.data is None:
+            return "question", "answer"
+        if Path(self.data).suffix.lower() not in FILE_SUFFIXES:
+            return None
+        columns = columns_of(Path(self.data)) if Path(self.data).is_file() else []
+        usual = prompt_field_in(columns, PROMPT)
+        prompt = self.prompt_field or _first((usual, *USUAL_NAMES["--prompt-field"]), columns) or PROMPT
+        answer = self.answer_field or _first((ANSWER, *USUAL_NAMES["--answer-field"]), columns) or ANSWER
+        open_prompts(DataConfig(name=self.data, prompt_field=prompt, answer_field=answer))
+        return prompt, answer
+
+
+def usual_preset() -> str:
+    """Return the preset for this machine."""
+    return "laptop" if not local_gpus() else "1gpu" if len(local_gpus()) == 1 else "1node"
+
+
+def usual_model(preset: str) -> str:
+    """Return the model that a preset names, or nothing."""
+    return resolve(preset, environment={}).config.model.name or ""
+
+
+def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _written(text: str) -> str:
+    """Return a value as YAML has it: a path so that it holds in every directory, or a name as it is."""
+    return json.dumps(str(Path(text).resolve()) if Path(text).exists() else text, ensure_ascii=False)
+
+
+def example_rows() -> list[dict[str, str]]:
+    """Return questions that a small model answers rightly now and then."""
+    chance = random.Random(0)
+    rows = []
+    for _ in range(QUESTIONS):
+        a, b = chance.randint(1, 9), chance.randint(1, 9)
+        who, what = chance.choice(["Mia", "Tom", "Ada", "Ben"]), chance.choice(["apples", "coins", "books"])
+        question = f"{who} has {a} {what} and gets {b} more. How many {what} does {who} have now?"
+        rows.append({"question": question, "answer": str(a + b)})
+    return rows

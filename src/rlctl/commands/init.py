@@ -1,0 +1,73 @@
+"""`rlctl init`: a directory with a configuration, data and a reward to edit."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.commands import completion, options
+from rlctl.commands.output import command_app, examples, print_json, show
+
+app = command_app()
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; it is made where it is absent.")]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="SOURCE", help="Your data; without, an example is written.",
+                 autocompletion=completion.data),
+]  # fmt: skip
+Reward = Annotated[
+    str | None,
+    typer.Option("--reward", metavar="NAME", help="Your reward; without, an example is written.",
+                 autocompletion=completion.rewards),
+]  # fmt: skip
+
+
+@app.command(
+    "init",
+    epilog=examples(
+        "rlctl init my-run",
+        "rlctl init my-run --preset 1gpu --model Qwen/Qwen3-0.6B --data questions.jsonl --reward math-verify",
+    ),
+)
+def init(
+    directory: Directory,
+    preset: options.Preset = None,
+    model: options.Model = None,
+    data: Data = None,
+    prompt_field: options.PromptField = None,
+    answer_field: options.AnswerField = None,
+    reward: Reward = None,
+    json_: options.Json = False,
+) -> None:
+    """Write a configuration, a data file and a reward of your own to begin with.
+
+    In a terminal it asks for what no flag says. Files that are there already are left as they are.
+    """
+    from rlctl.apps.new_run import CONFIG, NewRun, usual_model, usual_preset
+
+    asks = sys.stdin.isatty() and sys.stderr.isatty() and not json_
+    preset = preset or asked("Preset (`rlctl presets ls` lists them)", usual_preset(), asks)
+    model = model or asked("Model, a name on the hub or a directory", usual_model(preset), asks)
+    if data is None:
+        data = asked("Data, a .jsonl or .parquet file or a dataset of the hub (nothing: an example)", "", asks)
+    if reward is None:
+        reward = asked("Reward, such as exact-match or math-verify (nothing: a file to edit)", "", asks)
+    run = NewRun(directory, preset, model or None, data or None, reward or None, prompt_field, answer_field)
+    written = run.write()
+    if json_:
+        print_json({"files": [str(path) for path in written]})
+        return
+    show("\n".join(f"wrote {path}" for path in written))
+    here = "" if directory.resolve() == Path.cwd() else f"cd {shlex.quote(str(directory))} && "
+    show(f"Look first, then train:\n    {here}rlctl train grpo --preset {CONFIG} --dry-run\n"
+         f"    {here}rlctl train grpo --preset {CONFIG}")  # fmt: skip
+
+
+def asked(question: str, usual: str, asks: bool) -> str:
+    """Return the user's answer, or what is usual where nobody is there to ask."""
+    return typer.prompt(question, default=usual, show_default=bool(usual), err=True).strip() if asks else usual
