@@ -4,6 +4,7 @@ pieces back."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from rlctl.backends.batch import (
     WeightedRollout,
 )
 from rlctl.backends.megatron.lora import core_of
+from rlctl.backends.megatron.optimizer import inner_optimizers
 from rlctl.backends.megatron.worker import MegatronWorker
 from rlctl.backends.packing import BatchPlan, plan_batch
 from rlctl.config.parallel import ParallelSpec
@@ -474,3 +476,57 @@ def run_asleep(rank: int, case: Case, weights: dict[str, Tensor], batch: dict[in
         results.append(log_probs(worker, "reference_logprobs"))
         found.append((results, [(name, value) for name, value, *_ in pieces(worker, "data")]))
     return found, freed, left
+
+
+class Allocations:
+    """While entered, counts the bytes that torch's allocator hands out: `peak` is the most at one time. Those that
+    collectives over tensors of other ranks ask for are in `gathered`."""
+
+    def __enter__(self) -> Allocations:
+        self.gathered, self._usual = 0, {name: getattr(torch.distributed, name) for name in ("all_gather", "gather")}
+        for name, function in self._usual.items():
+            setattr(torch.distributed, name, self._counting(function))
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def _counting(self, function: Any) -> Any:
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            tensors = [one for one in args if isinstance(one, list)] + list(kwargs.values())
+            self.gathered += sum(one.nbytes for own in tensors if isinstance(own, list) for one in own)
+            return function(*args, **kwargs)
+
+        return gather
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        for name, function in self._usual.items():
+            setattr(torch.distributed, name, function)
+        results: Any = self._profile.profiler.kineto_results  # type: ignore[union-attr]
+        changes = [event for event in results.events() if event.name() == "[memory]"]
+        running = itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns()))
+        self.peak = max(running, default=0)
+
+
+def run_checkpoint_memory(
+    rank: int, case: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Bytes of the rank's weights, of its own optimizer states, and for a save and a load what each allocates at most
+    and what its collectives gather."""
+    worker = make_worker(rank, case, weights)
+    worker.load_batch(plan_of(case, batch).shards[case.parallel.data_rank(rank)], list)
+    worker.train_minibatch(0, Loss(), Optim().lr)
+    own = sum(
+        value.nbytes
+        for inner in inner_optimizers(worker.optimizer)
+        for param in inner.model_param_group_index_map
+        for value in inner._get_main_param_and_optimizer_states(param).values()
+    )
+    with Allocations() as saving:
+        worker.save_begin(directory)
+    worker.save_finish()
+    # A load makes the states where there are none, as the first step would.
+    with Allocations() as loading:
+        worker.load_saved(directory)
+    held = sum(value.nbytes for value in worker.parameters().values())
+    return held, own, [(saving.peak, saving.gathered), (loading.peak, loading.gathered)]

@@ -3,9 +3,11 @@ parallelism. A save takes a snapshot, then writes it in the background while tra
 
 from __future__ import annotations
 
-import contextlib
 import pickle
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +16,13 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlctl.backends.lora import is_adapter
 from rlctl.backends.megatron.compat import call_known
-from rlctl.backends.megatron.host_states import HostedOptimizer
 from rlctl.backends.megatron.lora import core_of
-from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, make_states, without_gradients
+from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, make_states
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
 from rlctl.errors import InputError
@@ -31,14 +33,12 @@ class Save:
 
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
-        with _room_for_states(chunks, optimizer):
-            make_states(optimizer)
-            state = _sharded_state(chunks, optimizer, is_loading=False)
+        make_states(optimizer)
+        state = _sharded_state(chunks, optimizer, is_loading=False)
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])
         if not torch.cuda.is_available():  # from a device everything is copied to the host below
-            for key, _ in _chunk_keys(chunks):
-                _detach_from_live_weights(state[key])
+            _copy_live_tensors(state)
         state["random"] = _random_state_of_rank()
         state["layout"] = _layout()
         self._request = call_known(
@@ -82,15 +82,8 @@ class Save:
         return self._digests
 
 
-def _room_for_states(chunks: list[Any], optimizer: Any) -> contextlib.AbstractContextManager[None]:
-    """Megatron gathers a state of all data-parallel ranks on the device, where states that wait in host memory may find
-    no room but that of the gradients."""
-    hosted = any(isinstance(inner, HostedOptimizer) for inner in inner_optimizers(optimizer))
-    return without_gradients(chunks) if hosted else contextlib.nullcontext()
-
-
-def _detach_from_live_weights(state: dict[str, Any]) -> None:
-    """The model's part of the state refers to the parameters themselves; the optimizer's part is a copy already."""
+def _copy_live_tensors(state: dict[str, Any]) -> None:
+    """The state refers to the parameters and the optimizer's states themselves."""
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
             leaf.data = leaf.data.detach().clone()
@@ -125,8 +118,7 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
 
 def _sharded_state(chunks: list[Any], optimizer: Any, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "distrib_optim_sharding_type": "fully_reshardable",  # see the optimizer's states below
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -204,6 +196,107 @@ def _fit_groups(saved: list[dict[str, Any]], target: Any) -> list[dict[str, Any]
         chosen = next((group for group in alike if group.get("is_expert_parallel") == kind), alike[0])
         fitted.append(chosen | {"is_expert_parallel": kind})
     return fitted
+
+
+# --- the optimizer's states
+# Megatron's distributed optimizer cuts flattened parameters into ranges. Of its own two formats one is bound to the
+# parallelism (`dp_reshardable`), and the other (`fully_reshardable`) gathers whole buffers in float32 on the device and
+# holds them in the host memory of every rank, at saves and at loads (get_parameter_state_dp_zero of
+# megatron/core/optimizer/distrib_optimizer.py, 0.16 to 0.19). But a range of a flattened tensor is a few blocks of the
+# tensor, and torch.distributed.checkpoint stores blocks of any size and reads any part of them. So each rank saves what
+# it has, under the keys of `fully_reshardable`, and reads what it needs into its live states. Either format loads here.
+
+
+def _states_in_blocks(inner: Any, models: dict[str, Any], *_: Any) -> dict[int, dict[str, list[ShardedTensor]]]:
+    """By the number of a parameter, of which this rank has a range, the blocks of its states in the order of the range.
+    `models` is the sharded state of the model chunks."""
+    leaves = [leaf for leaf in nested_values(models) if isinstance(leaf, ShardedTensor | ShardedTensorFactory)]
+    by_param = {leaf.data: leaf for leaf in leaves}
+    found: dict[int, dict[str, list[ShardedTensor]]] = {}
+    for number, (param, first, last) in enumerate(_ranges(inner)):
+        leaf = by_param[param]
+        parts = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        states = {name: value.detach() for name, value in inner._get_main_param_and_optimizer_states(param).items()}
+        if inner.config.use_precision_aware_optimizer:  # unpacked for this, on the device
+            states = {name: value.cpu() for name, value in states.items()}
+        found[number] = {
+            name: [
+                block
+                for part in sorted(parts, key=lambda one: one.data.storage_offset())
+                for block in _blocks_of(part, param, values, first, last, f"optimizer.state.{name}.")
+            ]
+            for name, values in states.items()
+            if name != "step"
+        }
+    return found
+
+
+def _ranges(inner: Any) -> Iterator[tuple[Any, int, int]]:
+    """(parameter, first element, end) of what an optimizer updates on this rank, in the flattened parameter."""
+    for of_buffer in inner.gbuf_ranges:
+        for of_dtype in of_buffer.values():
+            for of_bucket in of_dtype:
+                for param, ranges in of_bucket["param_map"].items():
+                    yield param, ranges["param"].start, ranges["param"].end
+
+
+def _blocks_of(
+    part: ShardedTensor, param: Tensor, values: Tensor, first: int, last: int, prefix: str
+) -> Iterator[ShardedTensor]:
+    """The blocks of `part`, which is a range of `param`, that `values` has: a state of elements `first` to `last`."""
+    whole, axes = cast(Tensor, part.data), (1,) * part.prepend_axis_num
+    assert whole.is_contiguous(), part.key
+    start = whole.storage_offset() - param.storage_offset()
+    begin, end = max(first, start), min(last, start + whole.numel())
+    lead, origin = part.global_offset[: part.prepend_axis_num], part.global_offset[part.prepend_axis_num :]
+    for offsets, sizes in blocks_of_range(tuple(part.local_shape), begin - start, end - start):
+        size = prod(sizes)
+        yield replace(
+            part,
+            key=prefix + part.key,
+            data=values[begin - first : begin - first + size].view(axes + sizes),
+            dtype=values.dtype,
+            local_shape=axes + sizes,
+            global_offset=(*lead, *(at + offset for at, offset in zip(origin, offsets, strict=True))),
+            axis_fragmentations=None,  # no regular grid, for which Megatron knows no prepended axes
+            prepend_axis_num=0,
+            replica_id=(*cast(tuple[int, ...], part.replica_id)[:2], 0),  # of data-parallel ranks none has the same
+        )
+        begin += size
+
+
+def blocks_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the blocks that elements `first` to `last` of a flattened tensor make up, in their order:
+    whole rows in one block, and what is left of the row before them and of the one after."""
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    while first < last:
+        index, start = divmod(first, row)
+        rows = 0 if start else (last - first) // row
+        if rows:
+            yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            first += rows * row
+            continue
+        end = min(last, (index + 1) * row)
+        for offsets, sizes in blocks_of_range(shape[1:], start, end - index * row):
+            yield (index, *offsets), (1, *sizes)
+        first = end
+
+
+@torch.no_grad()
+def _take_states(inner: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
+    """Give the optimizer what was read into `_states_in_blocks`: live states have it, copies of others are written
+    back."""
+    for number, (param, *_) in enumerate(_ranges(inner)):
+        states = {name: torch.cat([block.flatten() for block in blocks]) for name, blocks in loaded[number].items()}
+        inner._set_main_param_and_optimizer_states(param, states)
+
+
+_distributed: Any = DistributedOptimizer
+_distributed.sharded_param_state_fully_reshardable = _states_in_blocks
+_distributed.load_parameter_state_from_fully_reshardable = _take_states
 
 
 # --- what TransformerEngine keeps next to the weights (scales and histories of float8)

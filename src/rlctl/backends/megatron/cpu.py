@@ -244,9 +244,7 @@ def _accept_cpu_parameter_types() -> None:
     distributed, mixed = distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params
     sites = (
         (distributed, "_build_model_and_main_param_groups"),
-        (distributed, "load_parameter_state_from_dp_zero"),
         (distributed, "_init_optimizer_states_with_dummy_values"),
-        (distributed, "get_parameter_state_dp_reshardable"),
         (mixed, "__init__"),
         (clip_grads, "clip_grad_by_total_norm_fp32"),
     )
@@ -267,17 +265,12 @@ def _add_up_squares_in_chunks() -> None:
 
 
 def _keep_tensors_on_cpu() -> None:
-    """`x.cuda()` on tensors: read as `x.cpu()` in the functions that do it (tied embeddings, gathered states)."""
+    """`x.cuda()` on tensors: read as `x.cpu()` in the function that does it (tied embeddings)."""
     from megatron.core.models.common.language_module import language_module
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    for owner, name in (
-        (language_module.LanguageModule, "setup_embeddings_and_output_layer"),
-        (DistributedOptimizer, "get_parameter_state_dp_zero"),
-    ):
-        if (function := _function(owner, name)) is not None:
-            names = tuple("cpu" if used == "cuda" else used for used in function.__code__.co_names)
-            function.__code__ = function.__code__.replace(co_names=names)
+    function = language_module.LanguageModule.setup_embeddings_and_output_layer
+    names = tuple("cpu" if used == "cuda" else used for used in function.__code__.co_names)
+    function.__code__ = function.__code__.replace(co_names=names)
 
 
 def _use_cpu_random_state() -> None:
