@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,11 @@ CHANGED = {
 }
 
 
-def run(pools: Pools, before: Case, after: Case, directory: Path) -> tuple:
+def run(pools: Pools, before: Case, after: Case, directory: Path, by_megatron: bool = False) -> tuple:
     directory.mkdir()
     weights = megatron_weights(before.kind, hf_model(before.kind).state_dict())
     pool = pools(before.parallel.world_size)
-    ranks = pool.run(run_checkpoint, before, after, weights, make_batch(), directory)
+    ranks = pool.run(run_checkpoint, before, after, weights, make_batch(), directory, by_megatron)
     straight, resumed = (only_result([result for rank in ranks for result in rank[i]]) for i in (0, 2))
     kept, loaded = (assemble([rank[i] for rank in ranks])[0] for i in (1, 3))
     return straight, resumed, kept, loaded
@@ -76,7 +77,16 @@ def test_a_policy_that_has_taken_no_step_is_saved(pools: Pools, case: Case, tmp_
 
 @pytest.mark.parametrize(("before", "after"), CHANGED.values(), ids=CHANGED.keys())
 def test_other_parallelism_is_within_rounding(pools: Pools, before: Case, after: Case, tmp_path: Path) -> None:
-    straight, resumed, kept, loaded = run(pools, before, after, tmp_path / "policy")
+    assert_goes_on(*run(pools, before, after, tmp_path / "policy"))
+
+
+def test_whole_tensors_as_megatron_gathers_them_are_read_as_well(pools: Pools, tmp_path: Path) -> None:
+    case = Case("qwen3moe", ParallelSpec(dp=2, ep=2))  # two optimizers, and then one
+    after = Case("qwen3moe", ParallelSpec(tp=2))
+    assert_goes_on(*run(pools, case, after, tmp_path / "policy", by_megatron=True))
+
+
+def assert_goes_on(straight: Any, resumed: Any, kept: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor]) -> None:
     assert abs(straight.loss - resumed.loss) < 1e-6
     assert abs(straight.grad_norm / resumed.grad_norm - 1) < 1e-5
     assert kept.keys() == loaded.keys()
@@ -89,7 +99,6 @@ def test_no_rank_gathers_states_of_others_for_a_checkpoint(pools: Pools, kind: s
     case = Case(kind, ParallelSpec(dp=2), "bfloat16")
     for held, own, memory in pools(2).run(run_checkpoint_memory, case, reference_weights(kind), make_batch(), tmp_path):
         (saving, gathered), (loading, read) = memory
-        print(held, own, memory)
         assert gathered == read == 0
         # On a CPU the snapshot is of the same memory; on a device it is on the host.
         assert saving < 1.1 * (held + own) + 100_000

@@ -129,7 +129,7 @@ def run_resumed(
 
 def run_counted(rank: int, case: Case, weights: Weights, batch: Batch) -> list[list[int | None]]:
     """How many steps each param group with parameters counted in two, where the inner optimizer counts by group as
-    TransformerEngine's does; and the parts of each optimizer."""
+    TransformerEngine's does (from 2.19 on groups without parameters too); and the parts of each optimizer."""
     usual, host_states.PART_BYTES = host_states.PART_BYTES, 64 * 1024
     try:
         worker = make_worker(rank, dataclasses.replace(case, optimizer_offload=True), weights)
@@ -150,8 +150,7 @@ def _count_by_group(inner: Any) -> None:
 
     def counted() -> None:
         for group in inner.optimizer.param_groups:
-            if group["params"]:
-                group["step"] = group.get("step", 0) + 1
+            group["step"] = group.get("step", 0) + 1
         step()
 
     inner.host_states._step = counted

@@ -222,14 +222,24 @@ def gather_gradients(worker: MegatronWorker) -> None:
 
 
 def run_checkpoint(
-    rank: int, before: Case, after: Case, weights: dict[str, Tensor], batch: dict[int, RolloutColumns], directory: Path
+    rank: int,
+    before: Case,
+    after: Case,
+    weights: dict[str, Tensor],
+    batch: dict[int, RolloutColumns],
+    directory: Path,
+    by_megatron: bool = False,
 ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """(results, params) of the second step: uninterrupted, and after save, rebuild as `after`, load."""
+    """(results, params) of the second step: uninterrupted, and after save, rebuild as `after`, load. `by_megatron`: the
+    optimizer's part is saved as Megatron does it, whole tensors with all hyperparameters."""
     worker = make_worker(rank, before, weights)
     worker.load_batch(plan_of(before, batch).shards[before.parallel.data_rank(rank)], list)
     worker.train_minibatch(0, Loss(), Optim().lr)
-    worker.save_begin(directory)
-    worker.save_finish()
+    if by_megatron:
+        save_by_megatron(worker, directory)
+    else:
+        worker.save_begin(directory)
+        worker.save_finish()
     straight = worker.train_minibatch(0, Loss(), Optim().lr)
     kept = list(pieces(worker, "data"))
     worker = make_worker(rank, after, None)
@@ -237,6 +247,21 @@ def run_checkpoint(
     worker.load_batch(plan_of(after, batch).shards[after.parallel.data_rank(rank)], list)
     resumed = worker.train_minibatch(0, Loss(), Optim().lr)
     return [straight], kept, [resumed], list(pieces(worker, "data"))
+
+
+def save_by_megatron(worker: MegatronWorker, directory: Path) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "chained_optim_avoid_prefix": True,
+    }
+    (core,) = worker._cores()
+    model = core.sharded_state_dict(metadata=metadata)
+    optimizer = worker.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
+    dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(directory))
 
 
 def run_checkpoint_of_no_step(

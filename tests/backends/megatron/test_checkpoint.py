@@ -1,18 +1,21 @@
-"""What TransformerEngine's modules hold beside weights, in its form: scales in checkpoints, float8 copies asleep."""
+"""What is in a checkpoint next to weights: the optimizer's blocks and counts, and what TransformerEngine's modules
+hold."""
 
 from __future__ import annotations
 
 import io
 import pickle
+import types
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from rlctl.backends.megatron.checkpoint import make_pickles, make_plain
-from rlctl.backends.megatron.optimizer import forget_float8_copies
+from rlctl.backends.megatron.checkpoint import blocks_of_range, make_pickles, make_plain
+from rlctl.backends.megatron.optimizer import count_of, forget_float8_copies, set_count
 from rlctl.checkpoints.megatron import pickles
+from rlctl.checkpoints.megatron.megatron_model import steps_in
 from rlctl.errors import InputError
 
 KEY = "decoder.layers.0.mlp.linear_fc1._extra_state"
@@ -80,3 +83,35 @@ def test_a_sleep_leaves_no_float8_copies_of_weights() -> None:
     chunk[1][0]._fp8_workspaces = {"weight": torch.ones(2, 2)}
     forget_float8_copies([chunk])
     assert chunk[1][0]._fp8_workspaces == {}
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (2, 3, 4)])
+def test_any_range_of_a_flattened_tensor_is_a_few_blocks_of_it_in_order(shape: tuple[int, ...]) -> None:
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    for first in range(values.numel()):
+        for last in range(first + 1, values.numel() + 1):
+            blocks = list(blocks_of_range(shape, first, last))
+            held = [
+                values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].flatten()
+                for offsets, sizes in blocks
+            ]
+            assert torch.cat(held).tolist() == list(range(first, last))
+            assert len(blocks) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_loaded_count_of_steps_is_what_each_adam_counts_in() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    adam = torch.optim.AdamW(params, fused=True)
+    sum(param.sum() for param in params).backward()  # type: ignore[union-attr]
+    adam.step()
+    fused = types.SimpleNamespace(param_groups=[{"params": params}, {"params": []}], state={})  # TransformerEngine's
+    optimizer = types.SimpleNamespace(
+        chained_optimizers=[types.SimpleNamespace(optimizer=one) for one in (adam, fused)]
+    )
+    before = [state["step"] for state in adam.state.values()]
+    steps = steps_in({0: {"optimizer": {"param_groups": [{"step": 7.0}]}}, 1: {"optimizer": {"param_groups": [{}]}}})
+    set_count(optimizer, steps)
+    assert [type(group["step"]) for group in fused.param_groups] == [int, int]
+    after = [state["step"] for state in adam.state.values()]
+    assert all(one is other and float(one) == 7 for one, other in zip(before, after, strict=True))  # on their device
+    assert count_of(optimizer) == 7

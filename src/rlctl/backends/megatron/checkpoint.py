@@ -3,6 +3,7 @@ parallelism. A save takes a snapshot, then writes it in the background while tra
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,15 +17,15 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import get_fp8_recipe
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from rlctl.backends.lora import is_adapter
 from rlctl.backends.megatron.compat import call_known
 from rlctl.backends.megatron.lora import core_of
-from rlctl.backends.megatron.optimizer import fuse_adam, inner_optimizers, make_states
+from rlctl.backends.megatron.optimizer import count_of, inner_optimizers, make_states, set_count
 from rlctl.checkpoints.identity import file_digest
 from rlctl.checkpoints.megatron import pickles
+from rlctl.checkpoints.megatron.megatron_model import steps_in
 from rlctl.errors import InputError
 
 
@@ -34,7 +35,7 @@ class Save:
     def __init__(self, directory: Path, chunks: list[Any], optimizer: Any) -> None:
         """Takes a snapshot for an existing empty directory and starts writing it; training may go on at once."""
         make_states(optimizer)
-        state = _sharded_state(chunks, optimizer, is_loading=False)
+        state = _sharded_state(chunks, optimizer)
         for key, _ in _chunk_keys(chunks):
             make_plain(state[key])
         if not torch.cuda.is_available():  # from a device everything is copied to the host below
@@ -99,36 +100,41 @@ def load(directory: Path, chunks: list[Any], optimizer: Any) -> None:
             f"{directory} holds no policy checkpoint.", "Name a directory checkpoints/step_N/policy of a run."
         )
     pickles.scan(directory)
-    saved_layout = dist_checkpointing.load_common_state_dict(str(directory)).get("layout")
-    for inner in inner_optimizers(optimizer):
-        inner._init_optimizer_states_with_dummy_values()
-    wanted = _sharded_state(chunks, optimizer, is_loading=True)
-    if same_layout := saved_layout == _layout():
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    make_states(optimizer)
+    wanted = _sharded_state(chunks, optimizer)
+    for leaf in nested_values(wanted):
+        if isinstance(leaf, ShardedTensorFactory):  # its parts are views, and are read into the parameter itself
+            leaf.merge_fn = functools.partial(_as_read, leaf.data)
+    if same_layout := common.get("layout") == _layout():
         wanted["random"] = _random_state_of_rank()
     found = cast(dict[str, Any], dist_checkpointing.load(wanted, str(directory)))
     for key, chunk in _chunk_keys(chunks):
         core = core_of(chunk)
         make_pickles(found[key], get_fp8_recipe(core.config) if core.config.fp8 else None)
         core.load_state_dict(found[key], strict=not _has_adapters(core))
-    optimizer.load_state_dict(_fit_optimizers(found["optimizer"], optimizer))
-    fuse_adam(optimizer)
+    states = found["optimizer"].get("states", {})
+    for number, inner in enumerate(inner_optimizers(optimizer)):
+        _take_states(inner, states.get(number, {}))
+    set_count(optimizer, steps_in(common["optimizer"]))
     if same_layout:
         _set_random_state(found["random"])
 
 
-def _sharded_state(chunks: list[Any], optimizer: Any, is_loading: bool) -> dict[str, Any]:
+def _as_read(live: Tensor, parts: Any) -> Tensor:
+    return live
+
+
+def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
+    """What is saved and read, all of it live."""
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",  # see the optimizer's states below
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
     }
     state = {key: _trained_part(core_of(chunk), metadata) for key, chunk in _chunk_keys(chunks)}
-    models = state["model"] if "model" in state else dict(state)
-    state["optimizer"] = call_known(
-        optimizer.sharded_state_dict, model_sharded_state_dict=models, is_loading=is_loading, metadata=metadata
-    )
-    return state
+    states = {number: _states_in_blocks(inner, state) for number, inner in enumerate(inner_optimizers(optimizer))}
+    # Hyperparameters are those of the configuration, and the driver's at each step.
+    return state | {"optimizer": {"param_groups": [{"step": count_of(optimizer)}], "states": states}}
 
 
 def _trained_part(core: Any, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -170,44 +176,17 @@ def _set_random_state(states: dict[str, Any]) -> None:
     cast(Any, tensor_parallel.get_cuda_rng_tracker()).set_states(states["tracker"])
 
 
-def _fit_optimizers(saved: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """The saved state as `optimizer` expects it: with expert parallelism one numbered part each for dense and expert
-    parameters, else one for both. Tensors are already in the places asked for; param groups are not."""
-    targets = getattr(optimizer, "chained_optimizers", [optimizer])
-    parts = [value for key, value in sorted(saved.items(), key=str) if isinstance(key, int)]
-    common = {key: value for key, value in saved.items() if not isinstance(key, int)}
-    holders = [part for part in (common, *parts) if "optimizer" in part]
-    groups = [group for holder in holders for group in holder["optimizer"]["param_groups"]]
-    shared = {key: value for holder in reversed(holders) for key, value in holder.items() if key != "param_state"}
-    if len(targets) == 1:
-        return shared | common | {"optimizer": {"param_groups": _fit_groups(groups, targets[0])}}
-    return {
-        number: shared | part | {"optimizer": {"param_groups": _fit_groups(groups, target)}}
-        for number, (part, target) in enumerate(zip(parts, targets, strict=True))
-    }
-
-
-def _fit_groups(saved: list[dict[str, Any]], target: Any) -> list[dict[str, Any]]:
-    """For each param group of `target` the saved one of the same decay, preferring the same kind of parameters."""
-    fitted = []
-    for own in target.optimizer.param_groups:
-        alike = [group for group in saved if group.get("wd_mult") == own.get("wd_mult")] or saved
-        kind = own.get("is_expert_parallel")
-        chosen = next((group for group in alike if group.get("is_expert_parallel") == kind), alike[0])
-        fitted.append(chosen | {"is_expert_parallel": kind})
-    return fitted
-
-
 # --- the optimizer's states
 # Megatron's distributed optimizer cuts flattened parameters into ranges. Of its own two formats one is bound to the
 # parallelism (`dp_reshardable`), and the other (`fully_reshardable`) gathers whole buffers in float32 on the device and
 # holds them in the host memory of every rank, at saves and at loads (get_parameter_state_dp_zero of
 # megatron/core/optimizer/distrib_optimizer.py, 0.16 to 0.19). But a range of a flattened tensor is a few blocks of the
 # tensor, and torch.distributed.checkpoint stores blocks of any size and reads any part of them. So each rank saves what
-# it has, under the keys of `fully_reshardable`, and reads what it needs into its live states. Either format loads here.
+# it has, under the keys of `fully_reshardable`, and reads what it needs into its live states. Checkpoints that hold
+# whole tensors under these keys are read likewise.
 
 
-def _states_in_blocks(inner: Any, models: dict[str, Any], *_: Any) -> dict[int, dict[str, list[ShardedTensor]]]:
+def _states_in_blocks(inner: Any, models: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
     """By the number of a parameter, of which this rank has a range, the blocks of its states in the order of the range.
     `models` is the sharded state of the model chunks."""
     leaves = [leaf for leaf in nested_values(models) if isinstance(leaf, ShardedTensor | ShardedTensorFactory)]
@@ -215,7 +194,7 @@ def _states_in_blocks(inner: Any, models: dict[str, Any], *_: Any) -> dict[int, 
     found: dict[int, dict[str, list[ShardedTensor]]] = {}
     for number, (param, first, last) in enumerate(_ranges(inner)):
         leaf = by_param[param]
-        parts = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        parts: list[Any] = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
         states = {name: value.detach() for name, value in inner._get_main_param_and_optimizer_states(param).items()}
         if inner.config.use_precision_aware_optimizer:  # unpacked for this, on the device
             states = {name: value.cpu() for name, value in states.items()}
@@ -244,10 +223,10 @@ def _blocks_of(
     part: ShardedTensor, param: Tensor, values: Tensor, first: int, last: int, prefix: str
 ) -> Iterator[ShardedTensor]:
     """The blocks of `part`, which is a range of `param`, that `values` has: a state of elements `first` to `last`."""
-    whole, axes = cast(Tensor, part.data), (1,) * part.prepend_axis_num
-    assert whole.is_contiguous(), part.key
-    start = whole.storage_offset() - param.storage_offset()
-    begin, end = max(first, start), min(last, start + whole.numel())
+    assert part.data is not None
+    assert part.data.is_contiguous(), part.key
+    axes, start = (1,) * part.prepend_axis_num, int(part.data.storage_offset() - param.storage_offset())
+    begin, end = max(first, start), min(last, start + part.data.numel())
     lead, origin = part.global_offset[: part.prepend_axis_num], part.global_offset[part.prepend_axis_num :]
     for offsets, sizes in blocks_of_range(tuple(part.local_shape), begin - start, end - start):
         size = prod(sizes)
@@ -287,16 +266,11 @@ def blocks_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[t
 
 @torch.no_grad()
 def _take_states(inner: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Give the optimizer what was read into `_states_in_blocks`: live states have it, copies of others are written
-    back."""
+    """Give the optimizer what was read into `_states_in_blocks`. Live states have it already, but states that wait in
+    host memory were copied there."""
     for number, (param, *_) in enumerate(_ranges(inner)):
         states = {name: torch.cat([block.flatten() for block in blocks]) for name, blocks in loaded[number].items()}
         inner._set_main_param_and_optimizer_states(param, states)
-
-
-_distributed: Any = DistributedOptimizer
-_distributed.sharded_param_state_fully_reshardable = _states_in_blocks
-_distributed.load_parameter_state_from_fully_reshardable = _take_states
 
 
 # --- what TransformerEngine keeps next to the weights (scales and histories of float8)

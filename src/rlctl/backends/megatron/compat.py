@@ -190,8 +190,7 @@ def _recompute_without_fp8() -> None:
 
 
 def _checkpoint_torch_adam() -> None:
-    """torch's Adam has a `step` tensor where DistributedOptimizer expects state shaped like the parameter: it travels
-    with the param groups, and every parameter gets a copy (of one that they share, Adam would count each up)."""
+    """torch's Adam has a `step` tensor where DistributedOptimizer expects state shaped like the parameter."""
     from megatron.core import optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -208,18 +207,8 @@ def _checkpoint_torch_adam() -> None:
         for key, target in state_of(self, model_param).items():
             target.copy_(tensors[key])
 
-    load = DistributedOptimizer.load_state_dict
-
-    @torch.no_grad()
-    def load_with_own_steps(self: Any, state_dict: Any) -> None:
-        load(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
     DistributedOptimizer._get_main_param_and_optimizer_states = state_of
     DistributedOptimizer._set_main_param_and_optimizer_states = set_state
-    DistributedOptimizer.load_state_dict = load_with_own_steps
 
 
 GAPS: tuple[Callable[[], None], ...] = (

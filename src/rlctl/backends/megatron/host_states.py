@@ -73,7 +73,7 @@ class HostStates:
         self.parts = self._divide()
         steps: Any = owner.optimizer
         self._step = steps.step
-        steps.step, steps.load_state_dict = self.step, self._load_groups
+        steps.step = self.step
         for part in self.parts:
             self._put_away(part.all)
 
@@ -133,41 +133,48 @@ class HostStates:
         """The states of `part` are on the device, to be changed, and the optimizer knows of no other parameters."""
         owner = self._owner
         with self.on_device(part.all, changed=True):
-            lists = {name: getattr(owner, name) for name in part.lists}
-            params = [group["params"] for group in owner.optimizer.param_groups]
+            lists, groups = {name: getattr(owner, name) for name in part.lists}, owner.optimizer.param_groups
+            params = [group["params"] for group in groups]
             try:
-                self._show(part.lists, part.params)
+                self._show(part.lists, groups, part.params)
+                owner.optimizer.param_groups = [group for group in groups if group["params"]]
                 yield
             finally:
-                self._show(lists, params)
+                owner.optimizer.param_groups = groups
+                self._show(lists, groups, params)
 
-    def _show(self, lists: dict[str, list[list[Any]]], params: list[list[Tensor]]) -> None:
+    def _show(
+        self, lists: dict[str, list[list[Any]]], groups: list[dict[str, Any]], params: list[list[Tensor]]
+    ) -> None:
         for name, value in lists.items():
             setattr(self._owner, name, value)
-        for group, own in zip(self._owner.optimizer.param_groups, params, strict=True):
+        for group, own in zip(groups, params, strict=True):
             group["params"] = own
 
     def step(self) -> None:
         """In place of the step of torch's or TransformerEngine's optimizer: theirs, and the new weights to the model, a
         part at a time."""
-        counts = [group.get("step") for group in self._owner.optimizer.param_groups]
+        counts = self._counts()
         for part in self.parts:
             with self.visit(part):
                 self._step_once(counts)
                 DistributedOptimizer._copy_main_params_to_model_params(self._owner)
 
-    def _step_once(self, counts: list[Any]) -> None:
-        """TransformerEngine counts the steps of a param group, and must do so once for all its parts."""
-        for group, count in zip(self._owner.optimizer.param_groups, counts, strict=True):
-            if group["params"] and count is not None:
-                group["step"] = count
-            elif group["params"]:
-                group.pop("step", None)
+    def _counts(self) -> dict[int, Any]:
+        """TransformerEngine counts the steps of a param group. Here by the identity of the group."""
+        return {id(group): group["step"] for group in self._owner.optimizer.param_groups if "step" in group}
+
+    def _step_once(self, counts: dict[int, Any]) -> None:
+        """A step of the groups that are shown, each of which has `counts` before it, whatever part it is."""
+        for group in self._owner.optimizer.param_groups:
+            group.pop("step", None)
+            if id(group) in counts:
+                group["step"] = counts[id(group)]
         self._step()
 
     def make(self) -> None:
         """States of every parameter, of no meaning yet: to be loaded."""
-        counts = [group.get("step") for group in self._owner.optimizer.param_groups]
+        counts = self._counts()
         for part in self.parts:
             with self.visit(part):
                 for param in part.all:
@@ -175,17 +182,6 @@ class HostStates:
                 self._step_once(counts)
                 for param in part.all:
                     param.grad = None
-
-    def _load_groups(self, state_dict: dict[str, Any]) -> None:
-        """In place of the `load_state_dict` of torch's or TransformerEngine's optimizer: hyperparameters and counts of
-        steps. The states themselves are here already, and TransformerEngine would make others on the device."""
-        optimizer = self._owner.optimizer
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            group |= {key: value for key, value in saved.items() if key != "params"}
-            for param, number in zip(group["params"], saved["params"], strict=True):
-                count = state_dict["state"].get(number, {}).get("step")
-                if count is not None:  # torch's
-                    optimizer.state[param]["step"] = count.to(param.device, torch.float32, copy=True)
 
 
 class HostedOptimizer(DistributedOptimizer):

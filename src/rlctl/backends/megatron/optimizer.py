@@ -96,13 +96,13 @@ def set_moments(optimizer: Any, moments: Mapping[Tensor, Mapping[str, Tensor]], 
             own = {name: values.flatten()[span.start : span.end] for name, values in moments[parameter].items()}
             others = inner._get_main_param_and_optimizer_states(parameter)  # copies, of states in host memory
             inner._set_main_param_and_optimizer_states(parameter, others | own)
-        _set_count(inner.optimizer, steps)
-    fuse_adam(optimizer)
+    set_count(optimizer, steps)
 
 
 def make_states(optimizer: Any) -> None:
     """Give the optimizers that have taken no step the states that their first step would begin with, without which
     Megatron saves none: a critic may learn alone at first, and steps without finite gradients are skipped."""
+    steps = count_of(optimizer)
     for inner in inner_optimizers(optimizer):
         if any(inner.optimizer.state.values()):
             continue
@@ -113,16 +113,28 @@ def make_states(optimizer: Any) -> None:
         inner._init_optimizer_states_with_dummy_values()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-        _set_count(inner.optimizer, 0)
+    set_count(optimizer, steps)
 
 
-def _set_count(adam: Any, steps: float) -> None:
-    """Set the number of steps taken: TransformerEngine's Adam has one for each group, torch's one for each tensor."""
-    for group in adam.param_groups:
-        group["step"] = steps
-    for state in adam.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].fill_(steps)
+def set_count(optimizer: Any, steps: float) -> None:
+    """Set the number of steps taken: TransformerEngine's Adam has a whole number for each group, torch's a tensor for
+    each parameter, which stays on its device."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            group["step"] = int(steps)
+        for state in inner.optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].fill_(steps)
+
+
+def count_of(optimizer: Any) -> int:
+    """The number of steps taken, which is the same for all parameters."""
+    counts = [0]
+    for inner in inner_optimizers(optimizer):
+        counts += [int(state["step"]) for state in inner.optimizer.state.values() if "step" in state][:1] or [
+            int(group.get("step", 0)) for group in inner.optimizer.param_groups if group["params"]
+        ]
+    return max(counts)
 
 
 def finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -72,16 +72,15 @@ def steps_of(reader: TorchDistReader) -> float:
     """The optimizer steps that were taken; 0 where there is no optimizer."""
     if STEP in reader.shapes:
         return float(reader.read(reader.chunks(STEP)[0]))
-    return max(_steps(reader.common.get("optimizer")), default=0.0)
+    return steps_in(reader.common.get("optimizer"))
 
 
-def _steps(value: Any) -> Iterator[float]:
-    """The steps that the param groups of Megatron's optimizers name, however these are nested."""
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        if key == "param_groups":
-            yield from (float(group.get("step", 0.0)) for group in inner)
-        else:
-            yield from _steps(inner)
+def steps_in(value: Any) -> float:
+    """The most steps that the param groups of Megatron's optimizers name, however these are nested; 0 for none."""
+    if not isinstance(value, dict):
+        return 0.0
+    groups = [float(group.get("step") or 0) for group in value.get("param_groups", ())]
+    return max([*groups, *map(steps_in, value.values())], default=0.0)
 
 
 def names_modules(directory: Path) -> bool:
