@@ -126,7 +126,7 @@ def _as_read(live: Tensor, parts: Any) -> Tensor:
 
 
 def _sharded_state(chunks: list[Any], optimizer: Any) -> dict[str, Any]:
-    """What is saved and read, all of it live."""
+    """The live tensors that a checkpoint holds, with their places in it."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
