@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import PromptRow
+from rlctl.envs.scorers import RewardPlan
+from rlctl.envs.scoring_process import ScoringProcess, Work
 from rlctl.envs.user_function import UserBatchScorer, UserScorer, user_scorer
 from rlctl.errors import InputError
 
@@ -73,3 +76,32 @@ def test_wrong_functions_of_many_are_named(tmp_path: Path, code: str, words: lis
         scorer(tmp_path, code).score_all(["a", "b", "c"], ROWS)
     for word in ["mine.py:score", *words]:
         assert word in str(raised.value)
+
+
+FUSSY = """
+def one(completion):
+    return float(completion)
+
+def many(completions):
+    return [float(text) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("function", ["one", "many"])
+def test_a_failure_names_row_and_completion_and_costs_that_completion_alone(tmp_path: Path, function: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FUSSY)
+    plan = RewardPlan((RewardTerm(name=f"{file}:{function}"),), "full", None, None, None, 60.0)
+    rows = [PromptRow(number, f"d.jsonl, line {number}", "q", "a") for number in range(4)]
+    work = [Work(0, text, row) for text, row in zip(["1", "2", "three", "4"], rows, strict=True)]
+    process = ScoringProcess(plan)
+    dropped, zero = process.score(work, "drop"), process.score(work, "zero")
+    assert [score.value for score in dropped] == [1.0, 2.0, None, 4.0]
+    assert [score.value for score in zero] == [1.0, 2.0, 0.0, 4.0]
+    for told in (dropped[2].failure, zero[2].failure):
+        assert told is not None
+        for words in ("could not convert", "d.jsonl, line 2", "The completion was 'three'.", "mine.py, line"):
+            assert words in told
+    with pytest.raises(InputError, match=r"d.jsonl, line 2.*The completion was 'three'"):
+        process.score(work, "stop")
+    process.close()

@@ -151,6 +151,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
         turns: bool = False,
         trains_on: Callable[[RolloutGroup], bool] = lambda group: True,
         sections: dict[str, Any] | None = None,
+        fails: Callable[[int], bool] = lambda position: False,
         **rollouts: Any,
     ) -> tuple[AsynchronousSource, Engines, Sync]:
         told: list[str] = []
@@ -158,7 +159,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Asynch
             "batch": {"prompts": 2, "generations": 2}, "run": {"seed": 5, "steps": steps},
             "refit": {"in_flight": in_flight}, "rollouts": {"mode": "async", **rollouts}, **(sections or {}),
         })  # fmt: skip
-        engines, workers = Engines(), Scorer()
+        engines, workers = Engines(), Scorer(fails)
         sync = Sync(engines, takes_turns=turns)
         source: Any = AsynchronousSource(
             config, Prompts(), engines, workers, sync, StepTimer(), trains_on, told.append  # type: ignore[arg-type]
@@ -557,6 +558,23 @@ def test_finished_groups_come_back_with_their_columns(make: Any, tmp_path: Path)
         assert np.array_equal(getattr(found, name), getattr(expected.columns, name))
     assert batch.groups[0].texts == expected.texts
     assert [rollout.first_version for rollout in batch.groups[0].rollouts] == [VERSION] * 2
+
+
+def test_a_rollout_on_which_a_reward_function_failed_is_left_out_before_and_after_a_resume(
+    make: Any, tmp_path: Path
+) -> None:
+    source, _, _ = make("wait", fails=lambda position: position == 3)
+    assert source.next(0).metrics["dropped_rollouts"] == 0
+    state = source.state()
+    source.write(tmp_path)
+    again, _, _ = make("wait")
+    again.restore(json.loads(json.dumps(state)), tmp_path)
+    for batch in (source.next(1), again.next(1)):
+        assert [len(group.rollouts) for group in batch.groups] == [2, 1]
+        assert (batch.metrics["dropped_rollouts"], batch.metrics["reward_error"]) == (1, "no number in 3")
+    first, _, _ = make(fails=lambda position: position == 1)
+    with pytest.raises(InputError, match="no number in 1"):
+        first.next(0)
 
 
 def test_a_run_of_synchronous_rollouts_goes_on_asynchronously(make: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +54,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[GroupRequest]:
     return seen
 
 
-def source(turns: Turns | None = None) -> SynchronousSource:
+def source(turns: Turns | None = None, fails: Callable[[int], bool] = lambda position: False) -> SynchronousSource:
     prompts: Any = Prompts()
-    workers: Any = Scorer()
+    workers: Any = Scorer(fails)
     return SynchronousSource(CONFIG, prompts, SimpleNamespace(), workers, turns or Turns(), StepTimer())  # type: ignore
 
 
@@ -71,7 +71,7 @@ def test_a_batch_holds_the_scalars_of_its_rollouts(asked: list[GroupRequest]) ->
     assert (first.first_version, first.versions) == (VERSION, ((VERSION, 2),))
     assert (second.reward, second.terms, second.accuracy, second.truncated) == (1.0, {"half": 0.5}, None, True)
     assert batch.groups[2].prompt.prompt == "question 2"
-    assert batch.metrics == {"scorer_failures": 3, "offloaded_bytes": 17}
+    assert batch.metrics == {"scorer_failures": 3, "offloaded_bytes": 17, "dropped_rollouts": 0}
 
 
 def requests_of(batches: int, first: SynchronousSource, cut: int, asked: list[GroupRequest]) -> list[GroupRequest]:
@@ -110,7 +110,8 @@ def test_groups_are_replaced_until_the_batch_is_full_or_the_rounds_are_used_up(a
     made = fussy()
     first = made.next(VERSION)
     assert [one.position for one in first.groups] == [0, 1, 2, 3, 4, 5]  # 0 of three, 3 of two, none of one
-    assert first.metrics == {"scorer_failures": 6, "offloaded_bytes": 17, "sampling_rounds": 3, "missing_groups": 1}
+    rounds = {"sampling_rounds": 3, "missing_groups": 1}
+    assert first.metrics == {"scorer_failures": 6, "offloaded_bytes": 17, "dropped_rollouts": 0, **rounds}
     patient = fussy(REPLACES.model_copy(update={"filter": FilterConfig(groups="replace", max_rounds=9)}))
     full = patient.next(VERSION)
     assert [one.position for one in full.groups] == [0, 1, 2, 3, 4, 5, 6]
@@ -125,7 +126,7 @@ def test_groups_are_replaced_until_the_batch_is_full_or_the_rounds_are_used_up(a
 def test_groups_that_are_not_replaced_are_sampled_in_one_round(asked: list[GroupRequest], groups: Any) -> None:
     batch = fussy(CONFIG.model_copy(update={"filter": FilterConfig(groups=groups)})).next(VERSION)
     assert [one.position for one in batch.groups] == [0, 1, 2]
-    assert batch.metrics == {"scorer_failures": 3, "offloaded_bytes": 17}
+    assert batch.metrics == {"scorer_failures": 3, "offloaded_bytes": 17, "dropped_rollouts": 0}
 
 
 def test_a_resumed_source_replaces_groups_as_the_first_would_have(asked: list[GroupRequest]) -> None:
@@ -153,3 +154,29 @@ def test_seeds_differ_in_every_coordinate_and_repeat() -> None:
     assert len(seeds) == 4 * 5 * 6
     assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_reward_function_that_fails_in_the_first_batch_ends_the_run(asked: list[GroupRequest]) -> None:
+    with pytest.raises(InputError, match=r"no number in 2.*reward\.on_error=zero"):
+        source(fails=lambda position: position == 2).next(VERSION)
+
+
+def test_later_rollouts_are_left_out_until_too_many_of_ten_batches_fail(asked: list[GroupRequest]) -> None:
+    """Three of 60 may fail. Whether the run is resumed in between changes nothing."""
+
+    def fails(position: int) -> bool:
+        return position in (4, 13, 14, 20)
+
+    made = source(fails=fails)
+    made.next(VERSION)
+    second = made.next(VERSION)
+    assert [len(group.rollouts) for group in second.groups] == [2, 1, 2]
+    assert (second.metrics["dropped_rollouts"], second.metrics["reward_error"]) == (1, "no number in 4")
+    for _ in range(3):
+        made.next(VERSION)
+    state = json.loads(json.dumps(made.state()))
+    made = source(fails=fails)
+    made.restore(state, Path())
+    made.next(VERSION)
+    with pytest.raises(InputError, match=r"failed on 4 rollouts of the last 7 batches.*no number in 20"):
+        made.next(VERSION)

@@ -63,7 +63,7 @@ class Engines:
 class Scorer:
     """Gives each prompt the rewards it was made with; 1 is right."""
 
-    def __init__(self, rewards: Sequence[tuple[float, ...]]) -> None:
+    def __init__(self, rewards: Sequence[tuple[float | None, ...]]) -> None:
         self.rewards = list(rewards)
 
     def within(self, _: float) -> Scorer:
@@ -72,11 +72,16 @@ class Scorer:
     def call(self, _: object, requests: Sequence[ScoreRequest]) -> list[list[GroupScores]]:
         found = self.rewards[: len(requests)]
         del self.rewards[: len(requests)]
-        return [[GroupScores(rewards, tuple(float(r >= 1) for r in rewards), {}, 0) for rewards in found]]
+        return [[self._scores(rewards) for rewards in found]]
+
+    @staticmethod
+    def _scores(rewards: tuple[float | None, ...]) -> GroupScores:
+        dropped = ("no number",) * rewards.count(None)
+        return GroupScores(rewards, tuple(float((r or 0) >= 1) for r in rewards), {}, len(dropped), dropped)
 
 
 def validating(
-    asked: RlctlConfig, rewards: Sequence[tuple[float, ...]], monkeypatch: pytest.MonkeyPatch
+    asked: RlctlConfig, rewards: Sequence[tuple[float | None, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Validation, Engines]:
     engines, plan = Engines(), SimpleNamespace(timeout_s=1.0, terms=())
     monkeypatch.setattr(validation, "generate_groups", engines.generate)
@@ -104,6 +109,21 @@ def test_metrics_are_means_over_prompts_and_engines_forget_before_the_policy_goe
     assert found.metrics["pass@2"] == pytest.approx(2 / 3)
     assert found.metrics["accuracy_stderr"] == pytest.approx(0.5 / 3**0.5)
     assert [group.prompt for group in found.groups] == list(ROWS)
+
+
+def test_completions_on_which_a_reward_function_fails_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first validation, and where it fails on more than one in twenty, the run ends."""
+    good, bad = (1.0,) * 4 + (0.0,) * 4, (None,) + (0.0,) * 7
+    part, _ = validating(config(samples=8), [good, good, good, bad, good, good, bad, bad, good], monkeypatch)
+    part.measure(1)
+    found = part.measure(2).metrics
+    assert (found["dropped_rollouts"], found["scorer_failures"]) == (1, 1)
+    assert found["reward_mean"] == pytest.approx(1 / 3)
+    with pytest.raises(InputError, match=r"failed on 2 of 24 completions. no number"):
+        part.measure(3)
+    first, _ = validating(config(samples=8), [good, bad, good], monkeypatch)
+    with pytest.raises(InputError, match="failed on 1 of 24 completions"):
+        first.measure(1)
 
 
 def test_seeds_follow_from_the_prompt_and_are_none_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

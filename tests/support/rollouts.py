@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,13 +41,21 @@ class Prompts:
 
 
 class Scorer:
-    """Gives each completion of a group its number as its reward."""
+    """Gives each completion of a group its number as its reward, and fails on the second one of some questions."""
+
+    def __init__(self, fails: Callable[[int], bool] = lambda position: False) -> None:
+        self._fails = fails
 
     def within(self, timeout_s: float) -> Scorer:
         return self
 
     def call(self, method: object, requests: Sequence[ScoreRequest]) -> list[list[GroupScores]]:
-        return [[GroupScores((0.0, 1.0), None, {"half": (0.0, 0.5)}, 1) for _ in requests]]
+        return [[self._scores(int(str(request.row.prompt).split()[-1])) for request in requests]]
+
+    def _scores(self, position: int) -> GroupScores:
+        if self._fails(position):
+            return GroupScores((0.0, None), None, {"half": (0.0, None)}, 1, (f"no number in {position}",))
+        return GroupScores((0.0, 1.0), None, {"half": (0.0, 0.5)}, 1)
 
 
 def answer(request: GroupRequest) -> GroupResult:

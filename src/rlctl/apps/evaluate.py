@@ -193,7 +193,9 @@ def open_task(name: str, config: RlctlConfig, limit: int | None) -> Task:
         named = ("exact-match" if term.name == "task" else term.name for term in reward.terms)
         terms = [RewardTerm(name=name, weight=term.weight) for name, term in zip(named, reward.terms, strict=True)]
         reward = reward.model_copy(update={"terms": tuple(terms) or (RewardTerm(name="exact-match"),)})
-    plan = prepare_rewards(reward, source)
+    # A sample without a score would make the metrics those of other samples.
+    on_error = "zero" if config.reward.on_error == "zero" else "stop"
+    plan = prepare_rewards(reward.model_copy(update={"on_error": on_error}), source)
     if limit is None and name.startswith(GYM_PREFIX):
         limit = GYM_PROMPTS
     count = min(len(source), limit or len(source))
@@ -402,7 +404,7 @@ def _scored(
             "completion": texts[result.group][index],
             "answer_given": vote(texts[result.group][index], task.rewards.extraction),
             "right": _is_right(scores[result.group], index),
-            "score": scores[result.group].rewards[index],
+            "score": scores[result.group].rewards[index] or 0.0,
             "tokens": result.response_tokens[index],
             "finish_reason": result.finish_reasons[index],
             "seed": sample_seed(config.run.seed, result.group, sample),
@@ -414,7 +416,7 @@ def _scored(
 
 def _is_right(scores: GroupScores, index: int) -> bool:
     """Return whether the scorer of the reference answers finds it right; without one, whether the reward is full."""
-    return (scores.rewards if scores.accuracies is None else scores.accuracies)[index] >= 1
+    return ((scores.rewards if scores.accuracies is None else scores.accuracies)[index] or 0.0) >= 1
 
 
 def _result(job: Evaluation, task: Task, model: str, file: SampleFile) -> Result:

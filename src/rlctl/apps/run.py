@@ -60,6 +60,8 @@ class RunSummary:
     reward_last: float | None
     seconds: float
     checkpoint: str | None
+    dropped_rollouts: int
+    """Rollouts that were left out because a reward function failed on them."""
 
     def text(self) -> str:
         """Return the summary as a person reads it."""
@@ -69,6 +71,8 @@ class RunSummary:
         lines = [f"{ended} step {self.steps} in {self.seconds:.0f} s"]
         if self.reward_first is not None and self.reward_last is not None:
             lines.append(f"mean reward {self.reward_first:.3f} -> {self.reward_last:.3f}")
+        if self.dropped_rollouts:
+            lines.append(f"{self.dropped_rollouts} rollouts were left out: a reward function failed on them")
         if self.steps:
             lines.append(f"report: {self.directory}/report.html")
         if self.checkpoint:
@@ -111,6 +115,7 @@ def run_training(
         reward_last=lines[-1].get("reward_mean") if lines else None,
         seconds=time.perf_counter() - started,
         checkpoint=str(checkpoints[-1].path) if checkpoints else None,
+        dropped_rollouts=sum(line.get("dropped_rollouts", 0) for line in lines),
     )
 
 

@@ -171,6 +171,9 @@ class RewardConfig(SourceReward):
 
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
+    on_error: Literal["stop", "zero", "drop"] = "drop"
+    """What follows where a function of yours fails on a completion. stop: the run ends; zero: that score is 0; drop:
+    the rollout is left out, but the run ends in its first batch, and later where more than 5% of ten batches fail."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
     penalty min(0, -exceed / buffer) x overlong_factor is learned from, and is not in `reward_mean`."""

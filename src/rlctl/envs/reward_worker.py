@@ -30,13 +30,16 @@ class ScoreRequest:
 class GroupScores:
     """Scores of one group, rollout by rollout."""
 
-    rewards: tuple[float, ...]
+    rewards: tuple[float | None, ...]
+    """None where a function of the user's failed and the rollout is to be dropped."""
     accuracies: tuple[float, ...] | None
     """1 where the reference scorer says the completion is right, else 0; None where there is no such scorer."""
     terms: dict[str, tuple[float | None, ...]]
     """Score of each reward term before its weight; None where it does not apply."""
     failures: int = 0
-    """Completions on which a built-in scorer failed, and which count as wrong for it."""
+    """Completions on which a scorer failed, and which count as wrong for it or are dropped."""
+    dropped: tuple[str, ...] = ()
+    """Why the user's function failed on each rollout that is to be dropped."""
 
 
 class RewardWorker:
@@ -62,7 +65,7 @@ class RewardWorker:
             for scorer in range(len(plan.scorers))
             for text in group
         ]
-        scores = iter(self._process.score(work))
+        scores = iter(self._process.score(work, self._plan.on_error))
         return [
             self._group_scores(plan, request, [list(islice(scores, len(group))) for _ in plan.scorers])
             for request, group, (plan, _) in zip(requests, texts, parts, strict=True)
@@ -77,11 +80,19 @@ class RewardWorker:
         }
         rollouts = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         right = None if plan.accuracy_by is None else values[plan.accuracy_by]
+        lost = [
+            next((one.failure for one in scores if one.failure is not None and one.value is None), None)
+            for scores in zip(*scores_by_scorer, strict=True)
+        ]
         return GroupScores(
-            rewards=tuple(weighted_sum(plan.terms, scores, request.row) for scores in rollouts),
+            rewards=tuple(
+                None if why else weighted_sum(plan.terms, scores, request.row)
+                for scores, why in zip(rollouts, lost, strict=True)
+            ),
             accuracies=None if right is None else tuple(float(value is not None and value >= 1.0) for value in right),
             terms={term.name: values[term.name] for term in plan.terms},
             failures=self._count_failures(plan, request, scores_by_scorer),
+            dropped=tuple(filter(None, lost)),
         )
 
     def _count_failures(self, plan: RewardPlan, request: ScoreRequest, scores_by_scorer: list[list[Score]]) -> int:

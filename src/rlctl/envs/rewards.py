@@ -46,7 +46,7 @@ def _plan(reward: RewardConfig, source: PromptSource) -> RewardPlan:
     extraction, reason = choose_extraction(source) if reward.extract == "auto" else (reward.extract, None)
     # What decides accuracy: the first term that compares with the reference answer, if there is one.
     accuracy = next((term.name for term in terms if term.name in BUILT_IN), None)
-    return RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s)
+    return RewardPlan(terms, extraction, reason, source.task, accuracy, reward.timeout_s, on_error=reward.on_error)
 
 
 def require_known(reward: SourceReward) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rlctl.config.schema import RewardTerm
 from rlctl.data.prompt_rows import GymTask, PromptRow
@@ -162,6 +162,8 @@ class RewardPlan:
     """Notes for the user before the run."""
     trials: tuple[Trial, ...] = ()
     """The first row's reference answer, and the completion that the user gave if there is one."""
+    on_error: Literal["stop", "zero", "drop"] = "drop"
+    """What becomes of a completion on which a function of the user's fails."""
 
     @property
     def scorers(self) -> tuple[str, ...]:
@@ -206,6 +208,10 @@ class MixedRewards:
     @property
     def timeout_s(self) -> float:
         return max(plan.timeout_s for plan in self.plans.values())
+
+    @property
+    def on_error(self) -> Literal["stop", "zero", "drop"]:
+        return next(iter(self.plans.values())).on_error
 
     @property
     def scorers(self) -> tuple[str, ...]:

@@ -13,15 +13,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 from rlctl.data.prompt_rows import PromptRow
 from rlctl.envs.scorers import BUILT_IN, Rewards, Scorer
 from rlctl.envs.supervisor import supervise
 from rlctl.envs.user_function import UserBatchScorer
-from rlctl.errors import RlctlError, WaitTimeoutError, WorkerError
+from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 
 START_TIMEOUT_S = 180.0
 """To import reasoning-gym or a user's file; seconds from a local disk."""
@@ -31,6 +33,8 @@ CLOSE_TIMEOUT_S = 20.0
 PACKAGES = str(Path(__file__).parents[2])
 # Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
 CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
+SHOWN_CHARACTERS = 300
+"""Of a completion in an error message."""
 DIED = "the scoring process died"
 SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
 
@@ -46,7 +50,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Score:
-    """The answer of a scorer, None where it does not apply; `failure` says why a built-in one could not score (0)."""
+    """The answer of a scorer, None where it does not apply. `failure` says why it could not score: a built-in one gives
+    0 then, and a function of the user's 0 or, if the rollout is to be dropped, None."""
 
     value: float | None
     failure: str | None = None
@@ -109,13 +114,13 @@ class ScoringProcess:
             self.close()
             raise answer
 
-    def score(self, work: list[Work]) -> list[Score]:
+    def score(self, work: list[Work], on_error: Literal["stop", "zero", "drop"] = "stop") -> list[Score]:
         """Return one Score for each piece of work, in order, within the plan's time limit.
 
         A built-in scorer that hangs on a completion, or dies on it twice, gives it 0, with the failure said. One death
         says nothing of the completion: it may come from outside, as where memory is short. Raises WaitTimeoutError
-        (names scorer and row) at the time limit, InputError where a user's function errs, WorkerError where it takes
-        the process down.
+        (names scorer and row) at the time limit, InputError where a user's function errs and `on_error` is stop,
+        WorkerError where it takes the process down.
         """
         if self._connection is None:
             self.start()  # has a limit of its own
@@ -128,14 +133,14 @@ class ScoringProcess:
             assert self._connection is not None  # `start` made it
             with contextlib.suppress(ConnectionError):  # a dead child shows at the first receive
                 self._connection.send(Batch(work, self._answered, len(scores)))
-            failure = self._receive(work, scores, deadline)
+            failure = self._receive(work, scores, deadline, on_error)
             if failure is not None and failure.startswith(DIED) and died_at < len(scores):
                 died_at = len(scores)
             elif failure is not None:
                 self._take(scores, Score(0.0, failure))
         return scores
 
-    def _receive(self, work: list[Work], scores: list[Score], deadline: float) -> str | None:
+    def _receive(self, work: list[Work], scores: list[Score], deadline: float, on_error: str) -> str | None:
         """Appends what arrives to `scores`; ends when all has, or with what befell the next piece of work."""
         connection = self._connection
         assert connection is not None  # `score` has started the child
@@ -167,10 +172,13 @@ class ScoringProcess:
                     f"The process that scores sent an answer out of turn while {name} was at {current.row.where}.",
                     "A reward function must leave the open files of its process alone.",
                 )
-            if isinstance(answer.outcome, RlctlError):
+            outcome = answer.outcome
+            if isinstance(outcome, InputError) and on_error != "stop" and name not in BUILT_IN:
+                outcome = Score(0.0 if on_error == "zero" else None, str(outcome))
+            if isinstance(outcome, RlctlError):
                 self.close()
-                raise answer.outcome
-            self._take(scores, answer.outcome)
+                raise outcome
+            self._take(scores, outcome)
         return None
 
     def _take(self, scores: list[Score], score: Score) -> None:
@@ -248,34 +256,49 @@ def main() -> None:
 def _outcomes(batch: Batch, plan: Rewards, scorers: Sequence[Scorer | UserBatchScorer]) -> Iterator[Score | RlctlError]:
     """Yield the outcome of each piece of work that is not done. A function of many completions is called once, when
     the first of them is due."""
-    together: dict[int, dict[int, Score | RlctlError]] = {}
-    for number, work in enumerate(batch.work[batch.done :], start=batch.done):
+    together: dict[int, Iterator[Score | RlctlError]] = {}
+    for work in batch.work[batch.done :]:
         scorer = scorers[work.scorer]
         if not isinstance(scorer, UserBatchScorer):
             yield _score(plan.scorers[work.scorer], scorer, work)
             continue
         if work.scorer not in together:
-            together[work.scorer] = _score_together(scorer, work.scorer, batch.work)
-        yield together[work.scorer][number]
+            done = sum(one.scorer == work.scorer for one in batch.work[: batch.done])
+            all_of_it = [one for one in batch.work if one.scorer == work.scorer]
+            together[work.scorer] = islice(_score_together(scorer, all_of_it), done, None)
+        yield next(together[work.scorer])
 
 
-def _score_together(scorer: UserBatchScorer, index: int, work: list[Work]) -> dict[int, Score | RlctlError]:
-    """Return the outcomes of all the work for one scorer, by their places in `work`."""
-    places = [place for place, one in enumerate(work) if one.scorer == index]
+def _score_together(scorer: UserBatchScorer, work: Sequence[Work]) -> Iterator[Score | RlctlError]:
+    """Yield the outcomes of all the work for one scorer. Where it fails it is called again with each half, to find the
+    completions on which it does."""
     try:
-        values = scorer.score_all([work[place].completion for place in places], [work[place].row for place in places])
+        values = scorer.score_all([one.completion for one in work], [one.row for one in work])
     except RlctlError as error:
-        return dict.fromkeys(places, error)
-    return {place: Score(value) for place, value in zip(places, values, strict=True)}
+        if len(work) == 1:
+            yield _naming_completion(error, work[0])
+            return
+        middle = len(work) // 2
+        yield from _score_together(scorer, work[:middle])
+        yield from _score_together(scorer, work[middle:])
+        return
+    yield from map(Score, values)
 
 
 def _score(name: str, scorer: Scorer, work: Work) -> Score | RlctlError:
     try:
         return Score(scorer(work.completion, work.row))
     except RlctlError as error:
-        return error
+        return _naming_completion(error, work)
     except Exception as error:
         # A parser that trips over what a model wrote has found it not to be right. It is counted and logged.
         if name not in BUILT_IN:
             raise
         return Score(0.0, f"{type(error).__name__}: {error}")
+
+
+def _naming_completion(error: RlctlError, work: Work) -> RlctlError:
+    """Return the error of a scorer with the completion that it was given, cut in the middle where it is long."""
+    text, half = repr(work.completion), SHOWN_CHARACTERS // 2
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    return type(error)(f"{error.message} The completion was {shown}.", error.hint)

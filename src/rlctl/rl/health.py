@@ -25,7 +25,7 @@ class Health:
         Raises DivergenceError where the weights were changed by a loss that is not finite, and after
         `checks.max_skipped_steps` steps in a row in which no optimizer step could be taken.
         """
-        said = [*self._signal(step, metrics), *_not_full(step, metrics), *_cut_off(step, metrics)]
+        said = [text for told in (self._signal, _not_full, _cut_off, _dropped) for text in told(step, metrics)]
         if critic := metrics.get("critic", {}):
             said += _critic(step, critic)
         if "loss" not in metrics and critic:  # it warms up
@@ -65,6 +65,12 @@ def _cut_off(step: int, metrics: Mapping[str, Any]) -> list[str]:
     if not (ended := metrics["stop_reasons"].get(TIMEOUT)):
         return []
     return [f"step {step}: {ended} rollout(s) took longer than rollouts.timeout_s and were ended with what they had"]
+
+
+def _dropped(step: int, metrics: Mapping[str, Any]) -> list[str]:
+    if not (dropped := metrics.get("dropped_rollouts")):
+        return []
+    return [f"step {step}: {dropped} rollout(s) are left out (reward.on_error). {metrics['reward_error']}"]
 
 
 def _critic(step: int, metrics: Mapping[str, Any]) -> list[str]:

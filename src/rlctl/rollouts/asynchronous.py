@@ -39,7 +39,7 @@ from rlctl.errors import InputError, RlctlError, WaitTimeoutError, WorkerError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, load_groups, restored_ledger, save_groups
+from rlctl.rollouts.scored_groups import MARGIN_S, GroupMaker, load_groups, save_groups
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -139,6 +139,7 @@ class AsynchronousSource:
             self._ledger.hand_over(positions)
         self._prompts.observe(groups)
         measured = {"scorer_failures": failures, "offloaded_bytes": freed_bytes, "versions_since_admission": max(ages)}
+        measured |= self._groups.lost(groups)
         if self._replaces:
             size = self._config.batch.prompts
             measured |= {"sampling_rounds": -(-len(groups) // size), "missing_groups": size - filled}
@@ -151,10 +152,8 @@ class AsynchronousSource:
             # rollouts as this one.
             self._wait(lambda: not self._unscored() or None, "the checkpoint")
         with self._changed:
-            orders = self._prompts.state(self._ledger.first_open)
             admitted = {str(position): self._under_way.admitted[position] for position in self._under_way.finished}
-            own = {"admitted": admitted, "batches": self._batches, **({"orders": orders} if orders else {})}
-            return {**self._ledger.state(), **own}
+            return {**self._groups.state(self._ledger), "admitted": admitted, "batches": self._batches}
 
     def write(self, directory: Path) -> None:
         """Write the finished groups, with all their columns."""
@@ -167,7 +166,7 @@ class AsynchronousSource:
 
         Raises InputError where the ledger or the file cannot be read.
         """
-        self._ledger = restored_ledger(state, self._prompts)
+        self._ledger = self._groups.restored(state)
         stored = load_groups(directory / GROUPS_FILE, self._groups.row_at) if self._ledger.finished else []
         groups = {group.position: group for group in stored if group.position in self._ledger.finished}
         if groups.keys() != self._ledger.finished:

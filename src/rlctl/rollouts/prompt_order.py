@@ -233,7 +233,8 @@ class PassRateOrder(PromptOrder):
             min(max(rollout.reward or 0.0, 0.0), 1.0) if rollout.accuracy is None else rollout.accuracy
             for rollout in group.rollouts
         ]
-        self._rates[group.prompt.index] = sum(right) / len(right)
+        if right:  # else a reward function failed on all of them
+            self._rates[group.prompt.index] = sum(right) / len(right)
 
     def state(self, since: int = 0) -> dict[str, Any]:
         kept = [epoch for epoch in sorted(self._fixed) if epoch >= since // self.size]

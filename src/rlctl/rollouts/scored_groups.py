@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zipfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,12 @@ from rlctl.rollouts.source import sample_seed
 
 # The scorer has a limit of its own, and its error names the scorer: let it come first, also where it starts again.
 MARGIN_S = 240.0
+FAILING_SHARE, WINDOW = 0.05, 10
+"""The share of the rollouts of so many batches on which a reward function may fail."""
+FIRST_BATCH = (
+    "A function that fails in the first batch is taken to be wrong. Where it may fail on what a model writes, "
+    "--set reward.on_error=zero gives 0 there."
+)
 COLUMNS = ("tokens_T", "offsets_G", "loss_mask_T", "logprobs_T", "weight_version_T")
 SCALARS = "scalars"
 
@@ -38,6 +45,8 @@ class GroupMaker:
         encoder = prompts.encoder
         sampling = Sampling.from_config(config.generation, stop=encoder.stop, stop_token_ids=encoder.stop_token_ids)
         self.sampling = replace(sampling, timeout_s=config.rollout_timeout_s)
+        self._dropped: deque[int] = deque(maxlen=WINDOW)
+        """Rollouts that each of the last batches lost to a failing reward function."""
 
     @property
     def scores(self) -> bool:
@@ -58,9 +67,47 @@ class GroupMaker:
 
     def scored(self, results: Sequence[GroupResult], rows: Mapping[int, PromptRow]) -> tuple[list[RolloutGroup], int]:
         """Have completions scored as the function `scored` does, with this run's seeds and scorer; `rows` has the row
-        of each position."""
+        of each position. Raises InputError where a reward function fails in the first batch."""
         seeds = {result.group: self._seeds(result.group) for result in results}
-        return scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
+        groups, failures = scored(self._rewards, results, rows, seeds, self._config.reward.timeout_s)
+        for group in groups:
+            if group.dropped and group.position < self._config.batch.prompts:
+                raise InputError(group.dropped[0], FIRST_BATCH)
+        return groups, failures
+
+    def lost(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+        """Return the metrics of the rollouts that a batch lost to a failing reward function. Raises InputError where
+        the last batches lost too many."""
+        if not self.scores:
+            return {}
+        why = [one for group in groups for one in group.dropped]
+        self._dropped.append(len(why))
+        if sum(self._dropped) > FAILING_SHARE * WINDOW * self._config.batch.rollouts:
+            raise InputError(
+                f"A reward function failed on {sum(self._dropped)} rollouts of the last {len(self._dropped)} batches; "
+                f"more than {FAILING_SHARE:.0%} of {WINDOW} batches end the run. The last failure: {why[-1]}",
+                "Mend it and go on with --allow-changes, or set reward.on_error=zero, which gives 0 there.",
+            )
+        return {"dropped_rollouts": len(why), **({"reward_error": why[0]} if why else {})}
+
+    def state(self, ledger: Ledger) -> dict[str, Any]:
+        """Return the ledger, and what else the next batches follow from, as JSON."""
+        orders = self._prompts.state(ledger.first_open)
+        return {**ledger.state(), "dropped": list(self._dropped), **({"orders": orders} if orders else {})}
+
+    def restored(self, state: Mapping[str, Any]) -> Ledger:
+        """Return the ledger of what `state` returned, and go on from the rest of it. Raises InputError where it cannot
+        be read."""
+        try:
+            ledger = Ledger.restored(state)
+            self._prompts.restore(state.get("orders", {}))
+            self._dropped.extend(map(int, state.get("dropped", ())))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"The checkpoint's ledger and order of prompts cannot be read: {error}.",
+                "Resume from a checkpoint before it, or start a new run.",
+            ) from error
+        return ledger
 
 
 def scored(
@@ -83,7 +130,8 @@ def scored(
     groups = []
     for result, answer in zip(results, answers, strict=True):
         rollouts = _rollouts(result, answer, seeds[result.group])
-        groups.append(RolloutGroup(result.group, rows[result.group], rollouts, result.columns, result.texts))
+        dropped = () if answer is None else answer.dropped
+        groups.append(RolloutGroup(result.group, rows[result.group], rollouts, result.columns, result.texts, dropped))
     return groups, sum(answer.failures for answer in answers if answer is not None)
 
 
@@ -103,21 +151,8 @@ def _rollouts(result: GroupResult, scores: GroupScores | None, seeds: Sequence[i
             accuracy=None if scores is None or scores.accuracies is None else scores.accuracies[sample],
         )
         for sample, seed in enumerate(seeds)
+        if scores is None or scores.rewards[sample] is not None  # else it is dropped
     )
-
-
-def restored_ledger(state: Mapping[str, Any], prompts: PromptStream) -> Ledger:
-    """Return the ledger of a source's state, and bring the orders of prompts to where they were. Raises InputError
-    where the state cannot be read."""
-    try:
-        ledger = Ledger.restored(state)
-        prompts.restore(state.get("orders", {}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"The checkpoint's ledger and order of prompts cannot be read: {error}.",
-            "Resume from a checkpoint before it, or start a new run.",
-        ) from error
-    return ledger
 
 
 def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -129,7 +164,8 @@ def save_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         arrays |= {f"{group.position}/{name}": getattr(columns, name) for name in COLUMNS}
         arrays |= {f"{group.position}/extra/{name}": array for name, array in columns.extra_T.items()}
         rollouts = [dataclasses.asdict(rollout) for rollout in group.rollouts]
-        scalars.append({"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts)})
+        of_group = {"position": group.position, "rollouts": rollouts, "texts": fetch(group.texts)}
+        scalars.append({**of_group, "dropped": group.dropped})
     arrays[SCALARS] = np.frombuffer(json.dumps(scalars).encode(), np.uint8)
     with path.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -159,4 +195,5 @@ def _loaded(one: dict[str, Any], arrays: dict[str, np.ndarray], row_at: Callable
         Rollout(**{**rollout, "versions": tuple((version, tokens) for version, tokens in rollout["versions"])})
         for rollout in one["rollouts"]
     )
-    return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]))
+    dropped = tuple(one.get("dropped", ()))
+    return RolloutGroup(position, row_at(position), rollouts, put(columns), put(one["texts"]), dropped)

@@ -21,7 +21,7 @@ from rlctl.errors import InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.ledger import Ledger
 from rlctl.rollouts.prompt_order import PromptStream
-from rlctl.rollouts.scored_groups import GroupMaker, restored_ledger
+from rlctl.rollouts.scored_groups import GroupMaker
 from rlctl.rollouts.source import RolloutBatch
 from rlctl.telemetry.phases import Phase, StepTimer
 
@@ -63,6 +63,7 @@ class SynchronousSource:
             rounds += 1
         if replaces:
             measured |= {"sampling_rounds": rounds, "missing_groups": missing}
+        measured |= self._groups.lost(groups)
         self._ledger.hand_over(group.position for group in groups)
         return RolloutBatch(tuple(groups), measured)
 
@@ -87,10 +88,8 @@ class SynchronousSource:
         return groups, failures, freed_bytes
 
     def state(self) -> dict[str, Any]:
-        """Return the ledger, and what the order of prompts follows from. Between two calls of `next` nothing is under
-        way or finished."""
-        orders = self._prompts.state(self._ledger.first_open)
-        return {**self._ledger.state(), **({"orders": orders} if orders else {})}
+        """Return what the next batches follow from. Between two calls of `next` nothing is under way or finished."""
+        return self._groups.state(self._ledger)
 
     def write(self, directory: Path) -> None:
         """There is nothing to write: no group is finished and not trained on."""
@@ -100,7 +99,7 @@ class SynchronousSource:
 
         Raises InputError where it is not the state of synchronous rollouts.
         """
-        self._ledger = restored_ledger(state, self._prompts)
+        self._ledger = self._groups.restored(state)
         if self._ledger.finished:
             raise InputError(
                 "The checkpoint holds finished rollouts that were not trained on, and synchronous rollouts cannot take "

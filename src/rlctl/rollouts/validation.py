@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +32,7 @@ from rlctl.envs.user_function import reward_digest
 from rlctl.errors import ConfigError, InputError
 from rlctl.refit.sync import WeightSync
 from rlctl.rollouts.prompt_order import PromptOrder, PromptStream
-from rlctl.rollouts.scored_groups import scored
+from rlctl.rollouts.scored_groups import FAILING_SHARE, scored
 from rlctl.rollouts.source import sample_seed
 
 FIRST_POSITION = 2**48
@@ -169,9 +169,18 @@ class Validation:
         rows = {request.group: row for request, row in zip(requests, data.rows, strict=True)}
         seeds = {request.group: request.seeds for request in requests}
         groups, failures = scored(self._rewards, results, rows, seeds, data.rewards.timeout_s)
+        self._refuse_failures(groups)
         found = Validated(metrics_of(groups, failures), tuple(groups))
         self._compare(found.metrics[self.metric])
         return found
+
+    def _refuse_failures(self, groups: Sequence[RolloutGroup]) -> None:
+        """Raise InputError where a reward function fails in the first validation, or on too many completions of a later
+        one."""
+        why, samples = [one for group in groups for one in group.dropped], self._config.validation.samples
+        if why and (not math.isfinite(self._best) or len(why) > FAILING_SHARE * samples * len(groups)):
+            said = f"validation: a reward function failed on {len(why)} of {samples * len(groups)} completions."
+            raise InputError(f"{said} {why[0]}", "Mend it, or set reward.on_error=zero, which gives 0 there.")
 
     def _compare(self, value: float) -> None:
         better = value > self._best
@@ -211,6 +220,8 @@ def metric_of_the_best(config: RlctlConfig) -> str:
 
 def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
     """Return the metrics of validated groups: means over prompts, with their standard errors."""
+    dropped = sum(len(group.dropped) for group in groups)
+    groups = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = Estimate.of([float(group.rewards_G.mean()) for group in groups])
     found = {"reward_mean": rewards.value}
@@ -222,8 +233,10 @@ def metrics_of(groups: list[RolloutGroup], failures: int) -> dict[str, float]:
         found["accuracy"] = right.value
         if right.stderr is not None:
             found["accuracy_stderr"] = right.stderr
-        found[f"pass@{len(right_PG[0])}"] = float(np.mean([max(right_G) for right_G in right_PG]))
+        found[f"pass@{max(map(len, right_PG))}"] = float(np.mean([max(right_G) for right_G in right_PG]))
     found["response_tokens_mean"] = float(np.mean([rollout.response_tokens for rollout in rollouts]))
     found["truncated_fraction"] = float(np.mean([rollout.truncated for rollout in rollouts]))
     found["scorer_failures"] = float(failures)
+    if dropped:
+        found["dropped_rollouts"] = float(dropped)
     return found

@@ -35,7 +35,7 @@ MAIN = {
 """Curves that are always open, in this order; `validation` stands for its scores. Others are folded."""
 VALIDATION, BEFORE_STEPS = "validation/", "validation_at_start/"
 """How the names of validation's metrics begin, and of those from before the first step."""
-NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures")
+NO_SCORE = ("_stderr", "/response_tokens_mean", "/truncated_fraction", "/scorer_failures", "/dropped_rollouts")
 """How the names of those end that are no scores."""
 TITLES = {
     "reward_std": "standard deviation of the reward",

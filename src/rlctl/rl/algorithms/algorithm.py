@@ -49,13 +49,13 @@ and not training: mean and maximum of |d|, the KL divergence by k3, and the mean
 multiplicative token probability error. The importance weights of trainer to engine are those before any bound or
 mask, with their effective sample size; 1 where both computed the same."""
 NAMES_OF_A_STEP = frozenset({
-    "accuracy", "critic", "dropped_groups", "entropy", "grad_norm", "groups_without_signal", "imbalance",
-    "importance", "length_penalty", "logprob_diff", "loss", "lr", "micro_batches", "missing_groups",
+    "accuracy", "critic", "dropped_groups", "dropped_rollouts", "entropy", "grad_norm", "groups_without_signal",
+    "imbalance", "importance", "length_penalty", "logprob_diff", "loss", "lr", "micro_batches", "missing_groups",
     "offloaded_bytes", "optimizer_steps", "padding_fraction", "positions", "prompt_tokens_mean",
     "refit_seconds", "refit_verified", "response_tokens_max", "response_tokens_mean", "reward_by_source",
-    "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts", "sampling_rounds",
-    "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps", "staleness", "step",
-    "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",
+    "reward_error", "reward_mean", "reward_std", "reward_terms", "rollout_tokens", "sampled_rollouts",
+    "sampling_rounds", "scorer_failures", "seconds", "skipped_fraction", "skipped_rollouts", "skipped_steps",
+    "staleness", "step", "stop_reasons", "system", "tokens", "tokens_by_version", "tokens_per_s", "trained_tokens",
     "truncated_fraction", "unshared_tokens", "validation", "validation_at_start", "versions_since_admission",
     "weight_version",
 })  # fmt: skip
@@ -99,7 +99,11 @@ class Algorithm(ABC):
         return self.config.filter.groups == "keep" or np.ptp(rewards_G) > 0
 
     def trains_on(self, group: RolloutGroup) -> bool:
-        """Return whether the algorithm keeps a group for any of what it compares the rollouts by."""
+        """Return whether the algorithm keeps a group for any of what it compares the rollouts by. One that lost
+        rollouts to a failing reward function needs enough of them."""
+        least = 1 + (self.config.advantage.compares and self.config.learns_from_rewards)
+        if group.dropped and len(group.rollouts) < least:
+            return False
         return any(weight and self.keeps(values_G[~np.isnan(values_G)]) for weight, values_G in self.compared(group))
 
     @abstractmethod
