@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -324,7 +325,7 @@ def test_a_function_gets_the_row_and_may_import_its_neighbours(tmp_path: Path, m
 def test_a_function_that_raises_in_the_run_names_the_row(tmp_path: Path) -> None:
     code = "def score(completion, answer):\n    assert completion != 'bad', 'cannot read this'\n    return 1\n"
     source = jsonl(tmp_path, {"prompt": "q", "answer": "a"}, {"prompt": "r", "answer": "b"})
-    plan = prepare_rewards(reward(user_file(tmp_path, code)), source)
+    plan = dataclasses.replace(prepare_rewards(reward(user_file(tmp_path, code)), source), on_error="stop")
     with pytest.raises(InputError, match=r"AssertionError: cannot read this \(scoring .*line 2; mine\.py, line 2"):
         score(plan, source, "good", "bad", index=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,9 @@ class Recorder:
     def begin(self, step: int, state: dict[str, Any], write: Any) -> None:
         self.saved.append({"step": step, **state})
 
+    def measured(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def finish(self) -> None: ...
 
     def finish_if_written(self) -> None: ...
@@ -119,8 +123,6 @@ class Stop:
     requested = False
 
     def between_steps(self) -> Any:
-        import contextlib
-
         return contextlib.nullcontext()
 
 

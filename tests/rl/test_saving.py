@@ -14,7 +14,7 @@ import pytest
 
 from rlctl.apps.run import how_to_resume
 from rlctl.checkpoints.identity import damaged_files, file_digest
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import RlctlConfig
 from rlctl.errors import DivergenceError, InputError, WaitTimeoutError, WorkerError
 from rlctl.rl.saving import Saver, newest_intact
 from rlctl.runs.directory import RunDirectory
@@ -56,8 +56,13 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     run.release()
 
 
-def saver(run: RunDirectory, policy: Any, **config: Any) -> Saver:
-    return Saver(run, policy, RunConfig(checkpoint_every=1, **config), 300.0)
+def config(limit_s: float = 300.0, **run: Any) -> RlctlConfig:
+    sections = {"run": {"checkpoint_every": 1, **run}, "cluster": {"step_timeout_s": limit_s}}
+    return RlctlConfig.model_validate({**sections, "validation": {"every": 3, "data": {"name": "q.jsonl"}}})
+
+
+def saver(run: RunDirectory, policy: Any, **options: Any) -> Saver:
+    return Saver(run, policy, config(**options))
 
 
 def state(loss: float = 0.5, skipped: int = 0) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def test_a_save_whose_policy_dies_is_said_to_be_lost_and_the_one_before_stays(ru
 def test_a_save_that_is_never_written_fails_with_its_place(run: RunDirectory) -> None:
     policy: Any = FilePolicy()
     policy.may_write.clear()
-    one = Saver(run, policy, RunConfig(checkpoint_every=1), 0.1)
+    one = Saver(run, policy, config(0.1))
     one.begin(2, state())
     with pytest.raises(WaitTimeoutError, match=r"step 2 was not written to \S+checkpoints\S+ in 0 s"):
         one.finish(30)
@@ -144,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_stays(
 ) -> None:
     saved(run, 1)
     said: list[str] = []
-    one = Saver(run, saved(run, 2), RunConfig(checkpoint_every=1, keep_last=1), 300.0, said.append)
+    one = Saver(run, saved(run, 2), config(keep_last=1), said.append)
 
     def refuse(path: Path, **_: Any) -> None:
         if path.name.endswith(".removed"):
@@ -166,7 +171,7 @@ def test_a_checkpoint_that_somebody_removes_meanwhile_holds_nothing_up(
     """It is there when checkpoints are listed, and gone when they are compared."""
     saved(run, 1)
     said: list[str] = []
-    one = Saver(run, saved(run, 2), RunConfig(checkpoint_every=1, keep_last=1), 300.0, said.append)
+    one = Saver(run, saved(run, 2), config(keep_last=1), said.append)
     listed = run.checkpoints()
     monkeypatch.setattr(run, "checkpoints", lambda: listed)
     (listed[1].path / "state.json").unlink()
@@ -252,3 +257,27 @@ def test_where_every_checkpoint_is_damaged_none_is_advised(run: RunDirectory) ->
     with pytest.raises(InputError, match="every checkpoint in"):
         newest_intact(run, policy, lambda _: None)
     assert how_to_resume(run) == "No checkpoint is left to resume from."
+
+
+def test_saves_by_time_leave_most_of_it_to_the_steps(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes after five minutes; if it held the steps up for 20 s the next one comes 400 s later. Steps without the
+    validation that judges checkpoints are passed over."""
+    now = [0.0]
+    monkeypatch.setattr("rlctl.rl.saving.time.monotonic", lambda: now[0])
+    one = saver(run, FilePolicy(), checkpoint_every=None)
+    due = []
+    for step in range(1, 32):
+        now[0] += 40.0
+        if one.due(step, ending=False):
+            due.append(step)
+            with one.measured():
+                now[0] += 20.0
+                one.begin(step, state())
+                one.finish()
+    assert due == [8, 18, 28]
+    assert [found.step for found in run.checkpoints()] == [18, 28]
+    assert one.due(31, ending=True)
+    judged = saver(run, FilePolicy(), checkpoint_every=None, keep_best_by="validation/accuracy")
+    now[0] += 300.0
+    assert [judged.due(step, ending=False) for step in (40, 41, 42)] == [False, False, True]
+    assert not saver(run, FilePolicy(), checkpoint_every=0).due(50, ending=False)

@@ -142,7 +142,7 @@ def _train(
             restarts=job.config.cluster.engine_restarts, decode_limit=error_limit(job.config, job.dtype),
         )  # fmt: skip
         stack.enter_context(sync)
-        saver = Saver(run, policy, job.config.run, job.config.cluster.step_timeout_s, display.say)
+        saver = Saver(run, policy, job.config, display.say)
         stack.push(lambda kind, *_: saver.close(display.say, at_once=kind is KeyboardInterrupt))
         timer = StepTimer()
         timer.watch, display.progress = display.phase, _progress_of(crew, job.config.batch)
@@ -402,6 +402,6 @@ def how_to_resume(run: RunDirectory) -> str:
     if not checkpoints and run.damaged:
         return "No checkpoint is left to resume from."
     if not checkpoints:
-        return "There is no checkpoint yet to resume from (run.checkpoint_every)."
+        return "There is no checkpoint yet to resume from (run.checkpoint_minutes says when they are saved)."
     place = shlex.quote(str(run.path))
     return f"Resume from step {checkpoints[-1].step} with: rlctl train grpo --resume --run-dir {place}"

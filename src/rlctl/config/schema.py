@@ -172,7 +172,7 @@ class RewardConfig(SourceReward):
     timeout_s: Seconds = 60.0
     """Longest time that scoring the rollouts of one step may take."""
     on_error: Literal["stop", "zero", "drop"] = "drop"
-    """What follows where a function of yours fails on a completion. stop: the run ends; zero: that score is 0; drop:
+    """Reaction to a function of yours that fails on a completion. stop: the run ends; zero: that score is 0; drop:
     the rollout is left out, but the run ends in its first batch, and later where more than 5% of ten batches fail."""
     overlong_buffer: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of generation.max_new_tokens, at its end, in which each token of a completion costs reward; 0: none. The
@@ -742,10 +742,14 @@ class RunConfig(Section):
     """Run directory; unset: `runs/<model>-<data>-<time>`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the order of prompts and of sampling, of 32 bits."""
-    checkpoint_every: NonNegative = 50
-    """Interval of checkpoints, in steps; 0: only at the end."""
+    checkpoint_every: NonNegative | None = None
+    """Interval of checkpoints, in steps; 0: only at the end; unset: by time, as `checkpoint_minutes` says."""
+    checkpoint_minutes: PositiveNumber = 5.0
+    """Time between two checkpoints where `checkpoint_every` is unset. It is longer where saving would otherwise take
+    more than 5% of the time of the run."""
     keep_last: Positive | None = None
-    """Number of newest checkpoints to keep; unset: all, or one if `keep_best` is set."""
+    """Number of newest checkpoints to keep; unset: one if `keep_best` is set, two where `checkpoint_every` is unset,
+    and else all."""
     keep_best: Positive | None = None
     """Number of checkpoints to keep for their value of `keep_best_by`, in addition to the newest."""
     keep_best_by: str = "reward_mean"
@@ -811,7 +815,7 @@ class RlctlConfig(Section):
             raise ValueError(f"run.keep_best_by = {by} is neither reward_mean nor {VALIDATION_PREFIX}<name>")
         if not every:
             raise ValueError(f"run.keep_best_by = {by} needs validations: set validation.every")
-        if saves % every:
+        if saves is not None and saves % every:
             raise ValueError(
                 f"run.keep_best_by = {by} needs a validation at each checkpoint: run.checkpoint_every = {saves} is no "
                 f"multiple of validation.every = {every}"

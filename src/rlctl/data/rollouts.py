@@ -95,7 +95,7 @@ class RolloutGroup:
     texts: object
     """Handle of the group's completion texts, `list[str]` of length G."""
     dropped: tuple[str, ...] = ()
-    """What a reward function said when it failed, of each rollout that is not among `rollouts` for that reason."""
+    """The error of a reward function on each rollout that is not among `rollouts` for that reason."""
 
     @property
     def rewards_G(self) -> np.ndarray:

@@ -163,7 +163,7 @@ class RewardPlan:
     trials: tuple[Trial, ...] = ()
     """The first row's reference answer, and the completion that the user gave if there is one."""
     on_error: Literal["stop", "zero", "drop"] = "drop"
-    """What becomes of a completion on which a function of the user's fails."""
+    """Reaction to a function of the user's that fails on a completion."""
 
     @property
     def scorers(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ PACKAGES = str(Path(__file__).parents[2])
 # Not `-m`: pickle would look the child's classes up in __main__. The path is for an rlctl found by a relative sys.path.
 CHILD = "import sys; sys.path.append(sys.argv[2]); from rlctl.envs.scoring_process import main; main()"
 SHOWN_CHARACTERS = 300
-"""Of a completion in an error message."""
+"""Characters of a completion in an error message."""
 DIED = "the scoring process died"
 SHORT_OF_MEMORY = "Where nothing in it sends signal 9 (SIGKILL), the kernel does so when memory is short (`dmesg`)."
 

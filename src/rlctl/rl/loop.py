@@ -213,11 +213,12 @@ class Loop:
         saver = self.parts.saver
         if saver.due(step, ending):
             self.parts.journal.doing("saving")
-            self.parts.sync.to_policy()  # the refit left the optimizer aside
-            state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
-            if self.parts.validation is not None:
-                state["validation"] = self.parts.validation.state()
-            saver.begin(step, state, self.parts.source.write)
+            with saver.measured():
+                self.parts.sync.to_policy()  # the refit left the optimizer aside
+                state = {"version": self.version, "source": self.parts.source.state(), "metrics": self._timed(metrics)}
+                if self.parts.validation is not None:
+                    state["validation"] = self.parts.validation.state()
+                saver.begin(step, state, self.parts.source.write)
         saver.finish() if ending else saver.finish_if_written()
 
     def _timed(self, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from rlctl.backends.clients import PolicyClient
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import VALIDATION_PREFIX, RlctlConfig
 from rlctl.errors import DivergenceError, InputError, RlctlError, WaitTimeoutError, WorkerError, listed
 from rlctl.runs.directory import Checkpoint, NewCheckpoint, RunDirectory
 
 LOOK_S = 0.2
 """Between two looks at whether a save is written."""
+MOST_SHARE = 0.05
+"""Share of the time of a run that saves by time may take."""
+KEPT = 2
+"""Checkpoints that are kept where they are saved by time."""
 END_LIMIT_S = 120.0
 """Longest time that the end of a run waits for a save under way, whatever ended it."""
 AT_ONCE_S = 3.0
@@ -33,13 +38,18 @@ class Saver:
         self,
         run: RunDirectory,
         policy: PolicyClient,
-        config: RunConfig,
-        limit_s: float,
+        config: RlctlConfig,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """A save that is not written within `limit_s` fails; `tell` hears of checkpoints that cannot be removed."""
-        self.run, self.policy, self.config = run, policy, config
-        self._limit_s, self._tell = limit_s, tell
+        """A save that is not written within `cluster.step_timeout_s` fails; `tell` hears of checkpoints that cannot be
+        removed."""
+        options = config.run
+        self.run, self.policy, self.config = run, policy, options
+        self._limit_s, self._tell = config.cluster.step_timeout_s, tell
+        by_validation = options.keep_best_by.startswith(VALIDATION_PREFIX)
+        self._validated_every = config.validation.every if by_validation else 1
+        self._since, self._cost_s = time.monotonic(), 0.0
+        """When the last save ended for the steps, and how long they stood still for it."""
         self._under_way: Future[None] | None = None
         self._given_up = threading.Event()
         self._begun = 0
@@ -47,8 +57,21 @@ class Saver:
     def due(self, step: int, ending: bool) -> bool:
         """Return whether to save after `step` (counted from 1), unless its save was begun already."""
         every = self.config.checkpoint_every
-        wanted = (ending and self.config.save_final) or (every > 0 and step % every == 0)
-        return wanted and step != self._begun
+        due = self._time_is_up(step) if every is None else every > 0 and step % every == 0
+        return step != self._begun and (due or (ending and self.config.save_final))
+
+    def _time_is_up(self, step: int) -> bool:
+        """Whether a save by time comes now. One that is judged by a validation comes with the next validation."""
+        pause_s = max(60.0 * self.config.checkpoint_minutes, self._cost_s / MOST_SHARE)
+        return time.monotonic() - self._since >= pause_s and step % self._validated_every == 0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Take the time of the block, in which the steps stand still, as what a save costs."""
+        started = time.monotonic()
+        yield
+        self._since = time.monotonic()
+        self._cost_s = self._since - started
 
     def begin(self, step: int, state: dict[str, Any], write: Callable[[Path], None] = lambda _: None) -> None:
         """Take a snapshot after `step` and start writing it, once the save before it is complete.
@@ -92,7 +115,9 @@ class Saver:
             done.set_exception(error)
             return
         try:
-            self.run.prune(self.config.keep_last, self.config.keep_best, self.config.keep_best_by)
+            by_time = self.config.checkpoint_every is None and self.config.keep_best is None
+            keep_last = self.config.keep_last or (KEPT if by_time else None)
+            self.run.prune(keep_last, self.config.keep_best, self.config.keep_best_by)
         except (OSError, RlctlError) as error:
             self._tell(f"A checkpoint that is not to be kept could not be removed: {error}")
         finally:  # whatever else it was: the run would wait for this without end
