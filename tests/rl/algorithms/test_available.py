@@ -27,7 +27,9 @@ from support.token_batches import token_batch
 
 LOSS = """
 import torch
+calls = []
 def own(batch, options):
+    calls.append(batch)
     ratio_R = (batch.logprobs_R - batch.rollout_logprobs_R).exp()
     return -ratio_R * batch.advantages_R * options.clip_low, {"own/ratio": ratio_R}
 
@@ -258,7 +260,7 @@ def test_the_manifest_follows_the_text_of_the_loss(losses: Path) -> None:
     [
         ("scalar", "a tensor of shape () as the loss of 7 tokens"),
         ("detached", "does not depend on batch.logprobs_R"),
-        ("reference", "TypeError.*losses.py, line 17"),
+        ("reference", "TypeError.*losses.py, line 19"),
         ("absent", "no function 'absent'"),
         ("exits", "ended with exit code 3"),
         ("pairs", "returned [('mine', tensor"),
@@ -288,9 +290,10 @@ def test_a_loss_that_is_not_there_is_refused(name: str, said: str) -> None:
         configured(loss={"function": name})
 
 
-def test_a_users_loss_is_called_with_gradient_only_for_the_loss(losses: Path) -> None:
-    loss = RunLoss(configured(loss={"function": f"{losses}:own"}))
+def test_a_users_loss_is_called_once_for_its_loss_and_its_metrics(losses: Path) -> None:
+    algorithm = configured(loss={"function": f"{losses}:own"})
     batch = token_batch()
-    loss(batch).loss.backward()
+    RunLoss(algorithm)(batch).loss.backward()
+    assert len(algorithm.code.load().__globals__["calls"]) == 1
     assert batch.logprobs_R.grad is not None
     assert torch.isfinite(batch.logprobs_R.grad).all()

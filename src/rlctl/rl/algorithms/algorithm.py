@@ -170,9 +170,9 @@ class Algorithm(ABC):
         return token_weights(response_tokens_N, options.level, divisor)
 
     @abstractmethod
-    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
+    def token_loss(self, batch: TokenBatch) -> torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return the loss of each response token [R], without its weight; differentiable in `batch.logprobs_R`, and
-        in `batch.entropy_R` where it depends on it."""
+        in `batch.entropy_R` where it depends on it. With it may come the values that `measure` would compute again."""
 
     def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
         """Return the values [R] of `metrics` by name, without gradient; a sum or a maximum may also be a scalar."""
@@ -209,11 +209,13 @@ class RunLoss:
         """Return the loss and metrics of one micro-batch."""
         import torch
 
-        loss_R = self.algorithm.token_loss(batch)
+        found = self.algorithm.token_loss(batch)
+        loss_R, measured = found if isinstance(found, tuple) else (found, None)
         # Left-out tokens have weight 0; where() also keeps an infinite value of theirs from becoming 0 * inf.
         loss = torch.where(batch.counted_R, batch.token_weights_R * loss_R, 0.0).sum()
         with torch.no_grad():
-            values = {**_measured_always(batch, self.algorithm.config.loss), **self.algorithm.measure(batch)}
+            measured = self.algorithm.measure(batch) if measured is None else measured
+            values = {**_measured_always(batch, self.algorithm.config.loss), **measured}
             return self._reduced(loss, values, batch.counted_R)
 
     def _reduced(self, loss: torch.Tensor, values: dict[str, torch.Tensor], mask_R: torch.Tensor) -> LossOutput:

@@ -228,11 +228,9 @@ class UserLoss(Algorithm):
     def token_weights(self, response_tokens_N: np.ndarray) -> np.ndarray:
         return self.inner.token_weights(response_tokens_N)
 
-    def token_loss(self, batch: TokenBatch) -> torch.Tensor:
-        return self.answer(batch)[0]
-
-    def measure(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
-        return self.answer(batch)[1] if self.metrics else {}
+    def token_loss(self, batch: TokenBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        loss_R, values = self.answer(batch)
+        return loss_R, values if self.metrics else {}
 
     def manifest(self) -> dict[str, Any]:
         return self.inner.manifest() | {"loss": self.code.fingerprint}
