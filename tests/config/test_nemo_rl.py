@@ -608,6 +608,74 @@ def test_a_learning_rate_in_quotes_is_named() -> None:
     assert any("policy.optimizer.kwargs.lr is '1e-6', which is no number" in line for line in result.unsupported)
 
 
+TORCH: dict[str, Any] = {
+    "max_grad_norm": 0.5,
+    "optimizer": {"name": "torch.optim.AdamW",
+                  "kwargs": {"lr": 3e-7, "weight_decay": 0.02, "betas": [0.91, 0.98], "eps": 1e-7}},
+    "scheduler": [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 50}},
+                  {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 350, "eta_min": 3e-8}},
+                  {"milestones": [50]}],
+}  # fmt: skip
+ADAM = {"optimizer": "adam", "lr": 3e-7, "min_lr": 3e-8, "weight_decay": 0.02, "adam_beta1": 0.91, "adam_beta2": 0.98,
+        "adam_eps": 1e-7, "clip_grad": 0.5}  # fmt: skip
+DECAY = {"start_weight_decay": 0.02, "end_weight_decay": 0.02, "weight_decay_incr_style": "constant",
+         "lr_decay_style": "cosine", "lr_decay_iters": 400, "lr_warmup_iters": 50, "lr_warmup_init": 3e-8}  # fmt: skip
+MEGATRON_BLOCK = {"optimizer": ADAM, "scheduler": DECAY}
+LEARNING = {"optimizer.lr": 3e-7, "optimizer.weight_decay": 0.02, "optimizer.beta1": 0.91, "optimizer.beta2": 0.98,
+            "optimizer.eps": 1e-7, "optimizer.clip_grad": 0.5, "scheduler.warmup_steps": 50, "scheduler.init_lr": 3e-8,
+            "scheduler.decay": "cosine", "scheduler.decay_steps": 400, "scheduler.min_lr": 3e-8}  # fmt: skip
+
+
+def learning(result: Import) -> dict[str, Any]:
+    return {key: value for key, value in result.values.items() if key.startswith(("optimizer.", "scheduler."))}
+
+
+@pytest.mark.parametrize("megatron", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [TORCH | {"megatron_cfg": {"optimizer": None, "scheduler": None}}, TORCH,
+     {"megatron_cfg": MEGATRON_BLOCK, "optimizer": None, "scheduler": None}, {"megatron_cfg": MEGATRON_BLOCK}],
+)  # fmt: skip
+def test_optimizer_and_schedule_hold_for_either_backend(policy: dict[str, Any], megatron: bool, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({"grpo": {"max_num_steps": 500}, "policy": policy}, sort_keys=False))
+    result = import_recipe(path, [Override("policy.megatron_cfg.enabled", megatron)])
+    assert learning(result) == LEARNING
+    assert not result.notes
+    block = {"policy": policy | {"megatron_cfg": (policy.get("megatron_cfg") or {}) | {"enabled": megatron}}}
+    path.write_text(yaml.safe_dump({"grpo": {"max_num_steps": 500}} | block))
+    assert learning(import_recipe(path)) == LEARNING
+
+
+@pytest.mark.parametrize("megatron", [False, True])
+def test_the_block_of_the_backend_that_trains_wins_and_the_dry_run_says_so(megatron: bool, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    other = {"optimizer": ADAM | {"lr": 1e-5, "adam_eps": 1e-6}, "scheduler": {"lr_warmup_iters": 0}}
+    policy = TORCH | {"megatron_cfg": {"enabled": megatron} | other}
+    path.write_text(yaml.safe_dump({"grpo": {}, "policy": policy}))
+    config = resolve(files=[path], environment={})
+    assert config.config.optimizer.lr == (1e-5 if megatron else 3e-7)
+    assert config.config.scheduler.warmup_steps == (0 if megatron else 50)
+    (line,) = [line for line in config.notes if line.startswith("note: ")]
+    blocks = ["policy.optimizer.kwargs.lr", "policy.megatron_cfg.optimizer.lr"]
+    assert f"optimizer.lr is {config.config.optimizer.lr} ({blocks[megatron]})" in line
+    assert f"({blocks[not megatron]})" in line
+    assert "the schedule is that of" in line
+
+
+def test_what_one_block_leaves_out_is_that_of_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    policy = TORCH | {"megatron_cfg": {"enabled": True, "optimizer": {"lr": 1e-6}}}
+    path.write_text(yaml.safe_dump({"grpo": {}, "policy": policy}))
+    assert learning(import_recipe(path)) == LEARNING | {"optimizer.lr": 1e-6, "scheduler.init_lr": 1e-7}
+
+
+def test_weight_decay_is_by_default_that_of_the_libraries(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({"grpo": {}, "policy": {"optimizer": {"kwargs": {"lr": 1e-6}}}}))
+    assert import_recipe(path).values["optimizer.weight_decay"] == 0.01
+
+
 @pytest.mark.parametrize(
     ("kind", "cap", "least", "expected"),
     [

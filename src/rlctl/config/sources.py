@@ -311,6 +311,7 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
     notes = [
         *(f"left out: {line}" for line in recipe.unknown),
         *(f"runs differently: {line}" for line in recipe.changed),
+        *(f"note: {line}" for line in recipe.notes),
     ]
     if named := [
         f"{recipe.source[value.key]} is rlctl's {value.key}"

@@ -21,6 +21,28 @@ from rlctl.config.passthrough import TARGETS, canonical, checked, installed_fiel
 
 MEGATRON, DTENSOR, VLLM = "policy.megatron_cfg", "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
+COUNTERPARTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    ((f"{MEGATRON}.optimizer.optimizer",), ("policy.optimizer.name",)),
+    ((f"{MEGATRON}.optimizer.lr",), ("policy.optimizer.kwargs.lr",)),
+    (
+        (f"{MEGATRON}.optimizer.weight_decay",
+         *(f"{MEGATRON}.scheduler.{name}" for name in ("start_weight_decay", "end_weight_decay",
+                                                       "weight_decay_incr_style"))),
+        ("policy.optimizer.kwargs.weight_decay",),
+    ),
+    ((f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"), ("policy.optimizer.kwargs.betas",)),
+    ((f"{MEGATRON}.optimizer.adam_eps",), ("policy.optimizer.kwargs.eps",)),
+    ((f"{MEGATRON}.optimizer.clip_grad",), ("policy.max_grad_norm",)),
+    (
+        (f"{MEGATRON}.optimizer.min_lr",
+         *(f"{MEGATRON}.scheduler.lr_{name}" for name in ("decay_style", "decay_iters", "warmup_iters", "warmup_init",
+                                                          "wsd_decay_iters", "wsd_decay_style"))),
+        ("policy.scheduler",),
+    ),
+)  # fmt: skip
+"""Keys of the optimizer and the schedule in Megatron's block of a recipe, and those of DTensor's for the same."""
+CARRIED_OVER = frozenset(key for pair in COUNTERPARTS for keys in pair for key in keys)
+"""Keys that hold for either backend where it has none of its own."""
 
 DATASETS = {
     "OpenMathInstruct-2": ("nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
@@ -96,6 +118,8 @@ class Import:
     entries: list[Entry] = dataclasses.field(default_factory=list)
     source: dict[str, str] = dataclasses.field(default_factory=dict)
     """The recipe's key of each value."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """Lines on which of two values that the recipe has for the same thing holds."""
 
     @property
     def unsupported(self) -> list[str]:
@@ -473,17 +497,73 @@ def overlong(result: Import, leaves: Mapping[str, Any]) -> None:
         result.set("reward.overlong_factor", penalty * (limit - start) / buffer, name)
 
 
-def megatron_on(found: Found) -> bool:
+def megatron_on(leaves: Mapping[str, Any]) -> bool:
     """Return whether Megatron trains; it does even when DTensor is also on."""
-    return found.get(f"{MEGATRON}.enabled") is True
+    return leaves.get(f"{MEGATRON}.enabled") is True
 
 
 def when_megatron(rule: Rule) -> Rule:
-    return when(megatron_on, rule, "policy.megatron_cfg is off")
+    return when(lambda found: megatron_on(found.leaves), rule, "policy.megatron_cfg is off")
 
 
 def when_dtensor(rule: Rule) -> Rule:
-    return when(lambda found: not megatron_on(found), rule, "Megatron trains: it wins when both are on")
+    return when(lambda found: not megatron_on(found.leaves), rule, "Megatron trains: it wins when both are on")
+
+
+def of_other_backend(key: str, leaves: Mapping[str, Any]) -> bool:
+    """Return whether a key of the optimizer or the schedule is in the block of the backend that does not train."""
+    return any(key in pair[megatron_on(leaves)] for pair in COUNTERPARTS)
+
+
+def overruled(key: str, leaves: Mapping[str, Any]) -> bool:
+    """Return whether the block of the backend that trains says what `key` of the other one is about. Where it does not,
+    `key` holds for it."""
+    megatron = megatron_on(leaves)
+    for pair in COUNTERPARTS:
+        if key in pair[megatron]:
+            own = [name for name in pair[not megatron] if name in leaves and not name.endswith("min_lr")]
+            if key.endswith("clip_grad") or key == "policy.max_grad_norm":
+                return bool(own)  # null is a value: gradients are not clipped
+            # An optimizer of torch without a scheduler has a constant learning rate.
+            torch = any(leaves.get(f"policy.optimizer.{name}") is not None for name in ("name", "kwargs.lr"))
+            return (pair[not megatron] == ("policy.scheduler",) and torch) or any(
+                leaves[name] is not None for name in own
+            )
+    return False
+
+
+def disagreement(result: Import, other: Import, leaves: Mapping[str, Any]) -> str | None:
+    """Return the line on where the two blocks of a recipe say different things; `other` holds what the block of the
+    backend that does not train says."""
+    names = ("Megatron", MEGATRON, "policy") if megatron_on(leaves) else ("DTensor", "policy", MEGATRON)
+    backend, block, others = names
+    told = [
+        f"{key} is {result.values[key]} ({result.source[key]}), not {value} ({other.source[key]})"
+        for key, value in other.values.items()
+        if not key.startswith("scheduler.") and result.values.get(key, value) != value
+    ]
+    schedules = [_schedule(found.values, result.values.get("run.steps")) for found in (result, other)]
+    # Without a schedule of its own a block has a constant learning rate.
+    if other.values.keys() & {"optimizer.lr", "scheduler.warmup_steps"} and schedules[0] != schedules[1]:
+        told.append(f"the schedule is that of {block}.scheduler, not of {others}.scheduler")
+    return f"{backend} trains, and its own block of the recipe holds: {'; '.join(told)}" if told else None
+
+
+def _schedule(values: Mapping[str, Any], steps: Any) -> tuple[Any, ...]:
+    """Return what a schedule does, without the keys that have no effect in it."""
+    warmup, decay = values.get("scheduler.warmup_steps", 0), values.get("scheduler.decay", "constant")
+    rises = (warmup, values.get("scheduler.init_lr", 0)) if warmup else (0,)
+    falls = (
+        (values.get("scheduler.decay_steps", steps), values.get("scheduler.min_lr", 0)) if decay != "constant" else ()
+    )
+    return (*rises, decay, *falls)
+
+
+def learning_rate(found: Found) -> tuple[str, Any]:
+    """Return the learning rate that holds, from the block of either backend, and its key."""
+    own, other = (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr")[:: 1 if megatron_on(found.leaves) else -1]
+    key = other if found.get(own) is None and found.get(other) is not None else own
+    return key, found.get(key)
 
 
 def with_adapters(rule: Rule) -> Rule:
@@ -574,13 +654,8 @@ def chat_template(found: Found) -> None:
 
 
 def clipping(found: Found) -> None:
-    """Map the norm that gradients are clipped to: null means that they are not. The Megatron section's own holds where
-    Megatron trains."""
-    own = f"{MEGATRON}.optimizer.clip_grad"
-    if found.name != own and megatron_on(found) and own in found.leaves:
-        found.skip(f"{own} holds, since Megatron trains")
-    else:
-        found.map("optimizer.clip_grad", 0 if found.value is None else found.value)
+    """Map the norm that gradients are clipped to: null means that they are not."""
+    found.map("optimizer.clip_grad", 0 if found.value is None else found.value)
 
 
 def epochs(found: Found) -> None:
@@ -747,7 +822,7 @@ def warm_up(found: Found) -> None:
         found.map("scheduler.warmup_steps", found.value)
     else:
         found.set("scheduler.warmup_steps", found.value)
-        ends = found.get(f"{section}.lr_warmup_init") or 0, found.get(f"{MEGATRON}.optimizer.lr")
+        ends = found.get(f"{section}.lr_warmup_init") or 0, learning_rate(found)[1]
         _map_warmup(found, f"scheduler.warmup_steps: {found.value}", *ends)
 
 
@@ -766,7 +841,7 @@ def torch_schedulers(found: Found) -> None:
         else:
             after.append((name, options))
     kind, options = after[0] if after else ("ConstantLR", {"factor": 1})
-    rate = found.get("policy.optimizer.kwargs.lr")
+    name, rate = learning_rate(found)
     # What a scheduler's arguments leave out is torch's default.
     known = kind == "CosineAnnealingLR" or (kind == "ConstantLR" and options.get("factor", 1 / 3) == 1)
     warmup_steps = 0 if warmup is None else warmup.get("total_iters", 5)
@@ -774,14 +849,14 @@ def torch_schedulers(found: Found) -> None:
     if found.value is None:
         found.skip("the learning rate is constant")
     elif not isinstance(rate, int | float):
-        found.say("not yet", f"policy.optimizer.kwargs.lr is {_short(repr(rate))}, which is no number")
+        found.say("not yet", f"{name} is {_short(repr(rate))}, which is no number")
     elif len(after) > 1 or not known:
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):
         why = f"the warm-up takes {warmup_steps} steps (total_iters), and milestones goes on after {next_at}"
         found.say("not yet", f"{why}: give both the same number", "scheduler.warmup_steps")
     else:
-        begins = rate if warmup is None else warmup.get("start_factor", 1 / 3) * rate
+        begins = rate if warmup is None else float(f"{warmup.get('start_factor', 1 / 3) * rate:.12g}")
         found.set("scheduler.warmup_steps", warmup_steps)
         found.set("scheduler.init_lr", 0 if warmup is None else begins)
         if kind == "CosineAnnealingLR":

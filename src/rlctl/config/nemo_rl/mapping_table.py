@@ -211,14 +211,14 @@ _POLICY: dict[str, Rule] = {
     "policy.sequence_packing.enabled": to("training.packing"),
     "policy.sequence_packing.train_mb_tokens": rules.row_tokens("policy.sequence_packing"),
     "policy.sequence_packing.*": without("rows are those of training, filled by rlctl's own packing"),
-    "policy.optimizer": without("the Megatron section's own is used"),
-    "policy.optimizer.name": when_dtensor(only(*ADAMW, why="the optimizer is AdamW")),
-    "policy.optimizer.kwargs.lr": when_dtensor(to("optimizer.lr")),
-    "policy.optimizer.kwargs.weight_decay": when_dtensor(to("optimizer.weight_decay")),
-    "policy.optimizer.kwargs.eps": when_dtensor(to("optimizer.eps")),
-    "policy.optimizer.kwargs.betas": when_dtensor(rules.betas),
-    "policy.optimizer.*": when_dtensor(without("how torch runs its optimizer")),
-    "policy.scheduler": when_dtensor(rules.torch_schedulers),
+    "policy.optimizer": without("there is none"),
+    "policy.optimizer.name": only(*ADAMW, why="the optimizer is AdamW"),
+    "policy.optimizer.kwargs.lr": to("optimizer.lr"),
+    "policy.optimizer.kwargs.weight_decay": to("optimizer.weight_decay"),
+    "policy.optimizer.kwargs.eps": to("optimizer.eps"),
+    "policy.optimizer.kwargs.betas": rules.betas,
+    "policy.optimizer.*": without("how torch runs its optimizer"),
+    "policy.scheduler": rules.torch_schedulers,
     "policy.scheduler.*": when_dtensor(only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay")),
     f"{DTENSOR}.enabled": when_dtensor(rules.by_dtensor),
     f"{DTENSOR}.tensor_parallel_size": when_dtensor(to("training.tp")),
@@ -535,14 +535,22 @@ RULES: dict[str, Rule] = (
     {key: rules.own_kind(rule) for key, rule in _GRPO.items()}
     | _DISTILLATION
     | _POLICY
-    | {f"{MEGATRON}.{key}": rules.when_megatron(rule) for key, rule in _MEGATRON.items()}
+    | {
+        name: rule if name in rules.CARRIED_OVER else rules.when_megatron(rule)
+        for key, rule in _MEGATRON.items()
+        for name in [f"{MEGATRON}.{key}"]
+    }
     | _GENERATION
     | _REST
 )
 
 
 def finish(result: Import, leaves: Mapping[str, Any]) -> None:
-    """Set what follows from several keys: rows without packing, the reward, and room for a prompt."""
+    """Set what follows from several keys: rows without packing, the reward, room for a prompt, and the weight decay by
+    default of torch's AdamW and Megatron."""
+    if "optimizer.lr" in result.values:
+        result.values.setdefault("optimizer.weight_decay", 0.01)
+        result.source.setdefault("optimizer.weight_decay", result.source["optimizer.lr"])
     length = leaves.get("policy.max_total_sequence_length")
     length = length if isinstance(length, int) and length > 1 else None
     if "training.micro_batch_tokens" not in result.values and length:

@@ -19,7 +19,18 @@ from typing import Any
 
 from rlctl.config.files import problem_with
 from rlctl.config.keys import is_section, nearest
-from rlctl.config.nemo_rl.mapping_rules import ALGORITHMS, Entry, Found, Import, Rule, foreign_kind, misfit
+from rlctl.config.nemo_rl.mapping_rules import (
+    ALGORITHMS,
+    Entry,
+    Found,
+    Import,
+    Rule,
+    disagreement,
+    foreign_kind,
+    misfit,
+    of_other_backend,
+    overruled,
+)
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
 from rlctl.config.schema import RlctlConfig
@@ -108,7 +119,9 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     result.foreign, algorithm = foreign_kind(known)
     if algorithm is not None and result.foreign is None:
         result.set("run.algorithm", algorithm, algorithm)
-    for key, value in leaves.items():
+    other = Import(result.path)
+    # What the backend that trains says itself comes last, and holds.
+    for key, value in sorted(leaves.items(), key=lambda leaf: not of_other_backend(leaf[0], known)):
         rule = find_rule(key, RULES)
         if isinstance(value, Unresolved) and rule is not None:
             status = "logging" if key.startswith(ONLY_LOGS) else "not yet"
@@ -126,9 +139,14 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         elif isinstance(value, str) and value.lower() in BOOLEAN_TEXTS and not _takes_any_text(key):
             why = "it is a text, and NeMo-RL takes every text for true: write true or false without quotes"
             result.entries.append(Entry(key, value, "not yet", f"{why}, or ${{oc.decode:...}} around a variable"))
+        elif overruled(key, known):
+            _apply_rule(rule, Found(other, key, value, known))
+            result.entries.append(Entry(key, value, "not applicable", "the backend that trains has its own"))
         else:
             _apply_rule(rule, Found(result, key, value, known))
     finish(result, known)
+    if line := disagreement(result, other, known):
+        result.notes.append(line)
     _leave_out_misfits(result, known)
     for index, entry in enumerate(result.entries):
         if entry.status == "not known" and (close := _close(entry.key, 0.75)):
