@@ -16,7 +16,7 @@ from rlctl.apps.prepare import loggers_of
 from rlctl.backends.messages import Sampling
 from rlctl.checkpoints.locations import converted_directory
 from rlctl.config.load import Resolved, from_sources, resolve, stored_values
-from rlctl.config.nemo_rl.mapping_rules import Found, Import
+from rlctl.config.nemo_rl.mapping_rules import MEGATRON, Found, Import
 from rlctl.config.nemo_rl.mapping_table import RULES
 from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, read_recipe
 from rlctl.config.sources import Source
@@ -310,7 +310,8 @@ ODD = (None, [], {}, "x", -1, True, [{"name": None}], [["x"]])
 @pytest.mark.parametrize(("value", "backend"), zip(ODD, cycle(["megatron_cfg", "dtensor_cfg"]), strict=False))
 def test_no_value_of_any_key_is_a_traceback(value: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on = {"grpo.reward_shaping.enabled": True, "grpo.reward_scaling.enabled": True, f"policy.{backend}.enabled": True,
-          f"policy.{backend}.lora_cfg.enabled": True, "policy.generation.colocated.enabled": False,
+          "policy.megatron_cfg.peft.enabled": True, "policy.dtensor_cfg.lora_cfg.enabled": True,
+          "policy.generation.colocated.enabled": False,
           "data.validation.dataset_name": "AIME2024"}  # fmt: skip
     monkeypatch.setattr("rlctl.config.nemo_rl.recipe._close", lambda *_: [])  # a search for what was meant takes long
     for key in RULES:
@@ -1082,6 +1083,106 @@ def test_a_wrong_override_is_named(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         overridden(text)
     assert said in f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("backend", [[], ["policy.megatron_cfg.enabled=false"]])
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("policy.megatron_cfg.tensor_model_paralel_size=4", "policy.megatron_cfg.tensor_model_parallel_size"),
+        ("++policy.megatron_cfg.recompute_granulrity=full", "policy.megatron_cfg.recompute_granularity"),
+        ("policy.megatron_cfg.moe_token_dispatcher_tipe=flex", "policy.megatron_cfg.moe_token_dispatcher_type"),
+        ("policy.megatron_cfg.optimizer.lrr=1e-6", "policy.megatron_cfg.optimizer.lr"),
+        ("policy.megatron_cfg.scheduler.lr_warmup_iter=3", "policy.megatron_cfg.scheduler.lr_warmup_iters"),
+        ("policy.megatron_cfg={tensor_model_paralel_size: 4}", "policy.megatron_cfg.tensor_model_parallel_size"),
+        ("policy.optimizer.kwargs.weight_deca=0.1", "policy.optimizer.kwargs.weight_decay"),
+        ("policy.generation.vllm_cfg.gpu_memory_utilisation=0.5", "policy.generation.vllm_cfg.gpu_memory_utilization"),
+        ("policy.sequence_packing.algoritm=x", "policy.sequence_packing.algorithm"),
+        ("checkpointing.save_perod=5", "checkpointing.save_period"),
+        ("logger.wandb_enabld=true", "logger.wandb_enabled"),
+        ("cluster.gpu_per_nodes=4", "cluster.gpus_per_node"),
+        ("env.math.num_worker=4", "env.math.num_workers"),
+    ],
+)
+def test_a_misspelt_override_is_refused_with_the_nearest_name(text: str, meant: str, backend: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        overridden(*backend, text)
+    assert caught.value.exit_code == 2
+    assert "unknown key" in caught.value.message
+    assert f"`{meant}`" in f"{caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["policy.sequence_packing.algorithm=concatenative", "logger.num_val_samples_to_print=3", "env.math.num_workers=2",
+     "++grpo.reward_scaling.source_max=2", "policy.generation.vllm_cfg.env_vars.NCCL_DEBUG=INFO",
+     "teacher.max_total_sequence_length=64", "policy.dtensor_cfg.automodel_kwargs.backend.attn=te"],
+)  # fmt: skip
+def test_keys_that_nemo_rl_knows_are_taken(text: str) -> None:
+    asked = overridden(text)
+    asked.require_supported()
+    key = text.lstrip("+").partition("=")[0]
+    assert [line for line in asked.notes if line.startswith(f"note: {key} = ")] or "env_vars" in key
+
+
+def test_an_override_that_changes_nothing_says_so() -> None:
+    off = overridden("policy.megatron_cfg.enabled=false", "policy.megatron_cfg.tensor_model_parallel_size=8")
+    (line,) = [line for line in off.notes if "tensor_model_parallel_size" in line]
+    assert line.endswith("sets nothing by itself: policy.megatron_cfg is off")
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([f"{MEGATRON}.recompute_granularity=full"], "full"),
+        ([f"{MEGATRON}.recompute_granularity=selective"], "selective"),
+        ([f"{MEGATRON}.recompute_granularity=full", f"{MEGATRON}.activation_checkpointing=false"], "none"),
+        ([f"{MEGATRON}.recompute_granularity=selective", f"{MEGATRON}.activation_checkpointing=true"], "selective"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("switch", [{"activation_checkpointing": False}, {}])
+def test_what_is_computed_again_is_what_the_command_line_asks_for(
+    texts: list[str], expected: str, switch: dict[str, bool], tmp_path: Path
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump({"grpo": {}, "policy": {"megatron_cfg": {"enabled": True} | switch}}))
+    assert resolve(files=[path], overrides=texts, environment={}).config.training.recompute == expected
+    in_file = {"recompute_granularity": "full"} | switch
+    path.write_text(yaml.safe_dump({"grpo": {}, "policy": {"megatron_cfg": {"enabled": True} | in_file}}))
+    assert resolve(files=[path], environment={}).config.training.recompute == ("none" if switch else "full")
+
+
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        ("policy.megatron_cfg.apply_rope_fusion=false", ("apply_rope_fusion", False)),
+        ("++policy.megatron_cfg.recompute_num_layers=2", ("recompute_num_layers", 2)),
+        ("++policy.megatron_cfg.model_overrides.masked_softmax_fusion=false", ("masked_softmax_fusion", False)),
+    ],
+)
+def test_what_megatron_s_configuration_has_reaches_it(text: str, passed: tuple[str, Any]) -> None:
+    config = overridden(text).config
+    assert config.megatron.passed[passed[0]] == passed[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["policy.megatron_cfg.pipeline_dtype=float32", "++policy.megatron_cfg.layernorm_epsilon=1e-6",
+     "policy.megatron_cfg.optimizer.use_distributed_optimizer=false", "++policy.megatron_cfg.num_layers=2",
+     "++policy.megatron_cfg.model_overrides.hidden_size=8", "++policy.optimizer.kwargs.amsgrad=true"],
+)  # fmt: skip
+def test_what_rlctl_sets_itself_is_refused_by_name(text: str) -> None:
+    backend = "false" if "kwargs" in text else "true"
+    with pytest.raises(ConfigError, match=re.escape(text.lstrip("+").replace("=", " = ").split(" = ")[0])):
+        overridden(f"policy.megatron_cfg.enabled={backend}", text).require_supported()
+
+
+def test_a_misspelt_argument_of_a_scheduler_stops_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    schedules = [{"name": "LinearLR", "kwargs": {"total_iters": 4}}]
+    path.write_text(yaml.safe_dump({"defaults": str(RECIPES / "base.yaml"), "policy": {"scheduler": schedules}}))
+    wrong = Override.parse("policy.scheduler.0.kwargs.total_itrs=9")
+    assert any("total_itrs" in line for line in import_recipe(path, [wrong]).unsupported)
 
 
 def test_an_override_settles_what_stopped_a_run() -> None:

@@ -28,7 +28,7 @@ from rlctl.config.keys import (
 )
 from rlctl.config.nemo_rl.mapping_rules import LOGGERS
 from rlctl.config.nemo_rl.mapping_table import RULES
-from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl, renamed
+from rlctl.config.nemo_rl.recipe import Override, import_recipe, is_nemo_rl
 from rlctl.config.passthrough import canonical, checked, target_of
 from rlctl.config.presets import Preset, preset_chain
 from rlctl.config.schema import RlctlConfig, RunConfig
@@ -296,7 +296,7 @@ def sources_in_order(
 def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source, Source]:
     """Return the source of a NeMo-RL recipe, and the stronger one of what the command line overrides in it."""
     recipe = import_recipe(path, [Override.parse(text) for text in overrides])
-    given = {renamed(Override.parse(text).key) for text in overrides}
+    given = recipe.overridden
     values: dict[bool, list[Value]] = {True: [], False: []}
     refusals: dict[bool, list[Refusal]] = {True: [], False: []}
     for key, value in recipe.values.items():
@@ -312,6 +312,11 @@ def recipe_sources(path: Path | None, overrides: Sequence[str]) -> tuple[Source,
         *(f"left out: {line}" for line in recipe.unknown),
         *(f"runs differently: {line}" for line in recipe.changed),
         *(f"note: {line}" for line in recipe.notes),
+        *(
+            f"note: {entry.key} = {entry.value} sets nothing by itself: {entry.note}"
+            for entry in (*recipe.of("not applicable"), *recipe.of("logging"))
+            if entry.key in given and entry.key not in recipe.source.values()
+        ),
     ]
     if named := [
         f"{recipe.source[value.key]} is rlctl's {value.key}"

@@ -41,6 +41,16 @@ COUNTERPARTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
 )  # fmt: skip
 """Keys of the optimizer and the schedule in Megatron's block of a recipe, and those of DTensor's for the same."""
+HANDED_ON = {
+    f"{MEGATRON}.optimizer": "optimizer",
+    f"{MEGATRON}.fp8_cfg": "megatron",
+    f"{MEGATRON}.model_overrides": "megatron",
+    DDP: "ddp",
+    MEGATRON: "megatron",
+    "policy.generation.vllm_kwargs": "vllm",
+    VLLM: "vllm",
+}
+"""Sections whose keys are fields of Megatron-Core or vLLM, and the sections of rlctl that hand such fields on."""
 CARRIED_OVER = frozenset(key for pair in COUNTERPARTS for keys in pair for key in keys)
 """Keys that hold for either backend where it has none of its own."""
 
@@ -118,6 +128,10 @@ class Import:
     entries: list[Entry] = dataclasses.field(default_factory=list)
     source: dict[str, str] = dataclasses.field(default_factory=dict)
     """The recipe's key of each value."""
+    overridden: frozenset[str] = frozenset()
+    """Keys that the command line gives a value."""
+    before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values of the recipe without what the command line gives."""
     notes: list[str] = dataclasses.field(default_factory=list)
     """Lines on which of two values that the recipe has for the same thing holds."""
 
@@ -232,8 +246,17 @@ def same(*values: Any) -> dict[Any, Any]:
 
 
 def without(reason: str) -> Rule:
-    """Return the rule of a key that has no counterpart, for `reason`."""
-    return lambda found: found.skip(reason)
+    """Return the rule of a key that has no counterpart, for `reason`. A field of Megatron-Core that the command line
+    changes is handed on nevertheless, and Megatron's section refuses those that rlctl sets itself."""
+
+    def rule(found: Found) -> None:
+        changed = found.name in found.result.overridden and found.value != found.result.before.get(found.name)
+        if changed and found.name.startswith(MEGATRON) and is_field(found.name):
+            passes()(found)
+        else:
+            found.skip(reason)
+
+    return rule
 
 
 def logs(reason: str) -> Rule:
@@ -673,8 +696,26 @@ def epochs(found: Found) -> None:
 
 def recompute(found: Found) -> None:
     """Map whether activations are computed again: in whole layers, or in the parts that are named."""
-    granularity = found.get(f"{MEGATRON}.recompute_granularity") or "full"
-    to("training.recompute", {True: granularity, False: "none", None: None})(found)
+    if found.value is not True and _granularity_holds(found):
+        found.skip("recompute_granularity says what is computed again")
+    else:
+        granularity = found.get(f"{MEGATRON}.recompute_granularity") or "full"
+        to("training.recompute", {True: granularity, False: "none", None: None})(found)
+
+
+def granularity(found: Found) -> None:
+    """Map what is computed again. NeMo-RL reads it only where activation_checkpointing is on; who gives it on the
+    command line asks for it, and so does a recipe without that switch."""
+    if _granularity_holds(found):
+        found.map("training.recompute", found.value)
+    else:
+        found.skip("read with activation_checkpointing")
+
+
+def _granularity_holds(found: Found) -> bool:
+    switch, name = f"{MEGATRON}.activation_checkpointing", f"{MEGATRON}.recompute_granularity"
+    given = found.result.overridden
+    return bool(found.get(name)) and (found.get(switch) is None or (name in given and switch not in given))
 
 
 def recomputed_modules(found: Found) -> None:
@@ -694,15 +735,27 @@ def adapted_layers(found: Found) -> None:
     found.say("not yet", f"{why}, or of both")
 
 
-def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
-    """Return the rule that hands the key on to `section`; `otherwise` applies where the installed version has no such
-    field (None: the key is unknown)."""
+def handed_on(key: str) -> str:
+    """Return the key of rlctl's section that hands a key of `HANDED_ON` on."""
+    prefix = next(prefix for prefix in HANDED_ON if key.startswith(f"{prefix}."))
+    return f"{HANDED_ON[prefix]}.{key.removeprefix(prefix).lstrip('.')}"
+
+
+def is_field(key: str) -> bool:
+    """Return whether the installed Megatron-Core or vLLM has the field that a key is handed on as."""
+    return any(key.startswith(f"{prefix}.") for prefix in HANDED_ON) and installed_field(handed_on(key)) is not None
+
+
+def passes(otherwise: Rule | None = None) -> Rule:
+    """Return the rule that hands the key on; `otherwise` applies where the installed version has no such field (None:
+    the key is unknown)."""
 
     def rule(found: Found) -> None:
-        key = f"{section}.{found.name.removeprefix(prefix).lstrip('.')}"
+        key = handed_on(found.name)
+        target = TARGETS[key.partition(".")[0]]
         if found.value is None or found.value == {}:
             found.skip("unset")
-        elif target_of(key) is None or installed_field(key) is not None or TARGETS[section].fields() is None:
+        elif target_of(key) is None or installed_field(key) is not None or target.fields() is None:
             ours, translated = canonical(key, found.value)
             why = checked(key, found.value)[1] if ours == key else None
             if why:
@@ -712,7 +765,7 @@ def passes(section: str, prefix: str, otherwise: Rule | None = None) -> Rule:
         elif otherwise is not None:
             otherwise(found)
         else:
-            found.say("not known", f"rlctl does not know this key, nor is it a field of {TARGETS[section].words()}")
+            found.say("not known", f"rlctl does not know this key, nor is it a field of {target.words()}")
 
     return rule
 
@@ -826,6 +879,14 @@ def warm_up(found: Found) -> None:
         _map_warmup(found, f"scheduler.warmup_steps: {found.value}", *ends)
 
 
+TORCH_ARGUMENTS = {
+    "LinearLR": {"start_factor", "end_factor", "total_iters"},
+    "ConstantLR": {"factor", "total_iters"},
+    "CosineAnnealingLR": {"T_max", "eta_min"},
+}
+"""Schedulers of torch that rlctl knows, and their arguments."""
+
+
 def torch_schedulers(found: Found) -> None:
     """Map torch's list of schedulers: a linear warm-up, then a constant rate or a cosine. `milestones` says at which
     step torch's SequentialLR goes from one to the next, wherever the first is by then."""
@@ -833,9 +894,10 @@ def torch_schedulers(found: Found) -> None:
         step for step in (found.value if isinstance(found.value, list) else [found.value]) if isinstance(step, dict)
     ]
     milestones = next((step["milestones"] for step in listed if step.get("milestones")), None)
-    warmup, after = None, []
+    warmup, after, unknown = None, [], []
     for step in (step for step in listed if "name" in step):
         name, options = str(step["name"]).rpartition(".")[2], step.get("kwargs") or {}
+        unknown = [*unknown, *(set(options) - TORCH_ARGUMENTS.get(name, set(options)))]
         if name == "LinearLR" and warmup is None and not after and options.get("end_factor", 1) == 1:
             warmup = options
         else:
@@ -850,6 +912,8 @@ def torch_schedulers(found: Found) -> None:
         found.skip("the learning rate is constant")
     elif not isinstance(rate, int | float):
         found.say("not yet", f"{name} is {_short(repr(rate))}, which is no number")
+    elif unknown:
+        found.say("not yet", f"rlctl knows no argument {', '.join(unknown)} of torch's schedulers", "scheduler.decay")
     elif len(after) > 1 or not known:
         found.say("not yet", "rlctl knows a linear warm-up, then a constant rate or a cosine", "scheduler.decay")
     elif next_at < warmup_steps or (next_at > warmup_steps and kind != "ConstantLR"):

@@ -217,6 +217,10 @@ _POLICY: dict[str, Rule] = {
     "policy.optimizer.kwargs.weight_decay": to("optimizer.weight_decay"),
     "policy.optimizer.kwargs.eps": to("optimizer.eps"),
     "policy.optimizer.kwargs.betas": rules.betas,
+    **dict.fromkeys(
+        ("policy.optimizer.kwargs.amsgrad", "policy.optimizer.kwargs.maximize"),
+        only(None, False, why="the optimizer is AdamW as it was published"),
+    ),
     "policy.optimizer.*": without("how torch runs its optimizer"),
     "policy.scheduler": rules.torch_schedulers,
     "policy.scheduler.*": when_dtensor(only(why="rlctl reads a list of schedulers", settled_by="scheduler.decay")),
@@ -264,7 +268,7 @@ _MEGATRON: dict[str, Rule] = {
     "expert_tensor_parallel_size": to("training.etp"),
     "sequence_parallel": rules.sequence_parallel,
     "activation_checkpointing": rules.recompute,
-    "recompute_granularity": without("read with activation_checkpointing"),
+    "recompute_granularity": rules.granularity,
     "num_layers_in_first_pipeline_stage": to("training.first_stage_layers"),
     "num_layers_in_last_pipeline_stage": to("training.last_stage_layers"),
     "pipeline_dtype": without("model.dtype"),
@@ -284,8 +288,8 @@ _MEGATRON: dict[str, Rule] = {
         "freeze_sound_projection", "radio_force_cpe_eval_mode",
     ), without("models are of text")),
     "checkpoint.*": without("checkpoints are written by rlctl"),
-    "model_overrides": only(None, why="the model's configuration is taken as it is"),
-    "model_overrides.*": only(why="the model's configuration is taken as it is"),
+    "model_overrides": without("there are none"),
+    "model_overrides.*": passes(only(why="it is not a field of Megatron-Core's configuration")),
     "recompute_modules": rules.recomputed_modules,
     "force_overwrite_initial_ckpt": without("conversions are reused when they are of the same model"),
     "force_reconvert_from_hf": without("conversions are reused when they are of the same model"),
@@ -293,7 +297,7 @@ _MEGATRON: dict[str, Rule] = {
     "track_moe_metrics": without("NeMo-RL's own logging"),
     "moe_per_layer_logging": without("NeMo-RL's own logging"),
     "moe_grouped_gemm": without("grouped products are used where TransformerEngine is installed"),
-    "*": passes("megatron", MEGATRON),
+    "*": passes(),
     "mtp_num_layers": only(None, 0, why="multi-token prediction is not trained"),
     "mtp_loss_scaling_factor": without("multi-token prediction is not trained"),
     "mtp_use_repeated_layer": without("multi-token prediction is not trained"),
@@ -306,7 +310,7 @@ _MEGATRON: dict[str, Rule] = {
     "fp8_cfg.fp8_param": with_float8(only(None, False, why="refits and checkpoints read weights in model.dtype")),
     "fp8_cfg.fp8_dot_product_attention": with_float8(only(None, False, why="attention is rlctl's own, in model.dtype")),
     "fp8_cfg.fp8_multi_head_attention": with_float8(only(None, False, why="attention is rlctl's own, in model.dtype")),
-    "fp8_cfg.*": with_float8(passes("megatron", f"{MEGATRON}.fp8_cfg")),
+    "fp8_cfg.*": with_float8(passes()),
     "env_vars": without("there are none"),
     "env_vars.*": rules.variables("training.env"),
     "peft": only(None, why="LoRA needs at least `dim`"),
@@ -341,7 +345,7 @@ _MEGATRON: dict[str, Rule] = {
         "optimizer.use_torch_optimizer_for_cpu_offload", "optimizer.overlap_cpu_optimizer_d2h_h2d",
         "optimizer.pin_cpu_grads", "optimizer.pin_cpu_params",
     ), UPDATES),
-    "optimizer.*": passes("optimizer", f"{MEGATRON}.optimizer"),
+    "optimizer.*": passes(),
     "scheduler.lr_decay_style": to("scheduler.decay", DECAYS),
     "scheduler.lr_decay_iters": rules.decay_steps,
     "scheduler.lr_warmup_iters": rules.warm_up,
@@ -360,7 +364,7 @@ _MEGATRON: dict[str, Rule] = {
     "distributed_data_parallel_config.use_megatron_fsdp": only(None, False, why="weights are not sharded"),
     "distributed_data_parallel_config.data_parallel_sharding_strategy": without("for Megatron-FSDP"),
     "distributed_data_parallel_config.use_distributed_optimizer": without("the optimizer is always distributed"),
-    "distributed_data_parallel_config.*": passes("ddp", DDP),
+    "distributed_data_parallel_config.*": passes(),
 }  # fmt: skip
 
 _GENERATION: dict[str, Rule] = {
@@ -406,7 +410,7 @@ _GENERATION: dict[str, Rule] = {
     "policy.generation.port_range_high": without("ports are chosen by Ray"),
     "policy.generation.mcore_generation_config.*": without("generation is by vLLM"),
     "policy.generation.vllm_kwargs": only(None, why="it is a mapping of vLLM's arguments"),
-    "policy.generation.vllm_kwargs.*": passes("vllm", "policy.generation.vllm_kwargs"),
+    "policy.generation.vllm_kwargs.*": passes(),
     "policy.generation.colocated.enabled": to("generation.colocated"),
     "policy.generation.colocated.resources.gpus_per_node": rules.engine_devices,
     "policy.generation.colocated.resources.num_nodes": rules.engine_devices,
@@ -422,7 +426,7 @@ _GENERATION: dict[str, Rule] = {
     f"{VLLM}.async_engine": ENGINE_CALLS,
     # Off is what engines do by themselves where they can compile: it is no wish to compile on a CPU.
     f"{VLLM}.enforce_eager": to("vllm.enforce_eager", {True: True, False: None, None: None}),
-    f"{VLLM}.*": passes("vllm", VLLM, without("NeMo-RL's own; rlctl's engine has no such choice")),
+    f"{VLLM}.*": passes(without("NeMo-RL's own; rlctl's engine has no such choice")),
 }  # fmt: skip
 
 _REST: dict[str, Rule] = {

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,21 @@ from rlctl.config.files import problem_with
 from rlctl.config.keys import is_section, nearest
 from rlctl.config.nemo_rl.mapping_rules import (
     ALGORITHMS,
+    HANDED_ON,
     Entry,
     Found,
     Import,
     Rule,
     disagreement,
     foreign_kind,
+    is_field,
     misfit,
     of_other_backend,
     overruled,
 )
 from rlctl.config.nemo_rl.mapping_table import RENAMED, RULES, finish
 from rlctl.config.other_trainers import KEYS as OTHER_TRAINERS
+from rlctl.config.passthrough import TARGETS
 from rlctl.config.schema import RlctlConfig
 from rlctl.config.yaml_values import TEXT_LIMIT, VALUE_LIMIT, OldBooleans, parse_value, read_mapping
 from rlctl.errors import ConfigError, InputError
@@ -59,6 +63,16 @@ ONE_VALUE = RULES.keys() - {
 HYDRA_PAIR = re.compile(r"""("[^"]*"|'[^']*')|([{,]\s*[\w.]+):(?!\s|//)""")
 """A text in quotes, or a key of a mapping in Hydra's form, which has no space behind the colon: `{a:1}`."""
 
+ALIKE = {"teacher": "policy", "value": "policy", "generation": "policy.generation", "tokenizer": "policy.tokenizer"}
+"""Sections that have the keys of another one."""
+
+OPEN = frozenset((
+    "automodel_kwargs", "chat_template_kwargs", "default_chat_template_kwargs", "dynamo_cfg", "env_vars",
+    "hf_config_overrides", "mcore_generation_config", "nemo_gym", "on_policy_distillation", "refit_cfg", "sglang_cfg",
+    "sglang_kwargs", "trtllm_cfg", "trtllm_kwargs", "video",
+))  # fmt: skip
+"""Sections that hold any names: variables, arguments of other libraries, and what belongs to engines without rules."""
+
 BOOLEAN_TEXTS = ("true", "false", "yes", "no", "on", "off")
 
 
@@ -81,6 +95,11 @@ class Override:
             value = HYDRA_PAIR.sub(lambda found: found[1] or f"{found[2]}: ", value)
         return cls(key, parse_value(value), remove)
 
+    def leaves(self) -> list[str]:
+        """Return the keys that are given a value: those inside of a mapping one by one."""
+        inside = isinstance(self.value, Mapping) and self.value
+        return [key for key, _ in _leaves(self.value, f"{self.key}.")] if inside else [self.key]
+
 
 @dataclass(frozen=True)
 class Unresolved:
@@ -99,8 +118,24 @@ def is_nemo_rl(values: Mapping[str, Any]) -> bool:
 
 
 def knows(key: str) -> bool:
-    """Return whether `key` is one of NeMo-RL's that rlctl knows."""
-    return find_rule(renamed(key), RULES) is not None
+    """Return whether NeMo-RL has a key or a section of this name, or hands it on to Megatron or vLLM, which has it."""
+    key = renamed(key)
+    section = next((section for section in ALIKE if key.startswith(f"{section}.")), None)
+    if key in RULES or key in other_keys() or is_field(key) or not OPEN.isdisjoint(key.split(".")[:-1]):
+        return True
+    if key.startswith("policy.scheduler."):  # a list, whose rule looks at torch's arguments
+        return True
+    if section is not None:
+        return knows(ALIKE[section] + key.removeprefix(section))
+    return any(name.startswith(f"{key}.") for name in (*RULES, *other_keys()))
+
+
+@functools.cache
+def other_keys() -> frozenset[str]:
+    """Return the keys of NeMo-RL that the table has no rule for but that of their section."""
+    text = (Path(__file__).parent / "other_keys.txt").read_text()
+    sections = (line.split() for line in text.replace("\n  ", " ").splitlines())
+    return frozenset(f"{section}{name}" for section, *names in sections for name in names)
 
 
 def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Import:
@@ -110,7 +145,11 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
     knows. A key of the file that nobody knows is an entry of the result.
     """
     result = Import(path or Path("recipe.yaml"))
+    before = read_recipe(path) if overrides else {}
+    result.before = {renamed(key): value for key, value in _leaves(before)}
     found = dict(_leaves(read_recipe(path, overrides, result.files)))
+    given = {key for override in overrides for key in override.leaves()}
+    result.overridden = frozenset(map(renamed, given))
     for key in found:
         if (now := renamed(key)) != key:
             result.entries.append(Entry(key, found[key], "mapped", f"read as {now}, its name today"))
@@ -149,6 +188,8 @@ def import_recipe(path: Path | None, overrides: Sequence[Override] = ()) -> Impo
         result.notes.append(line)
     _leave_out_misfits(result, known)
     for index, entry in enumerate(result.entries):
+        if entry.status == "not known" and entry.key in given - set(_paths(before)):
+            raise _unknown(entry.key, (), entry.note)
         if entry.status == "not known" and (close := _close(entry.key, 0.75)):
             result.entries[index] = replace(entry, note=f"{entry.note}; did you mean {close[0]}?")
     order = {key: index for index, key in enumerate(leaves)}
@@ -203,8 +244,13 @@ def renamed(key: str) -> str:
     return key
 
 
-def _close(key: str, cutoff: float) -> list[str]:
-    return difflib.get_close_matches(key, [rule for rule in RULES if not rule.endswith("*")], 1, cutoff)
+def _close(key: str, cutoff: float, names: Iterable[str] = ()) -> list[str]:
+    """Return the name that is most like `key` among those of NeMo-RL, Megatron's and vLLM's fields, and `names`."""
+    known = {*names, *other_keys(), *(rule for rule in RULES if not rule.endswith("*"))}
+    for section, target in HANDED_ON.items():
+        if key.startswith(f"{section}."):
+            known.update(f"{section}.{field}" for field in TARGETS[target].fields() or ())
+    return difflib.get_close_matches(key, sorted(known), 1, cutoff)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -230,13 +276,18 @@ def read_recipe(
 
 
 def _apply(override: Override, merged: dict[str, Any]) -> None:
-    keys = override.key.split(".")
-    if not knows(override.key) and override.key not in _paths(merged):
-        ours = override.key in OTHER_TRAINERS or is_section(keys[0])
-        close = [nearest(override.key)] if ours else _close(override.key, 0.6)
-        meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
-        raise ConfigError(f"unknown key `{override.key}`: neither the recipe nor rlctl has it.", meant)
-    _change(merged, keys, override)
+    present = set(_paths(merged))
+    for key in override.leaves():
+        if key not in present and not knows(key):
+            raise _unknown(key, present)
+    _change(merged, override.key.split("."), override)
+
+
+def _unknown(key: str, present: Iterable[str], why: str = "neither the recipe nor NeMo-RL has it") -> ConfigError:
+    ours = key in OTHER_TRAINERS or is_section(key.partition(".")[0])
+    close = [nearest(key)] if ours else _close(key, 0.6, present)
+    meant = f"Did you mean `{close[0]}`?" if close else "`rlctl config schema` lists rlctl's own keys."
+    return ConfigError(f"unknown key `{key}`: {why}.", meant)
 
 
 def _paths(values: Any, prefix: str = "") -> Iterator[str]:
