@@ -91,6 +91,41 @@ def test_the_script_for_two_nodes_is_a_shell_script_with_known_flags() -> None:
         assert {word for word in line.split() if word.startswith("--")} <= known
 
 
+RECORDING_SRUN = """#!{python}
+import json, sys
+with open({log!r}, "a") as log:
+    print(json.dumps(sys.argv[1:]), file=log)
+if "hostname" in sys.argv[-1]:
+    print("127.0.1.1\\n10.0.0.7 172.17.0.1")
+"""
+
+
+def test_the_script_for_two_nodes_passes_on_what_slurm_gives_and_what_containers_need(tmp_path: Path) -> None:
+    """On nodes of four GPUs whose own name means the loopback. What the steps would do is not done."""
+    log = tmp_path / "steps"
+    (tmp_path / "srun").write_text(RECORDING_SRUN.format(python=sys.executable, log=str(log)))
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "SLURM_GPUS_ON_NODE": "4"}
+    job |= {"SLURM_CPUS_ON_NODE": "144", "CONTAINER": "rlctl.sqsh", "MOUNTS": "/shared:/shared", "USER": "someone"}
+    job |= {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(EXAMPLES / "two_nodes" / "train.sbatch"), "Qwen/Qwen3-32B", "--steps", "5"]
+    subprocess.run(script, env=job, cwd=tmp_path, check=True, timeout=60)
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    needed = {"--overlap", "--mem=0", "--cpus-per-task=144", "--container-image=rlctl.sqsh", "--container-name=rlctl"}
+    assert all(needed | {"--container-mounts=/shared:/shared"} <= set(step) for step in steps)
+    said = [" ".join(word for word in step if not word.startswith("--container")) for step in steps]
+    (head,) = [step for step in said if "--head" in step]
+    assert "--num-gpus=4" in head
+    assert "--node-ip-address=10.0.0.7 --port=6379" in head
+    (other,) = [step for step in said if "--exclude=n1" in step]
+    assert other.endswith("--num-gpus=4 --temp-dir=/tmp/someone/ray --address=10.0.0.7:6379")
+    run = "--preset 2nodes --model Qwen/Qwen3-32B --gpus-per-node 4 --ray-address 10.0.0.7:6379"
+    assert said[-2].endswith(f"rlctl doctor {run}")
+    assert said[-1].endswith(f"rlctl train grpo {run} --nodes 2 --run-dir runs/17 --steps 5")
+
+
 SRUN = """#!{python}
 import os, subprocess, sys
 hosts, words, flags = {hosts}, sys.argv[1:], {{}}

@@ -235,7 +235,7 @@ def test_presets_are_listed_shown_and_copied(tmp_path: Path) -> None:
     assert [preset["name"] for preset in listed][:3] == ["laptop", "1gpu", "1node"]
     shown = json.loads(rlctl("presets", "show", "8nodes", "--json").stdout)["values"]
     assert shown["cluster.nodes"] == {"value": 8, "origin": "preset 8nodes"}
-    assert shown["cluster.gpus_per_node"] == {"value": 8, "origin": "preset 1node"}
+    assert shown["optimizer.lr"] == {"value": 1e-6, "origin": "preset 1node"}
     copy = tmp_path / "mine.yaml"
     assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 0
     assert rlctl("presets", "cp", "laptop", str(copy)).returncode == 2

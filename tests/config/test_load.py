@@ -117,7 +117,8 @@ def test_every_preset_is_valid_and_names_data_and_reward(name: str) -> None:
     assert resolved.config.data.name
     assert resolved.config.reward.terms
     assert resolved.config.cluster.nodes
-    assert resolved.config.cluster.gpus_per_node is not None
+    # As many GPUs as the node has, unless one device is the point of the preset.
+    assert resolved.config.cluster.gpus_per_node == {"laptop": 0, "1gpu": 1}.get(name)
     assert read_preset(name).description.endswith(".")
 
 
@@ -321,8 +322,8 @@ def test_gpus_asked_for_later_end_a_machine_without_and_the_other_way_round(tmp_
     assert cluster("laptop", gpu="h100") == ("h100", None)
     assert cluster("laptop", gpus_per_node=8) == ("auto", 8)
     assert cluster("laptop", gpu="cpu") == ("cpu", 0)
-    assert cluster("1node", gpu="cpu") == ("cpu", None)
-    assert cluster("1node", gpu="h200") == ("h200", 8)
+    assert cluster("1gpu", gpu="cpu") == ("cpu", None)
+    assert cluster("1gpu", gpu="h200") == ("h200", 1)
     with pytest.raises(ConfigError, match=r"cluster\.gpu = cpu, but cluster\.gpus_per_node = 2"):
         cluster("laptop", gpu="cpu", gpus_per_node=2)
 

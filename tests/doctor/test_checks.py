@@ -11,12 +11,15 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
 from rlctl.doctor import examine, gpus, host, network, software
 from rlctl.doctor.finding import GIB, Check
@@ -41,8 +44,12 @@ def expect(check: Check, status: str, *parts: str) -> None:
 
 def test_python() -> None:
     expect(software.check_python(), "ok")
-    expect(software.check_python((3, 10)), "fail", "3.10", "3.11 or 3.12")
-    expect(software.check_python((3, 11), ("Darwin", "arm64")), "fail", "Darwin arm64", "Linux")
+    expect(software.check_python(0, (3, 10)), "fail", "3.10", "3.11 or 3.12")
+    expect(software.check_python(0, (3, 11), ("Darwin", "arm64")), "fail", "Darwin arm64", "Linux")
+    arm = ("Linux", "aarch64")  # GB200 and GH200
+    expect(software.check_python(4, (3, 12), arm, "2.35"), "ok", "aarch64, glibc 2.35")
+    expect(software.check_python(4, (3, 12), arm, "2.31"), "fail", "glibc 2.31", "Ubuntu 22.04")
+    expect(software.check_python(0, (3, 12), arm, "2.35"), "fail", "x86-64 only")
 
 
 def test_engines() -> None:
@@ -80,7 +87,40 @@ def test_torch_companions() -> None:
 def test_transformer_engine() -> None:
     expect(software.check_transformer_engine(0, {}), "ok")
     expect(software.check_transformer_engine(8, {"transformer-engine": "2.9"}), "ok")
-    expect(software.check_transformer_engine(8, {}), "warn", "FP8")
+    versions = dict.fromkeys(software.TRANSFORMER_ENGINE_NEEDS, "1")
+    fine = {"which": lambda program: f"/usr/bin/{program}"}
+    expect(software.check_transformer_engine(8, versions, **fine), "warn", "FP8", "Build it: ", "--no-build-isolation")
+    del versions["nvidia-cuda-crt"]
+    bare = software.check_transformer_engine(8, versions, which=lambda program: None)
+    expect(bare, "warn", "Install a C++ compiler, nvidia-cuda-crt, then `NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH")
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that was built for another torch."""
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = software.check_transformer_engine(8, {"transformer-engine": "2.20"}, software.why_not_imported)
+    expect(found, "fail", "2.20 cannot be imported: ImportError: undefined symbol", "megatron.transformer_impl=local")
+    assert software.why_not_imported("json") == ""
+
+
+def test_versions_of_transformer_engine_are_those_that_megatron_core_supports() -> None:
+    """Megatron-Core 0.16.1, the last one for Python 3.11, names them itself; later ones name none."""
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = [Requirement(text) for text in extras["transformer-engine"]]
+    old, new = (next(one.specifier for one in asked if one.marker and one.marker.evaluate({"python_version": python}))
+                for python in ("3.11", "3.12"))  # fmt: skip
+    named = [Requirement(text) for text in metadata.requires("megatron-core") or []]
+    own = next(one.specifier for one in named if one.name == "transformer-engine")
+    for version in ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2"):
+        assert (version in old) == (version in own)
+        assert (version in new) == (version != "2.8.0")
+    assert not [text for text in extras["cuda"] if "transformer" in text]  # a stage of its own
+    conflicts = software.version_conflicts(
+        {"transformer-engine": "2.30.0"}, lambda package: extras["transformer-engine"]
+    )
+    assert "transformer-engine" in next(conflicts)[0]
 
 
 def test_triton_has_what_it_builds_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +137,10 @@ def test_triton_has_what_it_builds_with(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_cpu() -> None:
-    expect(host.check_cpu(frozenset({"avx2"}), 2), "ok", "AVX2")
-    expect(host.check_cpu(frozenset({"sse4_2"}), 8), "fail", "no AVX2")
-    expect(host.check_cpu(frozenset({"avx2"}), 1), "warn", "1 core")
+    expect(host.check_cpu(0, frozenset({"avx2"}), 2), "ok", "AVX2")
+    expect(host.check_cpu(0, frozenset({"sse4_2"}), 8), "fail", "no AVX2")
+    expect(host.check_cpu(4, frozenset(), 144), "ok", "144 core(s)")
+    expect(host.check_cpu(0, frozenset({"avx2"}), 1), "warn", "1 core")
     assert "fpu" in host.cpu_flags()
 
 
@@ -213,10 +254,21 @@ def test_programs_on_gpus() -> None:
     expect(gpus.check_other_programs(answers(used="0, 60000, 81559\n")), "warn", "not shown here")
 
 
-TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
-GPU0\t X \t{link}\tPIX\t0-47
-GPU1\t{link}\t X \tSYS\t0-47
-NIC0\tPIX\tSYS\t X
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \t{link}\tPIX\tSYS\t0-47,96-143\t0\t\tN/A
+GPU1\t{link}\t X \tNODE\tSYS\t0-47,96-143\t0\t\tN/A
+NIC0\tPIX\tNODE\t X \tSYS\t\t\t\t
+NIC1\tSYS\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
 """
 
 
@@ -227,11 +279,30 @@ def test_links_between_gpus() -> None:
     expect(gpus.check_links((H100,) * 2, answers()), "warn", "does not say")
 
 
+def test_gpus_that_processes_cannot_share() -> None:
+    expect(gpus.check_sharing(answers(gpu="0, Default\n1, Default\n")), "ok")
+    found = gpus.check_sharing(answers(gpu="0, Default\n1, Exclusive_Process\n"))
+    expect(found, "fail", "GPU 1", "Exclusive_Process", "-c DEFAULT")
+
+
+def test_kernels_of_flashinfer() -> None:
+    fits = {"flashinfer-python": "0.7.0", "flashinfer-cubin": "0.7.0"}
+    has = {"nvcc": "/opt/cuda/bin/nvcc", "/opt/cuda/bin/nvcc": "/opt/cuda/bin/nvcc", "ninja": "/usr/bin/ninja"}.get
+    nothing = {}.get
+    expect(gpus.check_flashinfer({}, nothing), "ok", "not installed")
+    expect(gpus.check_flashinfer({**fits, "flashinfer-jit-cache": "0.7.0+cu130"}, nothing), "ok", "compiled kernels")
+    expect(gpus.check_flashinfer(fits, nothing), "warn", "compiled when they are first used", "download-kernels")
+    alone = {"flashinfer-python": "0.7.0", "flashinfer-cubin": "0.6.0"}
+    expect(gpus.check_flashinfer(alone, nothing, {}), "warn", "vLLM leaves it out", "nvcc and ninja")
+    expect(gpus.check_flashinfer(alone, has, {"CUDA_HOME": "/opt/cuda"}), "warn", "compiled when they are first used")
+    expect(gpus.check_flashinfer(alone, has, {"CUDA_HOME": "/opt/none"}), "warn", "want of kernels and of nvcc to")
+
+
 def test_driver_and_torch() -> None:
     ask = answers(summary="| NVIDIA-SMI 570.1   Driver Version: 570.1   CUDA Version: 12.8 |")
     expect(gpus.check_driver((H100,), {"torch": "2.9.0+cu126"}, ask), "ok", "built with 12.6")
     expect(gpus.check_driver((H100,), {"torch": "2.9.0+cu129"}, ask), "ok", "built with 12.9")
-    expect(gpus.check_driver((H100,), {"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, ask), "fail", "13.0")
+    expect(gpus.check_driver((H100,), {"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, ask), "fail", "580")
     expect(gpus.check_driver((H100,), {"torch": "2.13.0+cpu"}, ask), "fail", "CPU build")
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlctl.config.load import resolve
 from rlctl.config.parallel import ParallelSpec
 from rlctl.config.schema import ClusterConfig, RlctlConfig
 from rlctl.errors import ConfigError, InputError, MachineError, NoPlanError
@@ -513,6 +514,19 @@ def test_a_gpu_preset_on_a_machine_without_is_the_machine_s_lack(monkeypatch: py
         cluster_from_config(config)
     assert cluster_from_config(config, assume="h100").gpus == 8
     assert cluster_from_config(RlctlConfig(cluster=ClusterConfig(gpu="cpu"))).is_cpu
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "per_node"), [("h100", 1, 8), ("gb200", 1, 4), ("gb200", 2, 4), ("gh200", 2, 1), ("auto", 2, 4)]
+)
+def test_a_preset_has_the_gpus_of_its_nodes(
+    kind: str, nodes: int, per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlctl.planner.from_config.local_gpus", lambda: ["NVIDIA GB200"] * 4)
+    config = resolve({1: "1node", 2: "2nodes"}[nodes], overrides=[f"cluster.gpu={kind}"], environment={}).config
+    found = cluster_from_config(config)
+    assert (found.nodes, found.gpus_per_node) == (nodes, per_node)
+    assert found.device.name == (kind if kind != "auto" else "gb200")
 
 
 def test_planning_imports_no_engine() -> None:

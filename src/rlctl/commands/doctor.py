@@ -47,7 +47,7 @@ def doctor(
         bool, typer.Option("--calibrate", help="Measure the rates of this machine for the planner instead.")
     ] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Make the repairs that are safe.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the check that starts processes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the checks that start processes.")] = False,
     json_: options.Json = False,
 ) -> None:
     """Check this machine and print a fix for each problem. The exit code is 3 when a check fails.
@@ -113,15 +113,17 @@ def show(check: Check) -> None:
 
 
 def wanted(config: RlctlConfig) -> Wanted:
-    """Return what this configuration needs of the machine. A named type of GPU needs at least one. Raises InputError
-    for an unknown type of GPU."""
+    """Return what this configuration needs of the machine. A named type of GPU needs at least one, and so does a number
+    of nodes. Raises InputError for an unknown type of GPU."""
     from rlctl.doctor.examine import Wanted
     from rlctl.planner.inputs.cluster import device_named
 
-    kind = config.cluster.gpu
+    kind, count = config.cluster.gpu, config.cluster.gpus_per_node
     named = kind not in ("auto", "cpu")
+    if count is None and kind != "cpu":
+        count = int(named or config.cluster.nodes is not None)
     return Wanted(
-        gpus_per_node=0 if kind == "cpu" else config.cluster.gpus_per_node or int(named),
+        gpus_per_node=count or 0,
         gpu=device_named(kind).name if named else kind,
         parameters=parameters(config.model.name, config.model.revision),
         run_directory=Path(config.run.dir or "runs"),

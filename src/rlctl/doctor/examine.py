@@ -26,23 +26,25 @@ class Wanted:
 
 
 def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
-    """Yield each check as soon as it is done; `quick` leaves out the one that starts processes."""
+    """Yield each check as soon as it is done; `quick` leaves out what starts processes."""
     found = gpus.list_gpus()
     versions = software.installed_versions()
-    yield software.check_python()
+    yield software.check_python(len(found))
     yield software.check_engines(versions)
     yield software.check_packages(versions)
     yield software.check_vllm_interfaces(installed_package(), "cuda" if found else "cpu")
     yield software.check_torch_companions(versions)
     yield software.check_bytecode()
-    yield software.check_transformer_engine(len(found), versions)
+    yield software.check_transformer_engine(len(found), versions, None if quick else software.why_not_imported)
     yield gpus.check_vllm_platform(found, versions)
-    yield host.check_cpu()
+    yield host.check_cpu(len(found))
     yield gpus.check_gpus(wanted.gpus_per_node, wanted.gpu, found)
     if found:
         yield gpus.check_driver(found, versions)
         yield gpus.check_compiler()
+        yield gpus.check_flashinfer(versions)
         yield gpus.check_ecc()
+        yield gpus.check_sharing()
         yield gpus.check_other_programs()
         yield gpus.check_links(found)
     yield from examine_host(wanted, len(found))
@@ -51,7 +53,8 @@ def examine(wanted: Wanted, *, quick: bool = False) -> Iterator[Check]:
     yield network.check_ray_files()
     if wanted.ray_address:
         needed = wanted.parameters * host.CONVERTED_BYTES_PER_PARAMETER
-        yield from network.check_nodes(wanted.ray_address, converted_directory(), needed, wanted.gpus_per_node)
+        count = max(wanted.gpus_per_node, len(found))  # a plan counts on each node having as many as this one
+        yield from network.check_nodes(wanted.ray_address, converted_directory(), needed, count)
     yield network.check_hub()
     yield network.check_token(wanted.model)
     if not quick:

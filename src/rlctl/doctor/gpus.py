@@ -17,7 +17,10 @@ from rlctl.doctor.finding import Check
 Ask = Callable[..., str | None]
 """Runs nvidia-smi with the given arguments and returns its output, or None where it is missing or fails."""
 
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""The first driver for each major version of CUDA (NVIDIA's table of minor version compatibility)."""
 ECC_FIELDS = "index,ecc.mode.current,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
+FLASHINFER_KERNELS = ("flashinfer-cubin", "flashinfer-jit-cache")
 LEAST_FREE = 0.95
 """Share of a GPU's memory that is free when nothing else runs on it."""
 
@@ -112,6 +115,40 @@ def check_other_programs(ask: Ask = nvidia_smi) -> Check:
     return Check("gpu-programs", "ok", "nothing else runs on the GPUs")
 
 
+def check_sharing(ask: Ask = nvidia_smi) -> Check:
+    """Check that several processes may use a GPU, as policy and engine do where they take turns on it."""
+    modes = {row[0]: row[1] for row in rows_of(ask, "gpu", "index,compute_mode") if len(row) == 2}
+    barred = [index for index, mode in modes.items() if mode.startswith(("Exclusive", "Prohibited"))]
+    if barred:
+        detail = f"processes cannot share GPU {', '.join(barred)}: its compute mode is {modes[barred[0]]}"
+        fix = "Policy and engine take turns on a GPU: `sudo nvidia-smi -c DEFAULT`, or --split, with which they do not."
+        return Check("gpu-sharing", "fail", detail, fix)
+    return Check("gpu-sharing", "ok", "processes can share each GPU")
+
+
+def check_flashinfer(
+    versions: Mapping[str, str],
+    which: Callable[[str], str | None] = shutil.which,
+    environment: Mapping[str, str] | None = None,
+) -> Check:
+    """Check that FlashInfer's kernels are there or can be compiled, for want of which vLLM leaves it out without a word
+    (`has_flashinfer` of vllm/utils/flashinfer.py)."""
+    environment, wanted = os.environ if environment is None else environment, versions.get("flashinfer-python")
+    if wanted is None:
+        return Check("flashinfer", "ok", "FlashInfer is not installed: vLLM takes other kernels")
+    own = {name: versions.get(name, "").partition("+")[0] == wanted for name in FLASHINFER_KERNELS}
+    if all(own.values()):
+        return Check("flashinfer", "ok", f"FlashInfer {wanted} with compiled kernels")
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    nvcc = which(f"{home}/bin/nvcc") if home else which("nvcc") or which("/usr/local/cuda/bin/nvcc")
+    ninja = which("ninja") or which(f"{sysconfig.get_path('scripts')}/ninja")
+    lacking = [name for name, found in (("nvcc", nvcc), ("ninja", ninja)) if not found]
+    detail = "its kernels are compiled when they are first used, for minutes and with downloads"
+    if lacking and not own["flashinfer-cubin"]:
+        detail = f"vLLM leaves it out, for want of kernels and of {' and '.join(lacking)} to compile them"
+    return Check("flashinfer", "warn", f"FlashInfer {wanted}: {detail}", "Get its kernels: `vllm download-kernels`.")
+
+
 def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
     """Check how the GPUs of this node are linked."""
     if len(gpus) < 2:
@@ -132,11 +169,8 @@ def check_links(gpus: tuple[Gpu, ...], ask: Ask = nvidia_smi) -> Check:
 def topology_lines(text: str) -> list[str]:
     """Return the GPUs' rows of `nvidia-smi topo -m`, without the columns of network cards and processors."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    columns = max((line.count("GPU") for line in lines if not line.startswith("GPU")), default=0) or sum(
-        line.startswith("GPU") for line in lines
-    )
     rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
-    return [" ".join(row[1 : columns + 1]) for row in rows]
+    return [" ".join(row[1 : len(rows) + 1]) for row in rows]  # GPUs come first, in rows and in columns
 
 
 def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = nvidia_smi) -> Check:
@@ -156,7 +190,9 @@ def check_driver(gpus: tuple[Gpu, ...], versions: Mapping[str, str], ask: Ask = 
     )
     # Within a major version, newer minor versions run on the drivers of older ones.
     if have[0] < built[0]:
-        return Check("cuda", "fail", detail, "Update the driver, or install a torch built with the driver's CUDA.")
+        newer = f"to {OLDEST_DRIVER[built[0]]} or newer, " if built[0] in OLDEST_DRIVER else ""
+        fix = f"Update the driver {newer}or install builds for its CUDA (docs/start_gpu_node.md)."
+        return Check("cuda", "fail", detail, fix)
     return Check("cuda", "ok", detail)
 
 

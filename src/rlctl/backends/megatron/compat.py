@@ -7,10 +7,13 @@ import dataclasses
 import difflib
 import enum
 import functools
+import importlib
 import inspect
 import queue
+import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from rlctl.errors import ConfigError, MachineError
 
 VERSIONS = ((0, 16), (0, 20))
 """First version that works, and the first that was not tried."""
+TRANSFORMER_ENGINE = "transformer_engine"
 DTYPE_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "uint8"}
 """Short names of data types, as Megatron's own options spell them (its 8-bit states are bytes)."""
 
@@ -80,6 +84,27 @@ def call_known(function: Callable[..., Any], **kwargs: Any) -> Any:
 def mlp_submodules(mlp: Any) -> Any:
     """The submodules of a layer spec's MLP: 0.16 has a ModuleSpec there, 0.19 the class with its arguments bound."""
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def import_transformer_engine(wanted: bool) -> None:
+    """Import TransformerEngine where it is installed, before Megatron-Core does. One that cannot be imported, such as
+    an extension that was built for another torch, is hidden from Megatron-Core, whose own imports would fail with it.
+    Raises MachineError for such a one where it is `wanted`."""
+    if find_spec(TRANSFORMER_ENGINE) is None:
+        return
+    try:
+        importlib.import_module(f"{TRANSFORMER_ENGINE}.pytorch")
+    except Exception as error:  # it may be anything: symbols, libraries and versions are looked for at import
+        for name in [name for name in sys.modules if name.partition(".")[0] == TRANSFORMER_ENGINE]:
+            del sys.modules[name]
+        sys.modules[TRANSFORMER_ENGINE] = None  # type: ignore[assignment]
+        if wanted:
+            raise MachineError(
+                f"TransformerEngine is installed and cannot be imported with torch {torch.__version__}: "
+                f"{type(error).__name__}: {error}.",
+                "Build it against this torch (docs/start_gpu_node.md), or train on Megatron's own layers with "
+                "`--set megatron.transformer_impl=local`.",
+            ) from error
 
 
 def require_transformer_engine() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from rlctl.backends.base import CriticSpec
 from rlctl.backends.batch import LogprobColumn
 from rlctl.backends.lora import MergedParameters, base_weights, is_adapter
-from rlctl.backends.megatron import cpu
+from rlctl.backends.megatron import compat, cpu
+from rlctl.backends.megatron.args import has_transformer_engine
 from rlctl.backends.megatron.backend import policy_world
 from rlctl.backends.policy_rank import LossOf, Save
 from rlctl.backends.rank_with_critic import RankWithCritic
@@ -38,15 +39,14 @@ class MegatronWorker(RankWithCritic):
     # --- life cycle
 
     def prepare(self) -> None:
+        compat.import_transformer_engine(has_transformer_engine(self.spec))
         cpu.install()
-        from rlctl.backends.megatron.compat import require_version
-
-        require_version()
+        compat.require_version()
 
     def build(self) -> None:
         from megatron.core import parallel_state, tensor_parallel
 
-        from rlctl.backends.megatron import compat, routing
+        from rlctl.backends.megatron import routing
 
         spec, parallel = self.spec, self.spec.parallel
         parallel_state.destroy_model_parallel()
@@ -72,7 +72,7 @@ class MegatronWorker(RankWithCritic):
         self.build_critic()
 
     def _build_model(self) -> None:
-        from rlctl.backends.megatron import compat, model, optimizer
+        from rlctl.backends.megatron import model, optimizer
 
         spec = self.spec
         self.config = model.model_config(spec, finalize_model_grads_func=optimizer.finalize_without_scaling)
