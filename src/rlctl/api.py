@@ -131,7 +131,7 @@ def evaluate(
         from rlctl.envs.statistics import default_ks
         from rlctl.runs.sample_file import SampleFile
 
-        found = contenders([str(model) for model in models], [Path(run) for run in run_dirs], steps, of_model, n)
+        found = contenders([*map(Path, run_dirs), *map(str, models)], steps, of_model, n)
         job = evaluation(found, tasks, n, k or default_ks(n), limit)
         with SampleFile(None if output is None else Path(output)) as file:
             return [result.to_json() for result in run_evaluation(job, file, tell)]

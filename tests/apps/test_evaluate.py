@@ -12,9 +12,11 @@ import pytest
 
 import rlctl
 from rlctl.apps.evaluate import Encoded, Evaluation, contenders, evaluation, open_task
+from rlctl.cli import run as cli
 from rlctl.config.load import Resolved, resolve
 from rlctl.data.prompts import open_prompts
 from rlctl.errors import InputError
+from rlctl.runs.directory import RunDirectory
 from rlctl.telemetry.metrics import read_metrics
 from rlctl.telemetry.phases import Phase
 from support.commands import Run
@@ -29,7 +31,7 @@ def resolver(**flags: object) -> Callable[[str | None], Resolved]:
 
 
 def one_of(resolved: Callable[[str | None], Resolved], *tasks: str, n: int = 1, limit: int | None = 3) -> Evaluation:
-    return evaluation(contenders(["some/model"], [], [], resolved, n), tasks, n, [1], limit)
+    return evaluation(contenders(["some/model"], [], resolved, n), tasks, n, [1], limit)
 
 
 def greedy(model: Path, questions: list[str], tokens: int) -> list[str]:
@@ -121,7 +123,7 @@ def test_bad_input_is_named(run_here: Run, tiny_llama: Path, arguments: list[str
 @pytest.mark.usefixtures("untried")
 def test_a_dry_run_shows_tasks_and_engines_of_each_model(run_here: Run, tiny_llama: Path, tmp_path: Path) -> None:
     other = write_tiny_llama(tmp_path / "other", seed=1)
-    asked = ["eval", "--model", str(tiny_llama), "--model", str(other), "--task", "reasoning-gym:chain_sum",
+    asked = ["eval", "--model", str(tiny_llama), "-m", str(other), "--task", "reasoning-gym:chain_sum",
              "-n", "4", "--limit", "5", "--gpu", "cpu", "--dry-run"]  # fmt: skip
     shown = run_here(*asked).stdout
     assert "reasoning-gym:chain_sum: 5 prompts x 4 samples" in shown
@@ -136,9 +138,31 @@ def test_a_dry_run_shows_tasks_and_engines_of_each_model(run_here: Run, tiny_lla
     assert not (tmp_path / "samples.jsonl").exists()
 
 
+def test_models_and_runs_keep_the_order_of_the_command_line(
+    tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run says how prompts are put and sampled, wherever it stands."""
+    run, other = RunDirectory(tmp_path / "run"), write_tiny_llama(tmp_path / "other", seed=1)
+    run.path.mkdir()
+    stored = {"model.name": str(tiny_llama), "generation.max_new_tokens": 7}
+    run.write_manifest({"config": {key: {"value": value, "origin": "--set"} for key, value in stored.items()}})
+    checkpoint = run.new_checkpoint(2)
+    checkpoint.begin()
+    checkpoint.commit({"version": 2, "source": {}, "metrics": {}, "files": {"shard": "0"}})
+    named = {"run step 2": ["--run-dir", str(run.path)], "other": ["-m", str(other)],
+             tiny_llama.name: [f"--model={tiny_llama}"]}  # fmt: skip
+    for order in (("run step 2", "other", tiny_llama.name), ("other", tiny_llama.name, "run step 2")):
+        flags = [flag for name in order for flag in named[name]]
+        task = ["--task", "reasoning-gym:chain_sum", "--limit", "2", "--gpu", "cpu", "--dry-run", "--json"]
+        assert cli(["eval", *flags, *task]) == 0
+        models = json.loads(capfd.readouterr().out)["models"]
+        assert tuple(one["model"] for one in models) == order
+        assert {one["config"]["generation.max_new_tokens"]["value"] for one in models} == {7}
+
+
 def test_one_sample_is_greedy_unless_a_temperature_is_set() -> None:
     def temperature(n: int, **flags: object) -> float:
-        return contenders(["a/b"], [], [], resolver(**flags), n)[0].resolved.config.generation.temperature
+        return contenders(["a/b"], [], resolver(**flags), n)[0].resolved.config.generation.temperature
 
     assert (temperature(1), temperature(8)) == (0.0, 1.0)
     assert temperature(1, generation__temperature=0.7) == 0.7
@@ -150,7 +174,7 @@ def test_all_models_are_sampled_as_the_first_one_is() -> None:
         own = {"model.name": model, "generation.temperature": 0.7, "data.system_prompt": "s", "model.max_length": 64}
         return resolve(flags=own if model == "a/b" else {"model.name": model} if model else {}, environment={})
 
-    first, second = (one.resolved.config for one in contenders(["a/b", "c/d"], [], [], resolved, 4))
+    first, second = (one.resolved.config for one in contenders(["a/b", "c/d"], [], resolved, 4))
     assert (first.generation.temperature, second.generation.temperature) == (1.0, 1.0)  # no rollouts' temperature
     assert (first.data.system_prompt, second.data.system_prompt) == ("s", "s")
     assert first.model.max_length is None  # as the rollouts' own had room for
@@ -158,9 +182,9 @@ def test_all_models_are_sampled_as_the_first_one_is() -> None:
 
 def test_the_same_model_cannot_be_given_twice() -> None:
     with pytest.raises(InputError, match="a/b is given twice"):
-        contenders(["a/b", "a/b"], [], [], resolver(), 1)
+        contenders(["a/b", "a/b"], [], resolver(), 1)
     with pytest.raises(InputError, match="no model to evaluate"):
-        contenders([], [], [], resolver(), 1)
+        contenders([], [], resolver(), 1)
 
 
 @pytest.mark.usefixtures("untried")
@@ -206,7 +230,7 @@ def test_samples_are_bound_to_the_text_of_a_reward_function_and_of_a_chat_templa
         reward.write_text(f"def right(completion):\n    return {returned}\n")
         template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}" + end)
         asked = resolver(generation__max_new_tokens=4, cluster__gpu="cpu", **own)
-        job = evaluation(contenders([str(tiny_llama)], [], [], asked, 1), [str(task)], 1, [1], 1)
+        job = evaluation(contenders([str(tiny_llama)], [], asked, 1), [str(task)], 1, [1], 1)
         return Encoded.of(job, job.contenders[0], lambda _: None).settings(job.tasks[0])
 
     first, again, scored, written = settings(0, ":"), settings(0, ":"), settings(1, ":"), settings(0, "?")

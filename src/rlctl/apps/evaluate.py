@@ -51,7 +51,8 @@ SHARED = (
     "data.system_prompt", "data.prompt_template", "data.prompt_suffix", "generation.max_new_tokens", "generation.stop",
     TEMPERATURE, "generation.top_p", "generation.top_k", "run.seed",
 )  # fmt: skip
-"""Keys that are the same for all models of an evaluation: those of the first, where the command line sets none."""
+"""Keys that are the same for all models of an evaluation: those of the first run, or else of the first model, where the
+command line sets none."""
 CALLS_AHEAD = 4
 """Samples of one call to the engines, in multiples of what they decode at once: few calls, and seldom idle engines."""
 FEWEST_A_CALL = 16
@@ -109,28 +110,32 @@ class Evaluation:
 
 
 def contenders(
-    models: Sequence[str], runs: Sequence[Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
+    given: Sequence[str | Path], steps: Sequence[int], resolve: Callable[[str | None], Resolved], n: int
 ) -> tuple[Contender, ...]:
-    """Return the models and checkpoints to evaluate: the newest of each run or those of `steps`, then the models.
-    `resolve` returns the configuration of the command line with a model.
+    """Return the models and checkpoints to evaluate, in the order of `given`: a name is a model, and a path is a run,
+    of which the newest checkpoint or those of `steps` are evaluated. `resolve` returns the configuration of the command
+    line with a model.
 
     Raises InputError where there is none, or one is there twice, and for a step without a run.
     """
-    if steps and not runs:
+    if steps and not any(isinstance(one, Path) for one in given):
         raise InputError(f"--step {steps[0]} is a checkpoint of a run, and there is no --run-dir.", "Give --run-dir.")
-    asked = resolve(None)
-    found = [_of_run(run, step, asked) for run in runs for step in (steps or [None])]
-    if not found and (models or asked.config.model.name):
-        found.append(_of_model(resolve(models[0] if models else None)))
-        models = models[1:]
-    found += [_of_model(resolve(model)) for model in models]
+    asked, found = resolve(None), list[Contender]()
+    for one in given:
+        if isinstance(one, Path):
+            found += [_of_run(one, step, asked) for step in (steps or [None])]
+        else:
+            found.append(_of_model(resolve(one)))
+    if not given and asked.config.model.name:
+        found = [_of_model(asked)]
     if not found:
         raise InputError("There is no model to evaluate.", "Give --model NAME, or --run-dir DIR.")
     labels = [one.label for one in found]
     if twice := {label for label in labels if labels.count(label) > 1}:
         raise InputError(f"{listed(sorted(twice))} is given twice.", "Name each model and each step once.")
-    shared = dict(found[0].resolved.leaves())
-    origin = f"eval, as {found[0].label}"
+    first = _leading(found)
+    shared = dict(first.resolved.leaves())
+    origin = f"eval, as {first.label}"
     values = {key: Value(key, shared[key], origin) for key in SHARED}
     if asked.origin[TEMPERATURE] == DEFAULT:
         # A run's own is that of its rollouts; one sample is the most likely one.
@@ -138,6 +143,11 @@ def contenders(
     # The length that a run's prompts left room for says nothing about those of a task.
     own = set() if asked.origin["model.max_length"] != DEFAULT else {"model.max_length"}
     return tuple(replace(one, resolved=_with(one.resolved, list(values.values()), own)) for one in found)
+
+
+def _leading(found: Sequence[Contender]) -> Contender:
+    """Return the one whose prompts and sampling are those of all: a run knows how its own prompts are put."""
+    return next((one for one in found if one.checkpoint), found[0])
 
 
 def _with(resolved: Resolved, values: Sequence[Value], left_out: set[str]) -> Resolved:
@@ -243,7 +253,8 @@ def evaluation(
         raise InputError("There is no task.", "Give --task, for example reasoning-gym:chain_sum or gsm8k.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"--task {twice[0]} is given twice.", "Give it once; --n sets the samples of each prompt.")
-    tasks = tuple(open_task(name, found[0].resolved.config, limit) for name in names)
+    config = _leading(found).resolved.config
+    tasks = tuple(open_task(name, config, limit) for name in names)
     if (count := samples * sum(len(task.rows) for task in tasks) * len(found)) > MOST_SAMPLES:
         raise InputError(f"These are {count:,} samples; at most {MOST_SAMPLES:,} can be kept.", "Set --limit or --n.")
     return Evaluation(found, tasks, samples, tuple(ks))

@@ -10,6 +10,7 @@ import typer
 from rlctl.commands import options
 from rlctl.commands.generate import refuse_training_keys
 from rlctl.commands.output import command_app, examples, message, print_json, show
+from rlctl.commands.parsing import GIVEN
 
 if TYPE_CHECKING:
     from rlctl.apps.evaluate import Evaluation, Result
@@ -113,8 +114,8 @@ def evaluate(
     """Measure how often models answer tasks rightly: pass@k, mean@n and majority@n with their standard errors.
 
     A checkpoint of a run (--run-dir) is evaluated as it is, without a conversion. Several models get the same prompts
-    and seeds, and the table says whether they differ from the first one by more than noise. Prompts and sampling are
-    those of the first model's run, where the command line does not set them.
+    and seeds, and the table has them in the order of the command line and says whether they differ from the first one
+    by more than noise. Prompts and sampling are those of the first run, where the command line does not set them.
     """
     options.require_dry_run(explain, dry_run)
     from rlctl.apps.evaluate import contenders, evaluation, refuse_idle_reward
@@ -126,7 +127,9 @@ def evaluate(
         return found
 
     refuse_idle_reward(reward or [], task or [])
-    found = contenders(model or [], [Path(run) for run in run_dir or []], step or [], resolved, n)
+    values = {"model": iter(model or ()), "run_dir": map(Path, run_dir or ())}
+    given = [next(values[name]) for name in context.meta[GIVEN] if name in values]
+    found = contenders(given, step or [], resolved, n)
     job = evaluation(found, task or [], n, k or default_ks(n), limit)
     if dry_run:
         if output is not None:

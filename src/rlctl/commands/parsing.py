@@ -95,6 +95,9 @@ SIMILAR = {
 }
 """Names of other trainers that mean something else or are a key here, with what to use."""
 
+GIVEN = "rlctl.given"
+"""Key of `context.meta`: the names of the parameters in the order of the command line, one for each time given."""
+
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", callback=be_quiet, expose_value=False, help="Print errors and the result alone."),
@@ -130,13 +133,16 @@ class Command(TyperCommand):
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give --lora its rank where no number follows it: Typer's options have a value always or never."""
+        """Note the order of the parameters, and give --lora its rank where no number follows it: Typer's options have a
+        value always or never."""
         alone = {LORA, *(name for name, ours in ALIASES.items() if ours == LORA)}
         pairs = zip_longest(args, args[1:], fillvalue="")
         filled = [
             f"{word}={LORA_RANK}" if word in alone and not after.lstrip("-").isdecimal() else word
             for word, after in pairs
         ]
+        _, _, given = self.make_parser(ctx).parse_args(args=list(filled))
+        ctx.meta[GIVEN] = [param.name for param in given]
         return super().parse_args(ctx, filled)
 
     def make_parser(self, ctx: Any) -> Any:
